@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import distributed
 
@@ -65,6 +66,7 @@ def refused(path: str) -> list[str]:
     return found
 
 
+@pytest.mark.distributed
 def test_uploads_that_differ_between_ranks_are_refused_on_every_rank_with_the_difference(tmp_path):
     first, second = run_ranks(refused, 2, str(tmp_path), timeout_seconds=120)
     assert first == second
