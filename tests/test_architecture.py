@@ -217,6 +217,19 @@ def test_no_init_file_turns_a_source_root_or_a_test_folder_into_a_package():
     assert list((ROOT / "tests").rglob("__init__.py")) == []
 
 
+def test_tests_that_start_ranks_are_marked():
+    """The fast tests stay in one process."""
+    texts = {path: path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")}
+    marked = re.compile(r"mark\.(distributed|reliability|slow)")
+    refuse(
+        [
+            str(path)
+            for path, text in texts.items()
+            if "run_ranks(" in text and path != Path(__file__) and not marked.search(text)
+        ]
+    )
+
+
 def test_names_keep_to_the_glossary(modules):
     refused = refused_words()
     defined = ((m, n) for m in modules for n in m.nodes(ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))

@@ -20,6 +20,8 @@ from ckpt_core.storage import LocalStorage
 from ckpt_core.testing import Nodes, run_ranks
 from tests.distributed import node_jobs as jobs
 
+pytestmark = pytest.mark.distributed
+
 Found = list[Mapping[str, Any]]
 
 

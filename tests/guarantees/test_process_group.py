@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import pickle
+import signal
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -122,6 +124,22 @@ def made_on_one_rank_only(root: str) -> dict[str, Any]:
     return {"told": told, "close": error_of(checkpoints.close)}
 
 
+def forked_with_a_destroyed_group_in_garbage(root: str) -> str:
+    """The garbage is of the kind that FSDP leaves: a cycle that holds the group."""
+    checkpoints = manager(root, "garbage")
+    garbage: list[Any] = [dist.new_group(backend="gloo")]
+    garbage.append(garbage)
+    dist.all_reduce(torch.ones(1), group=garbage[0])
+    gc.disable()
+    try:
+        dist.destroy_process_group(garbage[0])
+        del garbage
+        return in_a_fork(lambda: f"{gc.collect() >= 0} {error_of(checkpoints.wait)}")
+    finally:
+        gc.enable()
+        checkpoints.close()
+
+
 def wrong_argument_on_one_rank(root: str) -> list[str]:
     """Each rank makes one mistake that the other does not make; then both are right."""
     rank, values = dist.get_rank(), {"x": torch.ones(2)}
@@ -175,6 +193,7 @@ def all_cases(root: str) -> dict[str, Any]:
         group_made_after_the_manager,
         group_destroyed,
         forked_in_a_group,
+        forked_with_a_destroyed_group_in_garbage,
         wrong_argument_on_one_rank,
         roots_differ,
         one_root_by_two_names,
@@ -192,10 +211,11 @@ def ranks(tmp_path_factory):
 
 
 def in_a_fork(act: Callable[[], Any]) -> Any:
-    """What `act` gave in a forked child, which ends as any process does."""
+    """What `act` gave in a forked child, which must not hang."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
+        signal.alarm(15)
         try:
             os.write(writing, pickle.dumps(act()))
         finally:
@@ -203,7 +223,7 @@ def in_a_fork(act: Callable[[], Any]) -> Any:
     os.close(writing)
     with os.fdopen(reading, "rb") as stream:
         content = stream.read()
-    os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     return pickle.loads(content)
 
 
@@ -278,6 +298,14 @@ def test_a_fork_of_a_rank_is_told_at_once_and_harms_nobody(ranks):
         assert (told["alone"], told["close"]) == ("", "")
     with CheckpointManager(ranks[1] / "forked", coordinator=Solo()) as checkpoints:
         assert [info.step for info in checkpoints.checkpoints()] == [1, 3]
+
+
+@pytest.mark.distributed
+def test_a_fork_never_waits_for_the_threads_of_a_destroyed_group(ranks):
+    for found in ranks[0]:
+        told = found["forked_with_a_destroyed_group_in_garbage"]
+        assert told.startswith("True ConfigError")
+        assert "forked from" in told
 
 
 def test_a_fork_after_a_save_is_told_at_once_and_the_parent_goes_on(tmp_path):

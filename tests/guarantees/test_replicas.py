@@ -300,6 +300,7 @@ def test_what_more_is_written_is_told_once_in_bytes_and_that_one_host_is_one(tmp
     assert "MiB" in told.getMessage() or "MB" in told.getMessage()
 
 
+@pytest.mark.distributed
 def test_ranks_of_two_hosts_lose_all_files_of_one_fail_alone_and_must_agree(tmp_path):
     for found in run_ranks(whoever, 2, str(tmp_path), timeout_seconds=120):
         assert found["lost"] == {f"{each}/{lost}": ["2"] for each in ("fsdp2", "ddp") for lost in (0, 1)}
@@ -315,6 +316,7 @@ def test_ranks_of_two_hosts_lose_all_files_of_one_fail_alone_and_must_agree(tmp_
         assert "replicas=2" in found["disagree"]
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_partner_that_dies_during_the_transfer_ends_the_save_in_time_without_a_commit(tmp_path, who):
     survivor = run_ranks(partner_dies, 2, str(tmp_path), who, expect_death=[who], timeout_seconds=60)[1 - who]

@@ -363,7 +363,7 @@ def _compared(world: World, compare: Callable[[], object], *live: torch.Tensor) 
 class Stored:
     """A storage of one file, whose reads others may interrupt."""
 
-    rereads_from_memory = True
+    rereads_from_memory, reads_in_place = True, False
     url = "memory"
 
     def __init__(self, world: World, content: bytes, *, broken_from: int | None = None) -> None:

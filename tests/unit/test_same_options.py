@@ -156,6 +156,7 @@ def refused(path: str) -> list[str]:
     return found
 
 
+@pytest.mark.distributed
 def test_options_that_differ_between_ranks_are_refused_on_every_rank_with_the_difference(tmp_path):
     first, second = run_ranks(refused, 2, str(tmp_path), timeout_seconds=120)
     assert first == second

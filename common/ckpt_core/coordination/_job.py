@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,13 +20,20 @@ from ckpt_core.errors import ConfigError
 
 _ALONE = "coordinator=ckpt_core.coordination.Solo() and a root of its own"
 _inherited: weakref.ref[Any] | None = None
+_has_met_groups = False
 
 
 def _note_fork() -> None:
-    """Remember that the default group is inherited from the parent."""
+    """Prepare a forked child, which inherits groups but none of their threads.
+
+    The destructor of a gloo group waits for these threads, here forever. So garbage of the parent's that
+    holds a group, such as an FSDP model of a group that was destroyed, must never be collected here.
+    """
     global _inherited  # noqa: PLW0603 - one per process, as the group itself
     group = _default_group()
     _inherited = None if group is None else weakref.ref(group)
+    if _has_met_groups:
+        gc.freeze()
 
 
 os.register_at_fork(after_in_child=_note_fork)
@@ -147,6 +155,8 @@ class JobCoordinator(Coordinator):
             raise
 
     def _take_over(self, group: Any, problem: str | None) -> None:
+        global _has_met_groups  # noqa: PLW0603 - of the process, for its forks
+        _has_met_groups |= group is not None
         former = self._current
         rank, size = _place(group)
         if size > 1:

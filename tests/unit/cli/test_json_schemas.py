@@ -49,6 +49,7 @@ CALLS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_every_command_keeps_to_the_schema_of_its_json(place, monkeypatch, capsys):
     monkeypatch.chdir(place)
     for call in CALLS:

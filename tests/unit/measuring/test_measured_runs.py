@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 
 from ckpt_core import CheckpointManager, EverySteps, TrainState
@@ -77,6 +78,7 @@ def _rank(root: str) -> tuple[list[dict], list[str]]:
     return events, []
 
 
+@pytest.mark.distributed
 def test_ranks_decide_on_the_coordinators_costs(tmp_path):
     """Ranks that read figures of their own would save under different annotations, which is refused."""
     first, second = run_ranks(_rank, 2, str(tmp_path / "run"))

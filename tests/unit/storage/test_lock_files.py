@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -155,3 +158,25 @@ def test_to_ask_who_holds_a_lock_does_not_give_it_up(tmp_path):
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     lock.release()
+
+
+def test_a_fork_while_a_thread_takes_a_lock_can_take_locks(tmp_path, monkeypatch):
+    amid, go_on, lockf = threading.Event(), threading.Event(), fcntl.lockf
+
+    def slow(descriptor, operation):
+        amid.set()
+        assert go_on.wait(60)
+        return lockf(descriptor, operation)
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        patch.setattr(fcntl, "lockf", slow)
+        parents = pool.submit(LocalStorage(tmp_path / "parent").try_lock, "writer.json")
+        assert amid.wait(60)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            fcntl.lockf = lockf
+            os._exit(0 if LocalStorage(tmp_path / "child").try_lock("writer.json") else 7)
+        go_on.set()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        parents.result(60).release()

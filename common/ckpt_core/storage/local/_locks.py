@@ -40,6 +40,15 @@ _guard = threading.Lock()
 _claims: set[tuple[int, str]] = set()
 
 
+def _note_fork() -> None:
+    """Replace a guard that a thread of the parent may have held when it forked."""
+    global _guard  # noqa: PLW0603 - one per process
+    _guard = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
 @final
 class FileLock:
     """A held record lock on a file; made by `try_lock_file` only."""
