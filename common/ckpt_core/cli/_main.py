@@ -15,6 +15,7 @@ from ckpt_core.cli import _completion, _cp, _missing
 from ckpt_core.cli._arguments import OPTIONS_VARIABLE, Commands, place_of, storage_options
 from ckpt_core.cli._outcome import Outcome
 from ckpt_core.cli._outcome import show as show_outcome
+from ckpt_core.cli._progress_line import say
 from ckpt_core.cli.costs import bench, plan, simulate
 from ckpt_core.cli.inspection import diff, du, ls, report, show
 from ckpt_core.cli.upkeep import mark, pin, prune, verify
@@ -60,18 +61,38 @@ def _run(parsed: argparse.Namespace) -> int:
     try:
         parsed.storage_options = storage_options(parsed.storage_option, place_of(parsed))
         outcome: Outcome = parsed.command(parsed)
-        show_outcome(outcome, as_json=parsed.json)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader, such as `head`, has seen enough; Python must not complain again when it shuts down.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except KeyboardInterrupt:
         return 130
     except (CheckpointError, OSError) as error:
         _complain(str(error))
         return int(getattr(parsed, "trouble", _exit_code(error)))
+    try:
+        _write_out(outcome, as_json=parsed.json)
+    except KeyboardInterrupt:
+        return 130
+    except OSError as error:
+        _complain(f"the command is done, but its result could not be written to standard output: {error}")
+        return int(getattr(parsed, "trouble", 1))
     return outcome.exit_code
+
+
+def _write_out(outcome: Outcome, *, as_json: bool) -> None:
+    """Write an outcome to standard output; a reader that has gone is no error.
+
+    Raises:
+        OSError: standard output cannot be written.
+    """
+    # Python has no stream for a standard output that was closed by the caller (`>&-`): nobody reads.
+    if not sys.stdout:
+        return
+    try:
+        show_outcome(outcome, as_json=as_json)
+        sys.stdout.flush()
+    except OSError as error:
+        # Python must not complain again when it shuts down.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):  # the reader, such as `head`, has seen enough
+            raise
 
 
 class _Warnings(logging.Handler):
@@ -84,7 +105,7 @@ class _Warnings(logging.Handler):
 
 def _complain(text: str) -> None:
     """Write a line to standard error."""
-    sys.stderr.write(f"ckpt: {printable(' '.join(text.split()))}\n")
+    say(f"ckpt: {printable(' '.join(text.split()))}\n")
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import threading
 import time
@@ -43,7 +44,7 @@ class ProgressLine:
         self._what = what
         self._total_bytes = total_bytes
         self._unit = unit
-        self._terminal = sys.stderr.isatty()
+        self._terminal = bool(sys.stderr and sys.stderr.isatty())
         self._shown = self._terminal or plain
         self._every = _EVERY_SECONDS if self._terminal else _PLAIN_EVERY_SECONDS
         self._lock = threading.Lock()
@@ -74,9 +75,9 @@ class ProgressLine:
             return
         if kind is None:
             self._write(self._amount(of=0))
-            sys.stderr.write("\n")
+            say("\n")
         else:
-            sys.stderr.write(_CLEAR)
+            say(_CLEAR)
 
     def _amount(self, *, of: int) -> str:
         amounts = [self._done_bytes, of] if of else [self._done_bytes]
@@ -91,8 +92,19 @@ class ProgressLine:
         if left and rate and self._total_bytes > self._done_bytes:
             ends = min((self._total_bytes - self._done_bytes) / rate, self._seconds - seconds)
             text += f", {_duration(max(ends, 0.0))} left"
-        sys.stderr.write(f"{_CLEAR}{text}" if self._terminal else f"ckpt: {text}\n")
+        say(f"{_CLEAR}{text}" if self._terminal else f"ckpt: {text}\n")
+
+
+def say(text: str) -> None:
+    """Write to standard error, if it can be: no work ends because nobody reads it."""
+    if not sys.stderr:  # closed by the caller (`2>&-`)
+        return
+    try:
+        sys.stderr.write(text)
         sys.stderr.flush()
+    except OSError:
+        # What Python still holds of it must not become an error when the process ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def _duration(seconds: float) -> str:

@@ -11,6 +11,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Final, Self, final
 
+from ckpt_core.crew import run_all
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CorruptCheckpointError, RootBusyError
 from ckpt_core.names import WRITER
@@ -19,6 +20,7 @@ from ckpt_core.storage import Lock, Storage, excludes_others, read_small
 _logger = logger_of(__name__)
 
 _MAX_BYTES: Final = 1 << 16
+_MOST_THREADS: Final = 16
 _LOCK_FILE: Final = f"{WRITER}.lock"
 """Where a filesystem has the lock; nobody deletes it."""
 
@@ -85,7 +87,8 @@ class Lease:
 
     Where the storage can lock, a second live job is refused. Everywhere, `writer.json` holds the id of the
     newest job, and `check`, called before each commit, stops a job that another has replaced. On object
-    stores, and on network filesystems without locks, that is the only fence. Any thread may call any method.
+    stores, and on network filesystems without locks, that is the only fence. Where each node has a disk of
+    its own, all of this holds for every disk. Any thread may call any method.
     """
 
     def __init__(self, storage: Storage, owner: Owner, lock: Lock) -> None:
@@ -159,7 +162,18 @@ class Lease:
 
     def is_held(self) -> bool:
         """Return whether no other job has taken the root since."""
-        return Owner.of(self._storage) == self.owner
+        return all(holder == self.owner for holder in self._holders())
+
+    def _holders(self) -> list[Owner | None]:
+        """Return who holds each disk of the root, in order."""
+        holders: dict[int, Owner | None] = {}
+        parts = self._storage.parts
+
+        def look(number: int) -> None:
+            holders[number] = Owner.of(parts[number])
+
+        run_all(look, range(len(parts)), _MOST_THREADS, name="ckpt-group")
+        return [holders[number] for number in range(len(parts))]
 
     def check(self, *, reclaim: bool = False) -> None:
         """Raise if another job has taken the root.
@@ -170,20 +184,31 @@ class Lease:
         Raises:
             RootBusyError: another job has taken it, or the claim has been removed.
         """
-        holder = Owner.of(self._storage)
-        if holder == self.owner or (holder is None and reclaim and self._reclaim()):
+        holders = self._holders()
+        lost = [number for number, holder in enumerate(holders) if holder != self.owner]
+        if not lost:
             return
-        taker = "its claim was removed" if holder is None else f"it was taken over by {holder}"
+        holder = holders[lost[0]]
+        if holder is None and reclaim and self._reclaim():
+            return
+        where = self._storage.url if len(holders) == 1 else f"disk {lost[0]} of {self._storage.url}"
+        if holder is None:
+            raise RootBusyError(
+                f"{where} no longer belongs to this job: its claim was removed ({WRITER}, or with it the "
+                "directory, the disk or the bucket); this job stopped saving. Bring back what is missing, "
+                "make sure that no other job writes there, and restart this one"
+            )
         raise RootBusyError(
-            f"{self._storage.url} no longer belongs to this job: {taker}; this job stopped saving. "
+            f"{where} no longer belongs to this job: it was taken over by {holder}; this job stopped saving. "
             "If this is the job that should continue, stop the other one and restart this one"
         )
 
     def release(self) -> None:
         """Release the root; harmless when repeated, or after another job has taken it."""
         try:
-            if self.is_held():
-                self._storage.delete(WRITER)
+            for part, holder in zip(self._storage.parts, self._holders(), strict=True):
+                if holder == self.owner:
+                    part.delete(WRITER)
         except OSError as error:
             # Harmless: the next job overwrites the claim.
             _logger.warning("could not remove %s/%s: %s", self._storage.url, WRITER, error)

@@ -40,7 +40,7 @@ def function_model(text: str) -> ModelShape:
     try:
         with torch.device("meta"):
             model = made()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         kind = type(error).__name__
         raise ConfigError(f"{text}: {function_name}() failed on the meta device: {kind}: {error}") from error
     if not isinstance(model, torch.nn.Module):

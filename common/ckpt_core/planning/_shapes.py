@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, TypeAlias, final
 
+from ckpt_core.errors import ConfigError
+
 ParameterRole: TypeAlias = Literal["matrix", "embedding", "vector", "unknown"]
 """What an optimizer may treat apart: hidden matrices, embeddings and heads, biases and norms."""
 
@@ -76,13 +78,19 @@ class ModelShape:
 
 
 def counted_model(text: str) -> ModelShape | None:
-    """Return a model of so many parameters, such as "70B"; None if it is no number."""
+    """Return a model of so many parameters, such as "70B"; None if it is no number.
+
+    Raises:
+        ConfigError: there are more than a float can count.
+    """
     found = _COUNT.fullmatch(text)
     if found is None:
         return None
     number = float(found[1].replace("_", "").replace(",", ""))
-    count = round(number * _FACTORS[found[2].lower()])
-    if count < 1:
+    product = number * _FACTORS[found[2].lower()]
+    if not math.isfinite(product):
+        raise ConfigError("so many parameters are no model: give fewer than 1e300")
+    if (count := round(product)) < 1:
         return None
     group = ParameterGroup((count,), role="unknown")
     return ModelShape(name=text.strip(), source="a number of parameters", groups=(group,))

@@ -602,6 +602,47 @@ def test_the_module_can_be_run_and_a_closed_pipe_is_no_error(root):
     assert done.stdout == f"checkpoint:  {root}/step-000000100\n"
 
 
+@pytest.mark.parametrize(
+    ("command", "closed", "code", "said"),
+    [
+        ("ls {root}", ">&-", 0, ""),
+        ("verify {root} --json", ">&-", 0, ""),
+        ("ls {root}/no", "2>&-", 3, ""),
+        ("ls {root}/no", "2>/dev/full", 3, ""),
+        ("cp {root}@200 {root}.copy", ">&- 2>&-", 0, ""),
+        ("ls {root}", ">/dev/full", 1, "could not be written to standard output"),
+        ("cp {root}@200 {root}.copy", ">/dev/full", 1, "the command is done"),
+    ],
+)
+def test_no_work_ends_because_its_words_cannot_be_written(root, command, closed, code, said):
+    line = f"{sys.executable} -m ckpt_core.cli {command.format(root=root)} {closed}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == code
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    if command.startswith("cp"):
+        assert steps(Path(f"{root}.copy")) == [200]
+
+
+def test_progress_that_nobody_reads_ends_no_copy(root, tmp_path):
+    program = (
+        "import sys; from ckpt_core.cli import _progress_line, main; _progress_line._PLAIN_EVERY_SECONDS = 0;"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    command = f"{sys.executable} -c '{program}' cp {root} {tmp_path}/copy 2>/dev/full"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0
+    assert "3 copied" in done.stdout
+
+
+@pytest.mark.parametrize("broken", [100, 300])
+def test_a_reader_that_has_gone_changes_no_exit_code(root, broken):
+    damage(root, broken)
+    command = f"{sys.executable} -m ckpt_core.cli verify {root} --all | head -n 0"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], check=False, timeout=60)
+    assert done.returncode == 1
+
+
 def test_a_terminal_gets_a_table_from_rich(ckpt, root, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "200")

@@ -9,6 +9,7 @@ import pytest
 
 from ckpt_core.commit import Lease, Owner
 from ckpt_core.errors import RootBusyError
+from ckpt_core.groups import GroupedStorage
 from ckpt_core.storage import LocalStorage
 from ckpt_core.testing import Fault, FaultyStorage
 from tests.unit.commit.checkpoints import bucket_like, posix_like
@@ -80,6 +81,29 @@ def test_a_removed_claim_stops_the_job_too(storage):
     storage.delete("writer.json")
     with pytest.raises(RootBusyError, match="its claim was removed"):
         lease.check()
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+@pytest.mark.parametrize("taker", [None, "another job"])
+def test_a_job_owns_a_root_for_as_long_as_it_owns_the_disk_of_every_node(lost, taker):
+    disks = [posix_like() for _ in range(3)]
+    storage = GroupedStorage(disks[0])
+    lease = Lease.acquire(storage, "job")
+    storage.join(0, [1, 1, 1], disks[1:])
+    for disk in disks[1:]:
+        lease.extend(disk)
+    lease.check()
+    disks[lost].delete("writer.json")
+    if taker is not None:
+        claim = json.dumps(asdict(Owner.here(taker)))
+        disks[lost].write_bytes("writer.json", claim.encode())
+    assert not lease.is_held()
+    with pytest.raises(RootBusyError, match=rf"disk {lost} of .*({taker or 'its claim was removed'})"):
+        lease.check()
+    lease.release()
+    assert [disk.exists("writer.json") for disk in disks] == [
+        bool(taker) and number == lost for number in range(3)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -386,6 +386,9 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch, capsys):
     ("arguments", "named"),
     [
         (["70 llamas"], "is no model"),
+        (["1e400"], "are no model"),
+        (["9" * 400 + "T"], "are no model"),
+        (["sys:exit"], "failed on the meta device"),
         (["7B", "--ranks", "10", "--tp", "4"], "does not divide"),
         (["7B", "--storage", "floppy"], "neither one of"),
         (["7B", "--write-gbps", "-1"], "--write-gbps"),
