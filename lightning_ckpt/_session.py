@@ -56,7 +56,6 @@ class Session:
         self.settings = settings
         self.loaded: LoadedCheckpoint | None = None
         self.pacing: Pacing | None = None
-        self.resumes_stock = False
         self.preempted = False
         self._roots = Roots(settings, partial(_log, trainer))
         self._training: Running | None = None
@@ -71,7 +70,6 @@ class Session:
         self._running, self._error = True, None
         self.loaded = self.pacing = self._data = self._change = None
         self._require_same_choice(ckpt_path)
-        self.resumes_stock = ckpt_path is not None and self._is_stock(ckpt_path)
         if stage != "fit" or self.trainer.fast_dev_run:
             return
         if ckpt_path is None:  # also a second fit of the same Trainer: its optimizers are new
@@ -104,12 +102,6 @@ class Session:
         same = self._module is module and ckpt_path is None
         self._roots.forget(beyond=self.trainer.global_step if same else -1)
         self._module = module
-
-    def _is_stock(self, path: str) -> bool:
-        try:
-            return kind_at(path, self.settings.readable_at) is Kind.STOCK
-        except (CheckpointNotFoundError, OSError):
-            return False  # loading will raise it, on every rank
 
     def save(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
         """Save what Lightning has collected, under the path that it names."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import multiprocessing
 import os
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests.frozen import freeze
+from tests.frozen import freeze, remember_entry_points
 from tests.support.emulators import emulator, forget_memory, missing_for
 from tests.support.fork_server import start_fork_server, use_fork_server
 from tests.support.thorough import THOROUGH
@@ -96,6 +97,19 @@ def pytest_collection_finish() -> None:
         import_module(name)
     freeze()
     gc.enable()
+    _let_loggers_propagate()
+    remember_entry_points()
+
+
+def _let_loggers_propagate() -> None:
+    """Let all messages come to the root's handlers, as pytest has them anyway.
+
+    Else it adds its handlers to each logger that does not propagate, of which torch has sixty, and takes them
+    away again, three times in a test: of most tests that is a third.
+    """
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and logger.name.partition(".")[0] == "torch":
+            logger.propagate = True
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -7,6 +7,10 @@ fork, copy the memory that they are in. The fork server of `tests/conftest.py` i
 from __future__ import annotations
 
 import gc
+import sys
+from functools import cache
+
+_REGISTRIES = ("lightning.fabric.utilities.registry", "lightning_fabric.utilities.registry")
 
 
 def freeze() -> None:
@@ -14,4 +18,13 @@ def freeze() -> None:
     gc.freeze()
 
 
+def remember_entry_points() -> None:
+    """Read the entry points of two hundred distributions once, and not for every Trainer."""
+    for name in _REGISTRIES:
+        if name in sys.modules:
+            registry = vars(sys.modules[name])
+            registry["entry_points"] = cache(registry["entry_points"])
+
+
+remember_entry_points()
 freeze()

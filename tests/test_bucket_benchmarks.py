@@ -112,6 +112,7 @@ def test_clients_save_and_load_every_byte_once(bench):
     assert found["save"]["dcp-fsspec"]["cpu_seconds"]["median"] > 0
 
 
+@pytest.mark.slow
 def test_tiers_are_measured_from_the_call_to_the_bucket_and_back(bench):
     found = bench(tiers, *SMALL, "--only", "ours-tiers,obstore")
     ours = found["ours-tiers"]

@@ -31,9 +31,9 @@ ONE_PROCESS = {
     "stateful, drawn early": Run(stateful=True, kind="drawn_early"),
     "evaluation at the end": Run(evaluate=True),
     "evaluation at both ends": Run(evaluate=True, evaluate_first=True),
-    "persistent workers": Run(workers=1, persistent=True, evaluate=True),
 }
 ONE_PROCESS_SLOWLY = {
+    "persistent workers": Run(workers=1, persistent=True, evaluate=True),
     "persistent workers, a generator": Run(workers=2, persistent=True, kind="generator"),
     "stateful, workers": Run(stateful=True, workers=2),
     "stateful, drawn early, workers": Run(stateful=True, kind="drawn_early", workers=2),

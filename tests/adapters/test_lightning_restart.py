@@ -319,6 +319,7 @@ class Announcing(pl.Callback):
             signal.raise_signal(signal.SIGTERM)
 
 
+@pytest.mark.slow
 def test_a_preempted_validation_is_made_by_the_resume(tmp_path):
     cell = Cell(
         callbacks=lambda: [EarlyStopping("val_loss", patience=9)],

@@ -12,6 +12,7 @@ from tests.reliability.outcome import Choice, problems
 pytestmark = pytest.mark.reliability
 
 
+@pytest.mark.slow
 def test_no_damage_loads_wrong_values(tmp_path):
     outcomes = list(damage.run(Choice(seed=5, count=60), tmp_path))
     assert problems(outcomes) == []

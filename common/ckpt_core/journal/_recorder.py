@@ -135,7 +135,6 @@ class Recorder:
         self._tiers = [TierHistory(tier) for tier in tiers]
         self._pid = os.getpid()
         self._waiting: deque[Event] = deque(maxlen=MOST_WAITING)
-        self._tenure: Tenure | None = None
         self._thread: threading.Thread | None = None
         self._closing = self._stopped = self._warned = False
         self._wrote_at = -math.inf
@@ -150,7 +149,6 @@ class Recorder:
         """Start to write: this process is the coordinator, and has the root."""
         if self._thread is not None or self._stopped or os.getpid() != self._pid:
             return
-        self._tenure = tenure
         # A daemon: the process must be able to end while storage hangs.
         thread = threading.Thread(target=self._loop, args=(tenure,), name="ckpt-journal", daemon=True)
         try:

@@ -57,6 +57,7 @@ def test_a_resume_is_exact_after_every_batch_and_epoch_whatever_the_sampler(kind
     assert_exact(lambda: loader(kind, stateful=stateful))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "stateful", "persistent"),
     [("shuffled", False, True), ("replacement", True, True), ("own generator", False, False)],

@@ -65,6 +65,7 @@ def test_where_saves_block_the_time_is_dalys(work: int) -> None:
     assert abs(study.goodput - 1 / daly) < high - low, "within four standard errors"
 
 
+@pytest.mark.slow
 def test_an_asynchronous_save_costs_what_the_formula_says() -> None:
     mtbf, down, restore = 3 * 3600.0, 120.0, 60.0
     facts = {"stall": 3.0, "slowdown": 5.0, "durable": 90.0}
@@ -244,6 +245,7 @@ def test_the_mean_gap_is_the_mtbf_of_the_trace() -> None:
         assert np.mean(gaps) == pytest.approx(trace.mtbf, rel=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trace", [ExponentialFailures(11135.0), WeibullFailures(21600.0, 0.7)])
 def test_the_optimum_is_near_the_best_fixed_interval(trace) -> None:
     job = SimulatedJob(work=5 * DAY, stall=2.0, slowdown=3.0, durable=60.0, down=180.0, restore=60.0)

@@ -73,7 +73,12 @@ class Run:
 
 
 @pytest.mark.parametrize(
-    ("workers", "made_by"), [(0, StatefulDataLoader), (2, StatefulDataLoader), (0, DataLoader)]
+    ("workers", "made_by"),
+    [
+        (0, StatefulDataLoader),
+        pytest.param(2, StatefulDataLoader, marks=pytest.mark.slow),
+        (0, DataLoader),
+    ],
 )
 @pytest.mark.parametrize("at", [0, 3, 6, 8])
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, at, workers, made_by):

@@ -136,6 +136,7 @@ def test_a_failed_repair_leaves_the_training_and_the_root_as_they_were(two):
     assert len(children(two.local)) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_repair_killed_at_any_operation_leaves_what_the_next_run_repairs(two, tmp_path):
     damage(two.local, THREE)
