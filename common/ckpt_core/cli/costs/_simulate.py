@@ -81,6 +81,14 @@ def add(commands: Commands, shared: argparse.ArgumentParser) -> None:
         help="share of failures after which only the upload tier is left (0)",
     )
     job = command.add_argument_group("the job")
+    job.add_argument(
+        "--spread",
+        type=float,
+        default=1.0,
+        metavar="FACTOR",
+        help="stall, slowdown and durable are medians, which two of three saves miss by this factor at most; "
+        "what each costs is drawn from a logarithmic normal distribution (1: all cost the same)",
+    )
     for name, (default, text) in _JOB.items():
         shown = text if default is None else f"{text} ({default})"
         job.add_argument(f"--{name}", type=_seconds, default=default, help=shown)
@@ -140,6 +148,7 @@ def _job(arguments: Namespace) -> SimulatedJob:
         durable=arguments.stall if arguments.durable is None else arguments.durable,
         uploaded=arguments.uploaded,
         node_loss=arguments.node_loss,
+        spread=arguments.spread,
         down=arguments.down,
         restore=arguments.restore,
         restore_upload=arguments.restore_upload,
