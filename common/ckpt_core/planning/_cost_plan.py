@@ -318,7 +318,7 @@ def _outage(terms: PlanTerms, times: SaveTimes) -> float:
 
 
 def _overhead(interval: float, times: SaveTimes, mtbf: float, *, terms: PlanTerms, size_bytes: int) -> float:
-    """Return the share of the time lost; of failures, some leave the first upload tier only."""
+    """Return the share of the time lost, by failures of both kinds."""
     near = expected_overhead(
         interval, cost=times.cost, durable=times.durable, mtbf=mtbf, restart=_outage(terms, times)
     )

@@ -80,6 +80,13 @@ def add(commands: Commands, shared: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="share of failures after which only the upload tier is left (0)",
     )
+    _add_job(command)
+    command.add_argument("--runs", type=int, default=100, help="how many (100)")
+    command.add_argument("--seed", type=int, default=0, help="of the random numbers (0)")
+    command.set_defaults(command=run, place="")
+
+
+def _add_job(command: argparse.ArgumentParser) -> None:
     job = command.add_argument_group("the job")
     job.add_argument(
         "--spread",
@@ -94,9 +101,6 @@ def add(commands: Commands, shared: argparse.ArgumentParser) -> None:
         job.add_argument(f"--{name}", type=_seconds, default=default, help=shown)
     job.add_argument("--tokens-per-step", type=int, help="for `every_tokens`")
     job.add_argument("--steps-per-epoch", type=int, help="for `every_epochs`")
-    command.add_argument("--runs", type=int, default=100, help="how many (100)")
-    command.add_argument("--seed", type=int, default=0, help="of the random numbers (0)")
-    command.set_defaults(command=run, place="")
 
 
 def run(arguments: Namespace) -> Outcome:
