@@ -4,20 +4,21 @@ from ckpt_core.planning._cost_plan import (
     SAVE_MODES,
     CostPlan,
     PlanTerms,
-    RetentionCost,
     SaveMode,
     SaveTimes,
+    UploadCost,
     make_plan,
     save_times,
-    with_storage,
 )
-from ckpt_core.planning._known_storages import STORAGES, StorageProfile, find_storage
+from ckpt_core.planning._known_storages import STORAGES, StorageProfile, find_storage, with_storage
 from ckpt_core.planning._models import find_model
+from ckpt_core.planning._month import RetentionCost
 from ckpt_core.planning._numbers import PlanNumbers, option_of, with_unit
 from ckpt_core.planning._picture import draw_plan
 from ckpt_core.planning._plan_record import plan_record
+from ckpt_core.planning._planned_uploads import PlannedUpload
 from ckpt_core.planning._rank_layout import STRATEGIES, RankLayout
-from ckpt_core.planning._shapes import ModelShape, ParameterGroup
+from ckpt_core.planning._shapes import ModelShape, ParameterGroup, with_experts
 from ckpt_core.planning._state_sizes import DTYPE_BYTES, OPTIMIZERS, TrainedState, dtype_word
 from ckpt_core.planning._storage_bench import BenchLimits, BenchResult, BenchRun, measure_storage
 from ckpt_core.planning._texts import (
@@ -43,12 +44,14 @@ __all__ = [
     "ParameterGroup",
     "PlanNumbers",
     "PlanTerms",
+    "PlannedUpload",
     "RankLayout",
     "RetentionCost",
     "SaveMode",
     "SaveTimes",
     "StorageProfile",
     "TrainedState",
+    "UploadCost",
     "dollars_text",
     "draw_plan",
     "dtype_word",
@@ -64,6 +67,7 @@ __all__ = [
     "seconds_text",
     "share_text",
     "size_text",
+    "with_experts",
     "with_storage",
     "with_unit",
 ]

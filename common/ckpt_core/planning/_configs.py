@@ -92,8 +92,8 @@ def _mixtral(config: _Config) -> _Groups:
     layer = [
         *_attention(config, heads_of_key=8),
         ParameterGroup((experts, hidden)),
-        ParameterGroup((wide, hidden), 2 * experts),
-        ParameterGroup((hidden, wide), experts),
+        ParameterGroup((wide, hidden), 2 * experts, expert=True),
+        ParameterGroup((hidden, wide), experts, expert=True),
     ]
     return _decoder(config, layer)
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal, NamedTuple, TypeAlias, final, get_args
+from dataclasses import dataclass, field
+from typing import Final, Literal, NamedTuple, TypeAlias, final, get_args
 
 from ckpt_core.cadence import FailureRate, SaveCosts, SavePolicy, expected_overhead, optimal_interval
 from ckpt_core.errors import ConfigError
 from ckpt_core.planning._known_storages import StorageProfile
-from ckpt_core.planning._month import KeptMonth, PlannedSave, kept_of, saves_at, saves_of
+from ckpt_core.planning._month import PlannedSave, RetentionCost, retention_cost, saves_at, saves_of
 from ckpt_core.planning._numbers import HOUR, MONTH, PlanAssumption, PlanNumbers
+from ckpt_core.planning._planned_uploads import PlannedUpload, TierLosses, UploadTimes, uploads_of
 from ckpt_core.planning._rank_layout import RankLayout
 from ckpt_core.planning._shapes import ModelShape
 from ckpt_core.planning._state_sizes import StateComponent, TrainedState, optimizer_note, state_components
@@ -41,6 +42,8 @@ class PlanTerms:
         mtbf: seconds between failures of the job; None: by the failures per GPU and hour.
         save: when to save: seconds between the starts of two saves, a policy, or None for the optimum.
         keep: retention policies by their text.
+        uploads: further tiers, the first one first.
+        replicas: files that hold the same bytes, as the option of a save.
         measured: what is known instead of computed: `size_bytes`, `optimizer_bytes`, `stall_seconds`,
             `durable_seconds`, `restore_seconds`.
         given: names of numbers that a user gave.
@@ -55,6 +58,8 @@ class PlanTerms:
     mtbf: float | None = None
     save: float | SavePolicy | None = None
     keep: Mapping[str, RetentionPolicy] = field(default_factory=dict[str, RetentionPolicy])
+    uploads: Sequence[PlannedUpload] = ()
+    replicas: int = 1
     measured: Mapping[str, float] = field(default_factory=dict[str, float])
     given: frozenset[str] = frozenset()
 
@@ -66,6 +71,12 @@ class PlanTerms:
         wrong += ["save"] if isinstance(self.save, int | float) and not (0 < self.save < math.inf) else []
         if wrong:
             raise ConfigError(f"plan: {', '.join(wrong)} must be above 0 and finite")
+        if self.layout.ep > 1 and not self.model.experts:
+            raise ConfigError(f"ep is {self.layout.ep}, and {self.model.name} has no experts that are known")
+        if self.numbers.node_loss and not self.uploads:
+            raise ConfigError(
+                "node_loss: without an upload tier such a failure leaves nothing: give --upload"
+            )
 
 
 class SaveTimes(NamedTuple):
@@ -121,24 +132,24 @@ class SavesOfMonth:
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RetentionCost:
-    """What one retention policy costs in a month.
+class UploadCost:
+    """What one upload tier holds and costs.
 
     Attributes:
-        kept: checkpoints.
-        peak_bytes: most bytes at the same time.
-        mean_bytes: bytes kept on average over the month.
-        storage_dollars: for keeping them.
-        request_dollars: for the requests of saves and restores.
-        egress_dollars: for the bytes of restores.
+        upload: the tier.
+        times: of uploads.
+        losses: where failures leave this tier only.
+        count: uploads in a month.
+        overhead: share of the time lost where failures leave this tier only, at the interval planned.
+        retention: what is kept there.
     """
 
-    kept: KeptMonth
-    peak_bytes: float
-    mean_bytes: float
-    storage_dollars: float
-    request_dollars: float
-    egress_dollars: float
+    upload: PlannedUpload
+    times: UploadTimes
+    losses: TierLosses
+    count: int
+    overhead: float
+    retention: RetentionCost
 
 
 @final
@@ -155,6 +166,7 @@ class CostPlan:
         recommended: seconds between the starts of two saves that lose least.
         month: the saves of a month at the interval planned.
         retention: what each policy keeps and costs.
+        uploads: the upload tiers.
         assumptions: all of them.
     """
 
@@ -166,6 +178,7 @@ class CostPlan:
     recommended: float
     month: SavesOfMonth
     retention: Sequence[RetentionCost]
+    uploads: Sequence[UploadCost]
     assumptions: Sequence[PlanAssumption]
 
     @property
@@ -173,9 +186,19 @@ class CostPlan:
         """The bytes of a checkpoint per parameter."""
         return self.size_bytes / self.terms.model.parameters
 
+    @property
+    def held_bytes(self) -> int:
+        """What a rank holds of the state, of the largest."""
+        return self.terms.layout.held(self.size_bytes, _expert_bytes(self.terms, self.size_bytes))
+
+    @property
+    def written_bytes(self) -> int:
+        """What a writing rank writes, of the largest."""
+        return self.terms.replicas * _written(self.terms, self.size_bytes)
+
     def overhead_at(self, interval: float) -> float:
         """Return the share of the time lost at an interval between saves."""
-        return _overhead(interval, self.times, self.mtbf, self.terms)
+        return _overhead(interval, self.times, self.mtbf, terms=self.terms, size_bytes=self.size_bytes)
 
 
 def make_plan(terms: PlanTerms) -> CostPlan:
@@ -193,9 +216,8 @@ def make_plan(terms: PlanTerms) -> CostPlan:
     size = round(terms.measured.get("size_bytes", sum(each.size_bytes for each in components)))
     times = save_times(terms, size)
     mtbf = _mtbf(terms)
-    best = optimal_interval(cost=times.cost, durable=times.durable, mtbf=mtbf)
-    recommended = max(best, terms.numbers.step_seconds)
-    saves = _saves(terms, recommended, times, mtbf=mtbf)
+    recommended = _recommended(terms, times, mtbf=mtbf, size_bytes=size)
+    saves = _saves(terms, recommended, times, mtbf=mtbf, size_bytes=size)
     month = _month_of(terms, saves, times, mtbf=mtbf, size_bytes=size)
     return CostPlan(
         terms=terms,
@@ -206,18 +228,46 @@ def make_plan(terms: PlanTerms) -> CostPlan:
         recommended=recommended,
         month=month,
         retention=[
-            _retention(terms, name, saves, failures=month.failures, size_bytes=size) for name in terms.keep
+            retention_cost(
+                (name, terms.keep[name]),
+                terms.storage,
+                saves,
+                restores=month.failures * (1 - terms.numbers.node_loss),
+                size_bytes=size * terms.replicas,
+                restored_bytes=size,
+            )
+            for name in terms.keep
+        ],
+        uploads=[
+            _upload_cost(each, terms, times, saves, mtbf=mtbf, size_bytes=size) for each in terms.uploads
         ],
         assumptions=_assumptions(terms),
     )
 
 
+def _recommended(terms: PlanTerms, times: SaveTimes, *, mtbf: float, size_bytes: int) -> float:
+    """Return the seconds between saves that lose least."""
+    best = optimal_interval(cost=times.cost, durable=times.durable, mtbf=mtbf)
+    if terms.numbers.node_loss:
+        # Two kinds of failures: no closed form, but one minimum.
+        low, high = math.log(max(times.durable, times.stall)), math.log(max(best, times.durable) * 4)
+        while high - low > 1e-4:
+            third = (high - low) / 3
+            losses = [
+                _overhead(math.exp(each), times, mtbf, terms=terms, size_bytes=size_bytes)
+                for each in (low + third, high - third)
+            ]
+            low, high = (low, high - third) if losses[0] <= losses[1] else (low + third, high)
+        best = math.exp(low)
+    return max(best, terms.numbers.step_seconds)
+
+
 def save_times(terms: PlanTerms, size_bytes: int) -> SaveTimes:
     """Compute how long a save and a restore of so many bytes take."""
     numbers, layout, storage = terms.numbers, terms.layout, terms.storage
-    copy = layout.written(size_bytes) / numbers.staging_rate
+    copy = _written(terms, size_bytes) / numbers.staging_rate
     rate = storage.write_rate(layout)
-    write = size_bytes / rate + storage.commit_seconds
+    write = terms.replicas * size_bytes / rate + storage.commit_seconds
     durable = numbers.call_seconds + (copy + write if terms.mode == "blocking" else max(copy, write))
     stall = numbers.call_seconds + copy
     if terms.mode == "overlapped":
@@ -253,24 +303,101 @@ def _mtbf(terms: PlanTerms) -> float:
     return HOUR / rate
 
 
+def _expert_bytes(terms: PlanTerms, size_bytes: int) -> int:
+    """Return the bytes of experts: their share of the parameters."""
+    return round(size_bytes * terms.model.experts / terms.model.parameters)
+
+
+def _written(terms: PlanTerms, size_bytes: int) -> int:
+    """Return the bytes of the state that a writing rank copies, of the largest."""
+    return terms.layout.written(size_bytes, _expert_bytes(terms, size_bytes))
+
+
 def _outage(terms: PlanTerms, times: SaveTimes) -> float:
     return terms.numbers.restart_seconds + times.restore
 
 
-def _overhead(interval: float, times: SaveTimes, mtbf: float, terms: PlanTerms) -> float:
-    return expected_overhead(
+def _overhead(interval: float, times: SaveTimes, mtbf: float, *, terms: PlanTerms, size_bytes: int) -> float:
+    """Return the share of the time lost, by failures of both kinds."""
+    near = expected_overhead(
         interval, cost=times.cost, durable=times.durable, mtbf=mtbf, restart=_outage(terms, times)
+    )
+    share = terms.numbers.node_loss
+    if not share:
+        return near
+    far = _losses(terms.uploads[0], terms, times, mtbf=mtbf, size_bytes=size_bytes).overhead(interval)
+    return (1 - share) * near + share * far
+
+
+def _upload_times(upload: PlannedUpload, terms: PlanTerms, times: SaveTimes, size_bytes: int) -> UploadTimes:
+    rate = upload.rate(terms.layout, terms.storage)
+    seconds = terms.replicas * size_bytes / rate + upload.storage.commit_seconds
+    return UploadTimes(
+        upload=seconds,
+        uploaded=times.durable + seconds,
+        rate=rate,
+        restore=size_bytes / upload.storage.read_rate(terms.layout),
     )
 
 
-def _saves(terms: PlanTerms, recommended: float, times: SaveTimes, *, mtbf: float) -> list[PlannedSave]:
+def _losses(
+    upload: PlannedUpload, terms: PlanTerms, times: SaveTimes, *, mtbf: float, size_bytes: int
+) -> TierLosses:
+    own = _upload_times(upload, terms, times, size_bytes)
+    return TierLosses(
+        cost=times.cost,
+        times=own,
+        every=upload.every,
+        mtbf=mtbf,
+        restart=terms.numbers.restart_seconds + own.restore,
+    )
+
+
+def _upload_cost(
+    upload: PlannedUpload,
+    terms: PlanTerms,
+    times: SaveTimes,
+    saves: Sequence[PlannedSave],
+    *,
+    mtbf: float,
+    size_bytes: int,
+) -> UploadCost:
+    losses = _losses(upload, terms, times, mtbf=mtbf, size_bytes=size_bytes)
+    sent = uploads_of(saves, upload.every, losses.times)
+    is_first = upload is terms.uploads[0]
+    return UploadCost(
+        upload=upload,
+        times=losses.times,
+        losses=losses,
+        count=len(sent),
+        overhead=losses.overhead(_interval_of(terms, saves)),
+        retention=retention_cost(
+            (upload.keep_text, upload.keep),
+            upload.storage,
+            sent,
+            restores=MONTH / mtbf * terms.numbers.node_loss if is_first else 0.0,
+            size_bytes=size_bytes * terms.replicas,
+            restored_bytes=size_bytes,
+        ),
+    )
+
+
+def _interval_of(terms: PlanTerms, saves: Sequence[PlannedSave]) -> float:
+    return MONTH / len(saves) if isinstance(terms.save, SavePolicy) else saves[0].time
+
+
+def _saves(
+    terms: PlanTerms, recommended: float, times: SaveTimes, *, mtbf: float, size_bytes: int
+) -> list[PlannedSave]:
     step = terms.numbers.step_seconds
     if isinstance(terms.save, SavePolicy):
         costs = SaveCosts(
             stall=times.stall,
             slowdown=times.cost - times.stall,
             durable=times.durable,
-            uploaded=None,
+            uploaded=_upload_times(terms.uploads[0], terms, times, size_bytes).uploaded
+            if terms.uploads
+            else None,
             saves=1,
             lost=0.0,
             step=step,
@@ -290,8 +417,8 @@ def _month_of(
 ) -> SavesOfMonth:
     if not saves:
         raise ConfigError("plan: not one save is made in a month of 30 days: save more often")
-    interval = MONTH / len(saves) if isinstance(terms.save, SavePolicy) else saves[0].time
-    overhead = _overhead(interval, times, mtbf, terms)
+    interval = _interval_of(terms, saves)
+    overhead = _overhead(interval, times, mtbf, terms=terms, size_bytes=size_bytes)
     dollars = terms.layout.ranks * terms.numbers.gpu_hour / HOUR
     return SavesOfMonth(
         interval=interval,
@@ -300,25 +427,9 @@ def _month_of(
         stalled=times.stall / interval,
         saving=times.cost / interval,
         failures=MONTH / mtbf,
-        written_bytes=float(len(saves)) * size_bytes,
+        written_bytes=float(len(saves)) * size_bytes * terms.replicas,
         idle_dollars=len(saves) * times.stall * dollars,
         lost_dollars=overhead * MONTH * dollars,
-    )
-
-
-def _retention(
-    terms: PlanTerms, name: str, saves: Sequence[PlannedSave], *, failures: float, size_bytes: int
-) -> RetentionCost:
-    kept, storage = kept_of(terms.keep[name], name, saves), terms.storage
-    parts = math.ceil(size_bytes / storage.part_bytes) if storage.part_bytes else 0
-    puts, gets = parts * len(saves), parts * failures
-    return RetentionCost(
-        kept=kept,
-        peak_bytes=float(kept.peak) * size_bytes,
-        mean_bytes=kept.mean * size_bytes,
-        storage_dollars=kept.mean * size_bytes / _GB * storage.gb_month,
-        request_dollars=(puts * storage.put_price + gets * storage.get_price) / 1000,
-        egress_dollars=failures * size_bytes / _GB * storage.egress,
     )
 
 
@@ -338,6 +449,12 @@ def _assumptions(terms: PlanTerms) -> list[PlanAssumption]:
     )
     options = "--gb-month --put-price --get-price --egress"
     found.append(PlanAssumption("prices of storage", prices, storage.source, options))
+    for upload in terms.uploads:
+        far = upload.storage
+        text = f"{far.write / _GB:g} GB/s write, {far.read / _GB:g} GB/s read, per {far.rate_of}"
+        found.append(PlanAssumption(f"upload tier {upload.name}", text, far.source, "--upload"))
+    if not terms.uploads:
+        found = [each for each in found if each.option != "--node-loss"]
     if note := optimizer_note(terms.model, terms.state.optimizer):
         found.append(PlanAssumption("shapes", note, "assumed", "MODEL config.json"))
     if terms.model.tensors is None:
@@ -349,12 +466,3 @@ def _assumptions(terms: PlanTerms) -> list[PlanAssumption]:
         for name, value in terms.measured.items()
     ]
     return found
-
-
-def with_storage(storage: StorageProfile, changes: Mapping[str, Any]) -> StorageProfile:
-    """Return a storage with some figures replaced."""
-    known = {name: value for name, value in changes.items() if value is not None}
-    if not known:
-        return storage
-    replaced = " ".join(sorted(known))
-    return replace(storage, **known, source=f"{storage.source}; given: {replaced}")

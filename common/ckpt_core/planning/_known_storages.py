@@ -138,13 +138,16 @@ STORAGES: Final[Mapping[str, StorageProfile]] = {
 
 
 def find_storage(text: str) -> StorageProfile:
-    """Find a storage by its name, or by the JSON file that `ckpt bench --json` wrote.
+    """Find a storage by its name, by a URL, or by the file of `ckpt bench --json`.
 
     Raises:
         ConfigError: it is neither.
     """
     if text in STORAGES:
         return STORAGES[text]
+    kind = next((STORAGES[each] for prefix, each in _PRICED.items() if text.startswith(prefix)), None)
+    if kind is not None:
+        return kind
     path = Path(text).expanduser()
     if not path.is_file():
         raise ConfigError(
@@ -184,3 +187,12 @@ def _measured(values: Any, path: Path) -> StorageProfile:
 
 
 _PRICED: Final = {"s3://": "s3", "gs://": "gcs", "gcs://": "gcs", "az://": "azure", "abfs://": "azure"}
+
+
+def with_storage(storage: StorageProfile, changes: Mapping[str, Any]) -> StorageProfile:
+    """Return a storage with some figures replaced."""
+    known = {name: value for name, value in changes.items() if value is not None}
+    if not known:
+        return storage
+    replaced = " ".join(sorted(known))
+    return replace(storage, **known, source=f"{storage.source}; given: {replaced}")

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 _VECTOR_DIMENSIONS = 1
+_EXPERTS = "experts"
+"""The module of a layer's routed experts, in Transformers and torchtitan."""
 
 
 def function_model(text: str) -> ModelShape:
@@ -89,12 +91,13 @@ def _shape_of(model: nn.Module, name: str, source: str, dtype: Any = None) -> Mo
     embeddings = _embeddings(model)
     main = _main_dtype(model)
     counted: Counter[ParameterGroup] = Counter()
-    for parameter in model.parameters():  # a tied one once
+    for path, parameter in model.named_parameters():  # a tied one once
         group = ParameterGroup(
             shape=tuple(parameter.shape),
             role=_role(len(parameter.shape), is_embedding=id(parameter) in embeddings),
             trained=parameter.requires_grad,
             item_bytes=None if parameter.dtype == main else parameter.element_size(),
+            expert=_EXPERTS in path.split("."),
         )
         counted[group] += 1
     persistent = _persistent_buffers(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,10 +11,12 @@ from typing import Final, NamedTuple, final
 
 from ckpt_core.cadence import CadenceContext, FailureRate, SaveCosts, SavePolicy, decide
 from ckpt_core.errors import ConfigError
+from ckpt_core.planning._known_storages import StorageProfile
 from ckpt_core.planning._numbers import MONTH
 from ckpt_core.retention import RetentionPolicy, plan_prune, unknown_metrics
 from ckpt_core.types import CheckpointInfo
 
+GB: Final = 1e9
 _MOST_STEPS: Final = 1_000_000
 _MOST_SAVES: Final = 300_000
 _GRAIN: Final = 32
@@ -43,6 +46,28 @@ class KeptMonth:
     at_end: int
     peak: int
     mean: float
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RetentionCost:
+    """What one retention policy costs in a month.
+
+    Attributes:
+        kept: checkpoints.
+        peak_bytes: most bytes at the same time.
+        mean_bytes: bytes kept on average over the month.
+        storage_dollars: for keeping them.
+        request_dollars: for the requests of saves and restores.
+        egress_dollars: for the bytes of restores.
+    """
+
+    kept: KeptMonth
+    peak_bytes: float
+    mean_bytes: float
+    storage_dollars: float
+    request_dollars: float
+    egress_dollars: float
 
 
 def saves_at(interval: float, step_seconds: float) -> list[PlannedSave]:
@@ -135,3 +160,29 @@ def kept_of(policy: RetentionPolicy, name: str, saves: Sequence[PlannedSave]) ->
             due = len(held) + 1 + len(held) // _GRAIN
     area += len(held) * max(MONTH - before, 0.0)
     return KeptMonth(policy=name, at_end=len(held), peak=peak, mean=area / MONTH)
+
+
+def retention_cost(
+    keep: tuple[str, RetentionPolicy],
+    storage: StorageProfile,
+    saves: Sequence[PlannedSave],
+    *,
+    restores: float,
+    size_bytes: int,
+    restored_bytes: int,
+) -> RetentionCost:
+    """Count what a policy, with its text, keeps of the saves that come to a storage."""
+    kept = kept_of(keep[1], keep[0], saves)
+
+    def parts(size: int) -> int:
+        return math.ceil(size / storage.part_bytes) if storage.part_bytes else 0
+
+    puts, gets = parts(size_bytes) * len(saves), parts(restored_bytes) * restores
+    return RetentionCost(
+        kept=kept,
+        peak_bytes=float(kept.peak) * size_bytes,
+        mean_bytes=kept.mean * size_bytes,
+        storage_dollars=kept.mean * size_bytes / GB * storage.gb_month,
+        request_dollars=(puts * storage.put_price + gets * storage.get_price) / 1000,
+        egress_dollars=restores * restored_bytes / GB * storage.egress,
+    )

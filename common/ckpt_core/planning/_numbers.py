@@ -68,6 +68,9 @@ class PlanNumbers:
         "",
         "419 interruptions in 54 days on 16,384 GPUs (Llama 3, arXiv 2407.21783, section 3.3.4)",
     )
+    node_loss: float = _number(
+        0.0, "share of failures after which only the upload tiers are left", "", "assumed: the root survives"
+    )
     gpu_hour: float = _number(
         4.40, "price of a GPU", "$/h", "a B200 on demand (NVIDIA blog on nvCOMP, 2026-04-09)"
     )
@@ -91,6 +94,10 @@ class PlanNumbers:
                 raise ConfigError(f"plan: {name} must be above 0")
         if self.slowdown >= 1:
             raise ConfigError(f"plan: slowdown is a share of training time, below 1, not {self.slowdown:g}")
+        if self.node_loss > 1:
+            raise ConfigError(
+                f"plan: node_loss is a share of the failures, at most 1, not {self.node_loss:g}"
+            )
 
     def assumptions(self, given: Mapping[str, Any]) -> list[PlanAssumption]:
         """List all of them; `given` names those of a user."""

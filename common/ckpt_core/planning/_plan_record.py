@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from ckpt_core.planning._cost_plan import CostPlan, RetentionCost, SavesOfMonth
+from ckpt_core.planning._cost_plan import CostPlan, SavesOfMonth, UploadCost
+from ckpt_core.planning._month import RetentionCost
 from ckpt_core.planning._rank_layout import RankLayout
 from ckpt_core.planning._shapes import ModelShape
 
@@ -21,8 +22,8 @@ def plan_record(plan: CostPlan) -> dict[str, Any]:
         "components": [each._asdict() for each in plan.components],
         "checkpoint_bytes": plan.size_bytes,
         "bytes_per_parameter": plan.bytes_per_parameter,
-        "held_bytes_per_rank": layout.held(plan.size_bytes),
-        "written_bytes_per_writer": layout.written(plan.size_bytes),
+        "held_bytes_per_rank": plan.held_bytes,
+        "written_bytes_per_writer": plan.written_bytes,
         "storage": {
             "name": terms.storage.name,
             "write_bytes_per_second": times.write_rate,
@@ -43,6 +44,7 @@ def plan_record(plan: CostPlan) -> dict[str, Any]:
         "recommended_overhead": plan.overhead_at(plan.recommended),
         "month": _month(plan.month),
         "retention": [_retention(each) for each in plan.retention],
+        "uploads": [_upload(each) for each in plan.uploads],
         "assumptions": [each._asdict() for each in plan.assumptions],
     }
 
@@ -53,6 +55,7 @@ def _model(model: ModelShape) -> dict[str, Any]:
         "source": model.source,
         "parameters": model.parameters,
         "trained_parameters": model.trained,
+        "expert_parameters": model.experts,
         "tensors": model.tensors,
     }
 
@@ -64,6 +67,7 @@ def _layout(layout: RankLayout) -> dict[str, Any]:
         "strategy": layout.strategy,
         "tp": layout.tp,
         "pp": layout.pp,
+        "ep": layout.ep,
         "sharded_over": layout.sharded,
         "copies": layout.copies,
         "writers": layout.writers,
@@ -82,6 +86,22 @@ def _month(month: SavesOfMonth) -> dict[str, Any]:
         "written_bytes": month.written_bytes,
         "idle_gpu_dollars": month.idle_dollars,
         "lost_gpu_dollars": month.lost_dollars,
+    }
+
+
+def _upload(cost: UploadCost) -> dict[str, Any]:
+    kept = _retention(cost.retention)
+    return {
+        "to": cost.upload.name,
+        "every": cost.upload.every,
+        "bytes_per_second": cost.times.rate,
+        "upload_seconds": cost.times.upload,
+        "uploaded_seconds": cost.times.uploaded,
+        "restore_seconds": cost.times.restore,
+        "uploads": cost.count,
+        "interval_seconds": cost.losses.interval,
+        "overhead": cost.overhead,
+        **kept,
     }
 
 

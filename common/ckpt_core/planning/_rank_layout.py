@@ -24,6 +24,8 @@ class RankLayout:
         strategy: over the ranks that are left when `tp` and `pp` are taken.
         tp: tensor parallel degree.
         pp: stages of the pipeline.
+        ep: expert parallel degree: each expert is on one of so many data parallel ranks; what the strategy
+            shards, it shards on the others, too.
         shards: ranks over which HSDP shards; by default those of a node, as far as `tp` leaves them.
         one_replica: only one of the ranks with equal bytes writes; if not, they divide them.
     """
@@ -33,6 +35,7 @@ class RankLayout:
     strategy: Strategy = "fsdp"
     tp: int = 1
     pp: int = 1
+    ep: int = 1
     shards: int | None = None
     one_replica: bool = False
 
@@ -43,6 +46,7 @@ class RankLayout:
             ("gpus_per_node", self.gpus_per_node),
             ("tp", self.tp),
             ("pp", self.pp),
+            ("ep", self.ep),
         )
         require("layout", *(integer(name, value, minimum=1) for name, value in (*counts, *optional)))
         if self.strategy not in STRATEGIES:
@@ -58,6 +62,11 @@ class RankLayout:
             raise ConfigError(
                 f"{self.sharded} shards do not divide the {self.replicas} data parallel ranks: {self.ranks} "
                 f"ranks with tp {self.tp} and pp {self.pp}"
+            )
+        if self.replicas % self.ep or max(self.ep, self.sharded) % min(self.ep, self.sharded):
+            raise ConfigError(
+                f"ep {self.ep} must divide the {self.replicas} data parallel ranks, and divide the "
+                f"{self.sharded} over which the state is sharded or be a multiple of them"
             )
 
     @property
@@ -77,9 +86,19 @@ class RankLayout:
         return math.gcd(self.replicas, max(self.gpus_per_node // self.tp, 1))
 
     @property
+    def experts_sharded(self) -> int:
+        """Over how many data parallel ranks the experts are divided."""
+        return max(self.ep, self.sharded)
+
+    @property
+    def expert_copies(self) -> int:
+        """How many ranks hold the same bytes of an expert."""
+        return self.replicas // self.experts_sharded
+
+    @property
     def writers(self) -> int:
         """The ranks that write tensors."""
-        return self.ranks // self.copies if self.one_replica else self.ranks
+        return self.ranks // self.expert_copies if self.one_replica else self.ranks
 
     @property
     def copies(self) -> int:
@@ -106,12 +125,17 @@ class RankLayout:
         parts[-1] += f" over {self.sharded:,}" if self.strategy != "ddp" else ""
         parts += [f"tp {self.tp}"] if self.tp > 1 else []
         parts += [f"pp {self.pp}"] if self.pp > 1 else []
+        parts += [f"ep {self.ep}"] if self.ep > 1 else []
         return ", ".join(parts)
 
-    def held(self, size_bytes: int) -> int:
-        """Return the bytes of a state that a rank holds, of the largest."""
-        return math.ceil(size_bytes / (self.tp * self.pp * self.sharded))
+    def held(self, size_bytes: int, expert_bytes: int = 0) -> int:
+        """Return the bytes of a state that a rank holds, of the largest; some of experts."""
+        dense = math.ceil((size_bytes - expert_bytes) / (self.tp * self.pp * self.sharded))
+        return dense + math.ceil(expert_bytes / (self.tp * self.pp * self.experts_sharded))
 
-    def written(self, size_bytes: int) -> int:
+    def written(self, size_bytes: int, expert_bytes: int = 0) -> int:
         """Return the bytes of a state that a writing rank writes, of the largest."""
-        return math.ceil(size_bytes / self.writers)
+        if not self.one_replica:
+            return math.ceil(size_bytes / self.ranks)
+        dense = math.ceil((size_bytes - expert_bytes) * self.copies / self.ranks)
+        return dense + math.ceil(expert_bytes * self.expert_copies / self.ranks)

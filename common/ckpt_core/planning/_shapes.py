@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal, NamedTuple, TypeAlias, final
 
 from ckpt_core.errors import ConfigError
@@ -26,6 +26,7 @@ class ParameterGroup(NamedTuple):
         role: what they are; "unknown" where only a number is known.
         trained: whether an optimizer has state for them.
         item_bytes: of one element, where the model fixes its dtype; None: as the plan says.
+        expert: whether they are of experts, of which each token uses some.
     """
 
     shape: tuple[int, ...]
@@ -33,6 +34,7 @@ class ParameterGroup(NamedTuple):
     role: ParameterRole = "matrix"
     trained: bool = True
     item_bytes: int | None = None
+    expert: bool = False
 
     @property
     def parameters(self) -> int:
@@ -70,6 +72,11 @@ class ModelShape:
         return sum(group.parameters for group in self.groups if group.trained)
 
     @property
+    def experts(self) -> int:
+        """The number of parameters of experts."""
+        return sum(group.parameters for group in self.groups if group.expert)
+
+    @property
     def tensors(self) -> int | None:
         """The number of parameter tensors; None if it is unknown."""
         if any(group.role == "unknown" for group in self.groups):
@@ -94,3 +101,19 @@ def counted_model(text: str) -> ModelShape | None:
         return None
     group = ParameterGroup((count,), role="unknown")
     return ModelShape(name=text.strip(), source="a number of parameters", groups=(group,))
+
+
+def with_experts(model: ModelShape, count: int) -> ModelShape:
+    """Return a model of which so many parameters are those of experts.
+
+    Raises:
+        ConfigError: its shapes are known, and its experts with them; or it has not so many parameters.
+    """
+    if model.tensors is not None:
+        raise ConfigError(
+            f"--expert-parameters is for a number of parameters; the shapes of {model.name} tell its experts"
+        )
+    if not 0 < count < model.parameters:
+        raise ConfigError(f"--expert-parameters must be a part of {model.parameters:,}, not {count:,}")
+    dense = ParameterGroup((model.parameters - count,), role="unknown")
+    return replace(model, groups=(dense, ParameterGroup((count,), role="unknown", expert=True)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias, final
 
 from ckpt_core.cadence import (
@@ -61,7 +61,7 @@ class NextSave:
 
     def __init__(self, policy: SavePolicy) -> None:
         self._policy = policy
-        self._leaves = tuple(leaves(policy))
+        self._is_known = all(isinstance(leaf, _BOUNDARIES + _LASTING) for leaf in leaves(policy))
         self._can_jump = _any_of_known(policy)
 
     def first(
@@ -84,24 +84,65 @@ class NextSave:
             previous = first
         if self._can_jump:
             return _bisect(self._policy, at, (previous, last), expected)
-        step = first
-        while (step := self._next_change(at, step, last)) <= last:
+        if self._is_known:
+            return _first_of(self._policy, at, (previous + 1, last), expected)
+        for step in range(previous + 1, last + 1):
             if decide(self._policy, at(step, step - 1)):
                 return step
         return None
 
-    def _next_change(self, at: ContextAt, step: int, last: int) -> int:
-        """Return the first step after `step` at which some part may decide differently."""
-        following = last + 1
-        for leaf in self._leaves:
-            if not isinstance(leaf, _BOUNDARIES + _LASTING):
-                return step + 1  # of a class unknown here
-            if leaf.decide(at(step, step - 1)) is None:
-                found = _bisect(leaf, at, (step, last), None)
-                following = following if found is None else min(following, found)
-            elif isinstance(leaf, _BOUNDARIES):
-                return step + 1
-        return following
+
+def _first_of(
+    policy: SavePolicy,
+    at: ContextAt,
+    between: tuple[int, int],
+    expected: int | None,
+    *,
+    wanted: bool = True,
+) -> int | None:
+    """Return the first step of a range at which a policy wants a save, or does not.
+
+    Args:
+        policy: of parts known here.
+        at: the context at a step.
+        between: the first and the last step.
+        expected: a guess for parts that last.
+        wanted: whether a step is looked for at which it wants a save.
+    """
+    first, last = between
+    if isinstance(policy, Not):
+        return _first_of(policy.policy, at, between, expected, wanted=not wanted)
+    if isinstance(policy, AnyOf | AllOf):
+        if isinstance(policy, AnyOf) is wanted:
+            found = [_first_of(part, at, between, expected, wanted=wanted) for part in policy.policies]
+            return min((step for step in found if step is not None), default=None)
+        return _first_of_all(policy.policies, at, between, expected, wanted=wanted)
+    if wanted:
+        guess = expected if isinstance(policy, _LASTING) else None
+        return _bisect(policy, at, (first - 1, last), guess)
+    # What lasts stays wanted; a boundary is wanted at one step.
+    end = min(first, last) if isinstance(policy, _LASTING) else last
+    return next((step for step in range(first, end + 1) if not policy.decide(at(step, step - 1))), None)
+
+
+def _first_of_all(
+    parts: Sequence[SavePolicy],
+    at: ContextAt,
+    between: tuple[int, int],
+    expected: int | None,
+    *,
+    wanted: bool,
+) -> int | None:
+    """Return the first step at which all parts agree: each goes on from the latest."""
+    step, last = between
+    agreed, place = 0, 0
+    while agreed < len(parts):
+        found = _first_of(parts[place], at, (step, last), expected, wanted=wanted)
+        if found is None:
+            return None
+        agreed = agreed + 1 if found == step else 1
+        step, place = found, (place + 1) % len(parts)
+    return step
 
 
 def _any_of_known(policy: SavePolicy) -> bool:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from typing import final
+from typing import Final, final
 
 import numpy as np
 
 from ckpt_core.cadence import SavePolicy
+from ckpt_core.errors import ConfigError
 from ckpt_core.simulation._simulated_job import LearnedRate, RunParts, SimulatedJob
 from ckpt_core.simulation._stretch import RunSoFar, Stretch
 from ckpt_core.simulation._tiers_of_run import TiersOfRun
+
+_MOST_TIMES: Final = 100
+"""A run of a goodput below one percent is of no use to anybody."""
 
 
 def replay(
@@ -34,7 +39,17 @@ def replay(
     """
     upload_seconds = None if job.uploaded is None else job.uploaded - job.durable
     tiers = TiersOfRun(upload_seconds, commits)
-    run = RunSoFar(policy, job, tiers, learned=learned, every_save=commits is not None)
+    # A stream of its own, so that failures stay the same whatever saves cost.
+    (costs,) = draws.spawn(1)
+    sigma = math.log(job.spread)
+    run = RunSoFar(
+        policy,
+        job,
+        tiers,
+        learned=learned,
+        every_save=commits is not None,
+        factor=lambda: math.exp(sigma * costs.standard_normal()) if sigma else 1.0,
+    )
     failing = _Failing(run, gaps, draws)
     began, step = 0.0, 0
     while True:
@@ -45,7 +60,21 @@ def replay(
             run.parts.useful = job.steps * job.step
             return run.parts
         began, step = failing.come_back(stretch.done_at(reached))
+        _refuse_to_go_on(run, began, step)
         tiers.resume(began)
+
+
+def _refuse_to_go_on(run: RunSoFar, now: float, step: int) -> None:
+    """End a run that would take for ever, as its saves are too rare for its failures.
+
+    Raises:
+        ConfigError: it has taken a hundred times as long as its training.
+    """
+    if now > _MOST_TIMES * run.job.work:
+        raise ConfigError(
+            f"the job does not come to its end: after {run.parts.failures:,} failures, in {_MOST_TIMES} "
+            f"times the length of its training, it is at step {step:,} of {run.job.steps:,}; save more often"
+        )
 
 
 @final

@@ -13,6 +13,7 @@ from ckpt_core.validation import duration, integer, positive, require
 LearnedRate: TypeAlias = Callable[[int, float], FailureRate]
 """What a run believes when it begins: failures so far, seconds of training so far -> rate."""
 
+_MOST_SPREAD: Final = 100
 STEPS_TO_MEASURE: Final = 8
 """Steps after a save is durable until a manager knows what it cost."""
 
@@ -30,6 +31,8 @@ class SimulatedJob:
         durable: from the decision to save until the root has the checkpoint.
         uploaded: until the upload tier has it; None without one.
         node_loss: the share of failures that lose the root, so that only the upload tier is left.
+        spread: by which factor two of three saves cost at most more, or less, than the medians above; 1 for
+            none. What one costs is drawn from a logarithmic normal distribution.
         down: from a failure until the job runs again.
         restore: to load the checkpoint.
         restore_upload: to load it from the upload tier; None for the same.
@@ -44,6 +47,7 @@ class SimulatedJob:
     durable: float = 0.0
     uploaded: float | None = None
     node_loss: float = 0.0
+    spread: float = 1.0
     down: float = 0.0
     restore: float = 0.0
     restore_upload: float | None = None
@@ -67,6 +71,8 @@ class SimulatedJob:
         found: list[str] = []
         if not 0 <= self.node_loss <= 1:
             found.append(f"node_loss must be between 0 and 1, not {self.node_loss!r}")
+        if not 1 <= self.spread <= _MOST_SPREAD:
+            found.append(f"spread must be a factor from 1 to {_MOST_SPREAD}, not {self.spread!r}")
         if self.node_loss and self.uploaded is None:
             found.append("failures that lose a node leave nothing without an upload tier: give `uploaded`")
         if self.durable < self.stall:

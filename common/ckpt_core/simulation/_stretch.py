@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Final, final
 
 from ckpt_core.cadence import CadenceContext, Counts, FailureRate, SaveCosts, SavePolicy
@@ -27,6 +28,7 @@ class RunSoFar:
         tiers: what each holds.
         learned: the rate of failures that the policy is given.
         every_save: whether each save is made, and none skipped over in closed form.
+        factor: draws what one save costs, in medians.
     """
 
     def __init__(
@@ -37,11 +39,13 @@ class RunSoFar:
         *,
         learned: LearnedRate | None,
         every_save: bool,
+        factor: Callable[[], float],
     ) -> None:
         self.job, self.tiers, self.learned = job, tiers, learned
         self.next_save = NextSave(policy)
         self.gap = 0
-        self.repeats = repeats(policy)
+        self.repeats = repeats(policy) and job.spread == 1
+        self.factor = factor
         self.every_save = every_save
         self.parts = RunParts()
         self.trained = 0.0
@@ -171,13 +175,14 @@ class Stretch:
         self._gap_is_fixed = self._replay.repeats and self._saves >= _SETTLED and gap == self._gap
         self._gap = self._replay.gap = gap
         self._time, self._step = now, step
+        factor = self._replay.factor()
         self._stall, self._in_flight, self._work_in_flight = (
-            job.stall + wait,
-            job.in_flight,
-            job.work_in_flight,
+            factor * job.stall + wait,
+            factor * job.in_flight,
+            factor * job.work_in_flight,
         )
         self._saves += 1
-        self._lost += self._stall + job.slowdown
+        self._lost += self._stall + factor * job.slowdown
         self._replay.parts.saves += 1
         self._replay.tiers.settle(now)
         self._replay.tiers.begin(now + self._stall + self._in_flight, step)

@@ -288,6 +288,7 @@ def test_a_record_that_says_nothing_is_refused(tmp_path, text: str, problem: str
 @pytest.mark.parametrize(
     ("facts", "problem"),
     [
+        ({"spread": 0.5}, "spread must be a factor"),
         ({"work": 0}, "work must be"),
         ({"node_loss": 0.5}, "without an upload tier"),
         ({"node_loss": 1.5, "uploaded": 9.0}, "between 0 and 1"),
@@ -300,3 +301,33 @@ def test_a_record_that_says_nothing_is_refused(tmp_path, text: str, problem: str
 def test_a_job_that_cannot_be_is_refused(facts, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         SimulatedJob(**{"work": 100.0, **facts})
+
+
+def test_a_policy_that_never_saves_ends_with_an_error_not_never() -> None:
+    job = SimulatedJob(work=86_400.0, down=60.0)
+    scenario = Scenario(job=job, trace=ExponentialFailures(3600.0))
+    with pytest.raises(ConfigError, match="does not come to its end"):
+        simulate(~MaxOverhead(0.01) & EverySteps(10**7), scenario, runs=1)
+
+
+def test_costs_that_vary_have_the_median_given_and_every_second_is_still_one_part() -> None:
+    facts = {"work": 86_400.0, "stall": 2.0, "slowdown": 1.0, "durable": 10.0}
+    trace = RecordedFailures([10.0**9])
+    spread = 2.0
+    study = simulate(
+        EverySeconds(100.0), Scenario(job=SimulatedJob(**facts, spread=spread), trace=trace), runs=3
+    )
+    even = simulate(EverySeconds(100.0), Scenario(job=SimulatedJob(**facts), trace=trace), runs=3)
+
+    assert study.mean("useful") == 86_400.0
+    mean = math.exp(math.log(spread) ** 2 / 2)  # of a logarithmic normal distribution, in medians
+    cost = (study.mean("stall") + study.mean("slowdown")) / study.mean("saves")
+    assert cost == pytest.approx(3.0 * mean, rel=0.08)
+    assert (even.mean("stall") + even.mean("slowdown")) / even.mean("saves") == pytest.approx(3.0, rel=0.01)
+
+
+def test_the_optimum_of_the_medians_is_near_the_best_although_costs_vary() -> None:
+    job = SimulatedJob(work=10 * 86_400.0, stall=4.0, durable=20.0, down=60.0, spread=1.5)
+    scenario = Scenario(job=job, trace=ExponentialFailures(4 * 3600.0))
+    best = max(simulate(EverySeconds(seconds), scenario, runs=6).goodput for seconds in (240, 340, 480))
+    assert simulate(Optimal(mtbf="4h"), scenario, runs=6).goodput > 0.99 * best

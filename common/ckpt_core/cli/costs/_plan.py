@@ -21,12 +21,14 @@ from ckpt_core.planning import (
     STRATEGIES,
     CostPlan,
     ModelShape,
+    PlannedUpload,
     PlanNumbers,
     PlanTerms,
     RankLayout,
     RetentionCost,
     StorageProfile,
     TrainedState,
+    UploadCost,
     dollars_text,
     draw_plan,
     dtype_word,
@@ -40,12 +42,14 @@ from ckpt_core.planning import (
     seconds_text,
     share_text,
     size_text,
+    with_experts,
     with_storage,
     with_unit,
 )
 
 _OPTIMUM: Final = "optimal"
 _KEEPS: Final = ("{latest: 1}", "{latest: 3}", "{latest: 3, every_seconds: 86400}", "{all: true}")
+_UPLOAD: Final = ("to", "every", "keep", "bandwidth")
 _MEASURED: Final = ("stall_seconds", "durable_seconds", "restore_seconds")
 _RATES: Final = {"staging_rate"}
 _SECONDS: Final = {"call_seconds", "step_seconds", "restart_seconds"}
@@ -104,6 +108,10 @@ def _add_layout(command: argparse.ArgumentParser) -> None:
     group.add_argument("--layout", choices=STRATEGIES, default="fsdp", help="of data parallel ranks (fsdp)")
     group.add_argument("--tp", type=int, default=1, metavar="N", help="tensor parallel degree (1)")
     group.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline stages (1)")
+    group.add_argument("--ep", type=int, default=1, metavar="N", help="expert parallel degree (1)")
+    group.add_argument(
+        "--expert-parameters", metavar="N", help="of MODEL, if that is a number: those of its experts (0)"
+    )
     group.add_argument("--shards", type=int, metavar="N", help="of hsdp (the ranks of a node)")
     group.add_argument(
         "--one-replica",
@@ -131,6 +139,31 @@ def _add_storage(command: argparse.ArgumentParser) -> None:
     group.add_argument("--egress", type=float, metavar="$", help="for a GB read by a restore")
 
 
+def _uploads(arguments: argparse.Namespace) -> list[PlannedUpload]:
+    """Return the tiers of `--upload`, each a place or a mapping.
+
+    Raises:
+        ConfigError: one is none.
+    """
+    return [_upload(text) for text in arguments.upload]
+
+
+def _upload(text: str) -> PlannedUpload:
+    value = _policy("--upload", text) if text.lstrip().startswith("{") else {"to": text}
+    if not isinstance(value, dict) or "to" not in value or (more := sorted(value.keys() - _UPLOAD)):
+        problem = f"knows no {', '.join(more)}" if isinstance(value, dict) and "to" in value else "needs `to`"
+        raise ConfigError(f"--upload {text!r}: {problem}; it takes {', '.join(_UPLOAD)}, as in the options")
+    keep = value.get("keep", {"all": True})
+    return PlannedUpload(
+        name=str(value["to"]),
+        storage=find_storage(str(value["to"])),
+        every=value.get("every", 1),
+        keep=policy_from(keep, "keep"),
+        keep_text=json.dumps(keep).replace('"', ""),
+        bandwidth=parse_size("--upload bandwidth", value.get("bandwidth"), rate=True),
+    )
+
+
 def _add_policies(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("saves and failures")
     group.add_argument(
@@ -146,6 +179,17 @@ def _add_policies(command: argparse.ArgumentParser) -> None:
         metavar="POLICY",
         help="retention policy as in options: '{latest: 3, every: 1000}'; may be repeated, to compare",
     )
+    group.add_argument(
+        "--upload",
+        action="append",
+        default=[],
+        metavar="TIER",
+        help="a further tier, as in options, with a storage or a URL: "
+        "'{to: s3, every: 10, keep: {latest: 3}, bandwidth: 500 MB/s}'; may be repeated",
+    )
+    group.add_argument(
+        "--replicas", type=int, choices=(1, 2), default=1, help="files that hold the same bytes (1)"
+    )
     group.add_argument("--mode", choices=SAVE_MODES, default="blocking", help="how a save stalls (blocking)")
     group.add_argument("--mtbf", metavar="TIME", help="between failures of the job, such as 6h")
     for name in _MEASURED:
@@ -156,6 +200,8 @@ def _add_policies(command: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> Outcome:
     """Plan, and show the plan."""
     model = find_model(arguments.model)
+    if arguments.expert_parameters is not None:
+        model = with_experts(model, find_model(arguments.expert_parameters).parameters)
     numbers = _numbers(arguments)
     terms = PlanTerms(
         model=model,
@@ -166,6 +212,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
             strategy=arguments.layout,
             tp=arguments.tp,
             pp=arguments.pp,
+            ep=arguments.ep,
             shards=arguments.shards,
             one_replica=arguments.one_replica,
         ),
@@ -175,6 +222,8 @@ def run(arguments: argparse.Namespace) -> Outcome:
         mtbf=None if arguments.mtbf is None else seconds_from("--mtbf", arguments.mtbf),
         save=_save(arguments.save),
         keep={text: policy_from(_policy("--keep", text), "keep") for text in arguments.keep or _KEEPS},
+        uploads=_uploads(arguments),
+        replicas=arguments.replicas,
         measured=_measured(arguments),
         given=frozenset(numbers),
     )
@@ -258,8 +307,8 @@ def _parts(plan: CostPlan, picture: str | None) -> list[str | Table]:
         f"{layout.words}; storage: {terms.storage.name}",
         "",
         _component_table(plan),
-        f"each rank holds {size_text(layout.held(plan.size_bytes))}; {layout.writers:,} ranks write "
-        f"{size_text(layout.written(plan.size_bytes))} each",
+        f"each rank holds {size_text(plan.held_bytes)}; {layout.writers:,} ranks write "
+        f"{size_text(plan.written_bytes)} each",
         "",
         _time_table(plan),
         "",
@@ -270,6 +319,7 @@ def _parts(plan: CostPlan, picture: str | None) -> list[str | Table]:
             columns=("KEEP", "CHECKPOINTS", "MOST", "ON AVERAGE", "STORAGE", "REQUESTS", "EGRESS"),
             rows=[_retention_row(each) for each in plan.retention],
         ),
+        *_upload_tables(plan.uploads),
         "",
         "assumed:",
         Table(
@@ -332,6 +382,32 @@ def _month_lines(plan: CostPlan) -> Sequence[str]:
         f"GPUs: {dollars_text(month.idle_dollars)} while they stall ({share_text(month.stalled)} of the "
         f"time), {dollars_text(month.lost_dollars)} for all that is lost ({share_text(month.overhead)})",
     )
+
+
+def _upload_tables(uploads: Sequence[UploadCost]) -> Sequence[str | Table]:
+    if not uploads:
+        return ()
+    times = Table(
+        columns=("UPLOAD TO", "EVERY", "TAKES", "THERE AFTER", "RATE", "OPTIMAL(TIER=UPLOAD)", "OVERHEAD"),
+        rows=[
+            (
+                each.upload.name,
+                f"{each.upload.every:,}",
+                seconds_text(each.times.upload),
+                seconds_text(each.times.uploaded),
+                f"{size_text(each.times.rate)}/s",
+                seconds_text(each.losses.interval),
+                share_text(each.overhead),
+            )
+            for each in uploads
+        ],
+    )
+    kept = Table(
+        columns=("UPLOADS", "KEEP", "CHECKPOINTS", "MOST", "ON AVERAGE", "STORAGE", "REQUESTS", "EGRESS"),
+        rows=[(f"{each.count:,} to {each.upload.name}", *_retention_row(each.retention)) for each in uploads],
+    )
+    note = "overhead: if every failure leaves this tier only, at the interval planned"
+    return ("", times, note, "", kept)
 
 
 def _retention_row(cost: RetentionCost) -> tuple[str, ...]:

@@ -80,15 +80,27 @@ def add(commands: Commands, shared: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="share of failures after which only the upload tier is left (0)",
     )
+    _add_job(command)
+    command.add_argument("--runs", type=int, default=100, help="how many (100)")
+    command.add_argument("--seed", type=int, default=0, help="of the random numbers (0)")
+    command.set_defaults(command=run, place="")
+
+
+def _add_job(command: argparse.ArgumentParser) -> None:
     job = command.add_argument_group("the job")
+    job.add_argument(
+        "--spread",
+        type=float,
+        default=1.0,
+        metavar="FACTOR",
+        help="stall, slowdown and durable are medians, which two of three saves miss by this factor at most; "
+        "what each costs is drawn from a logarithmic normal distribution (1: all cost the same)",
+    )
     for name, (default, text) in _JOB.items():
         shown = text if default is None else f"{text} ({default})"
         job.add_argument(f"--{name}", type=_seconds, default=default, help=shown)
     job.add_argument("--tokens-per-step", type=int, help="for `every_tokens`")
     job.add_argument("--steps-per-epoch", type=int, help="for `every_epochs`")
-    command.add_argument("--runs", type=int, default=100, help="how many (100)")
-    command.add_argument("--seed", type=int, default=0, help="of the random numbers (0)")
-    command.set_defaults(command=run, place="")
 
 
 def run(arguments: Namespace) -> Outcome:
@@ -140,6 +152,7 @@ def _job(arguments: Namespace) -> SimulatedJob:
         durable=arguments.stall if arguments.durable is None else arguments.durable,
         uploaded=arguments.uploaded,
         node_loss=arguments.node_loss,
+        spread=arguments.spread,
         down=arguments.down,
         restore=arguments.restore,
         restore_upload=arguments.restore_upload,
