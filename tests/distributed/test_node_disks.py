@@ -88,7 +88,7 @@ def test_the_disk_of_one_node_is_called_a_part_and_not_damaged(found: Found, bas
     alone = str(base / "alone")
     assert main(["ls", alone]) == 0
     assert "part of a checkpoint on the disks of 2 nodes" in capsys.readouterr().out
-    for place in ([alone, "--step", "3"], [alone, "--all"], [f"{alone}/step-000000003"]):
+    for place in ([alone], [alone, "--step", "3"], [alone, "--all"], [f"{alone}/step-000000003"]):
         assert main(["verify", *place]) == 0
         assert "part of a checkpoint" in capsys.readouterr().out
     assert not (base / "alone" / "damaged.json").exists()

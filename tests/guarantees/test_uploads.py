@@ -379,3 +379,18 @@ def test_a_tier_given_by_a_relative_path_is_recorded_by_its_absolute_one(tmp_pat
     monkeypatch.chdir("/")
     assert [each.url for each in read_tiers(LocalStorage(tmp_path / "root"))] == [str(tmp_path / "durable")]
     assert steps(LocalStorage(tmp_path / "durable")) == [1]
+
+
+@pytest.mark.parametrize("when_busy", ["overtake", "wait", "queue"])
+def test_what_becomes_due_after_a_later_manager_took_the_tier_is_left_and_says_so(tmp_path, when_busy):
+    upload = Upload(str(tmp_path / "tier"), when_busy=when_busy, deadline_seconds=5)
+    with CheckpointManager(tmp_path / "a", upload=upload) as earlier:
+        assert earlier.save(1, state_of(1)).uploaded.result(30).step == 1
+        with CheckpointManager(tmp_path / "b", upload=upload) as later:
+            later.resume(state_of(0))
+            assert later.save(5, state_of(5)).uploaded.result(30).step == 5
+            for step in (2, 3):
+                handle = earlier.save(step, state_of(step))
+                assert handle.result().step == step
+                assert handle.uploaded.result(30) is None
+    assert steps(LocalStorage(tmp_path / "tier")) == [1, 5]

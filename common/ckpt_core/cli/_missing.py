@@ -49,6 +49,8 @@ def run(arguments: Namespace) -> Outcome:
     outcomes = []
     for record in chosen:
         target = open_target(arguments.to or record.url, options_for(record.url, arguments))
+        if target.url == storage.url:
+            raise ConfigError(f"{target.url} is the root itself: name another place to upload to")
         there = Catalog(target).survey()
         infos = survey.committed if arguments.all else _due(record, survey, there)
         names = {info.save_id: info.name for info in there.everything}
@@ -114,13 +116,13 @@ def _due(record: TierRecord, survey: Survey, there: Survey) -> list[CheckpointIn
     """Return what was due, and the newest if the tier has none as new; oldest first."""
     have = {info.save_id for info in there.everything}
     begun = {record.uploading.name} if record.uploading is not None else set()
-    usable = [info for info in survey.committed if info.usable and info.save_id not in have]
-    newest = max(map(_age, there.everything), default=(-1, -1))
-    last = survey.committed[-1]
+    usable = [info for info in survey.committed if info.usable]
+    newest = max((_age(info) for info in there.everything if info.usable), default=(-1, -1))
     return [
         info
         for info in usable
-        if info.name in {*record.due, *begun} or (info is last and _age(info) > newest)
+        if info.save_id not in have
+        and (info.name in {*record.due, *begun} or (info is usable[-1] and _age(info) > newest))
     ]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, Final, Literal, TypeAlias, cast, final, get_args
@@ -27,7 +28,7 @@ from ckpt_core.formats.checksums import is_checksum
 from ckpt_core.formats.codec import count, relative_paths
 from ckpt_core.names import EVERY_GROUP, FORMAT_VERSION, MANIFEST, MARKER, twin_name
 from ckpt_core.provenance import provenance_fields, read_provenance
-from ckpt_core.storage import Storage, read_small
+from ckpt_core.storage import Storage, read_intact, read_small
 from ckpt_core.types import CheckpointInfo, FileEntry, Lineage, Provenance
 
 _COLUMNS: Final = ("path", "size_bytes", "checksum")
@@ -255,7 +256,11 @@ class Marker:
             CorruptCheckpointError: it is malformed.
             IncompatibleCheckpointError: it was written by a newer version.
         """
-        return cls.from_bytes(read_small(storage, f"{directory}/{MARKER}", MAX_MARKER_BYTES))
+        key = f"{directory}/{MARKER}"
+        with suppress(CorruptCheckpointError):
+            return cls.from_bytes(read_small(storage, key, MAX_MARKER_BYTES))
+        # A transfer may have failed.
+        return cls.from_bytes(read_small(storage, key, MAX_MARKER_BYTES))
 
     def matches(self, content: bytes) -> bool:
         """Return whether `content` is the committed manifest, bit for bit."""
@@ -427,12 +432,16 @@ def _numbers(numbers: Iterable[int]) -> str:
 
 def _named_by(marker: Marker, storage: Storage, name: str, path: str) -> bytes:
     """Read one file of a manifest, and compare it with the marker."""
+    other = f"not the file that was committed: its digest differs from {MARKER}'s"
+    most = min(marker.manifest_bytes, MAX_MANIFEST_BYTES)
     try:
-        content = read_small(storage, f"{name}/{path}", min(marker.manifest_bytes, MAX_MANIFEST_BYTES))
+        content, problem = read_intact(
+            lambda: read_small(storage, f"{name}/{path}", most),
+            lambda content: "" if marker.matches(content) else other,
+        )
     except FileNotFoundError:
         raise corrupt_file(f"{storage.url}/{name}", path, "missing") from None
-    if not marker.matches(content):
-        problem = f"not the file that was committed: its digest differs from {MARKER}'s"
+    if problem:
         raise corrupt_file(f"{storage.url}/{name}", path, problem)
     return content
 

@@ -38,7 +38,7 @@ from ckpt_core.names import (
     shared_rank,
 )
 from ckpt_core.state import PICKLED, BufferKey, decode_buffers, decode_items, pickled_key
-from ckpt_core.storage import Storage
+from ckpt_core.storage import Storage, read_intact
 from ckpt_core.types import SavedState
 
 
@@ -72,10 +72,13 @@ class CheckpointPart:
         return self._files.whole_of(place.path, lambda path: self._entry(replace(place, path=path)))
 
     def _entry(self, place: ChunkLocation) -> bytes:
-        content = self._read(place)
         expected = None if place.payload is None else place.payload.crc32
-        if expected is not None and crc32(content) != expected:
-            raise self._damaged(place, "its checksum differs from that in the chunk table")
+        other = "its checksum differs from that in the chunk table"
+        content, problem = read_intact(
+            lambda: self._read(place), lambda content: "" if expected in {None, crc32(content)} else other
+        )
+        if problem:
+            raise self._damaged(place, problem)
         checked_zip(content, self._name(place), trusted=self._allow_pickle)
         return content
 

@@ -14,7 +14,7 @@ from ckpt_core.formats.checksums import Checksum, crc32_value
 from ckpt_core.formats.chunks import ChunkTable
 from ckpt_core.names import chunks_name, is_own_file
 from ckpt_core.reading import Payload, RangeRead
-from ckpt_core.storage import BIGGEST_SMALL_FILE, ForeignFileError, Storage, read_small
+from ckpt_core.storage import BIGGEST_SMALL_FILE, ForeignFileError, Storage, read_intact, read_small
 from ckpt_core.types import FileEntry
 
 T = TypeVar("T")
@@ -143,9 +143,12 @@ class CommittedFiles:
     def _read(self, path: str, original: str) -> bytes:
         size = self.size(original)
         key = f"{self.directory}/{path}"
+        most = BIGGEST_SMALL_FILE if is_own_file(path) else size
         try:
-            most = BIGGEST_SMALL_FILE if is_own_file(path) else size
-            content = read_small(self._storage, key, most, committed_bytes=size)
+            content, problem = read_intact(
+                lambda: read_small(self._storage, key, most, committed_bytes=size),
+                lambda content: self._problem(content, original),
+            )
         except FileNotFoundError:
             raise self.damaged(path, "missing") from None
         except ForeignFileError as error:
@@ -155,8 +158,8 @@ class CommittedFiles:
             if error.errno not in {errno.EIO, errno.EISDIR}:
                 raise
             raise self.damaged(path, f"cannot be read: {error}") from error
-        if self.is_ours:
-            self._compare(path, content, self._entries[original].checksum)
+        if problem:
+            raise self.damaged(path, problem)
         return content
 
     def table(self, rank: int) -> ChunkTable:
@@ -192,14 +195,17 @@ class CommittedFiles:
         failure = FileFailure(path=path, problem=problem)
         return CorruptCheckpointError(f"{self.url}/{failure}. Nothing was loaded", failures=(failure,))
 
-    def _compare(self, path: str, content: bytes, committed: str) -> None:
+    def _problem(self, content: bytes, original: str) -> str:
+        """Return what is wrong with the bytes of a file; "" if nothing is known."""
+        if not self.is_ours:
+            return ""
+        committed = self._entries[original].checksum
         try:
             found = Checksum.like(committed)
         except ValueError as error:
-            raise self.damaged(path, f"cannot be verified: {error}") from error
+            return f"cannot be verified: {error}"
         found.update(content)
-        if str(found) != committed:
-            raise self.damaged(path, f"checksum is {found}, {committed} was committed")
+        return "" if str(found) == committed else f"checksum is {found}, {committed} was committed"
 
     def missing_or_truncated(self, rank: int, world_size: int) -> list[FileFailure]:
         """Check this rank's share of the files for missing ones and wrong sizes.

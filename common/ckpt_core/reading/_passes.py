@@ -135,14 +135,14 @@ class VerifyPass:
         kept = self._files.kept(request.path)
         room = None if kept is None else kept.room(request.start, request.stop - request.start)
         with self._memory(request, room) as buffer:
-            self._files.at(request.path).read_into(request.start, buffer)
-            parts = [
-                (order, buffer[order.start - request.start : order.stop - request.start])
-                for order in request.orders
-            ]
-            changed = [
-                piece for order, part in parts for piece in order.pieces if not self._is_intact(piece, part)
-            ]
+            changed: list[tuple[Piece, int]] = []
+            for _ in range(_TRIES):
+                self._files.at(request.path).read_into(request.start, buffer)
+                changed = self._changed(request, buffer)
+                if not changed:
+                    break
+            for piece, found in changed:
+                self._report.add_changed(piece, found)
             if kept is not None and room is not None and not changed:
                 kept.keep(request.start, room)
 
@@ -152,15 +152,20 @@ class VerifyPass:
             return nullcontext(room)
         return self._buffers.lend(request.start, request.stop - request.start)
 
-    def _is_intact(self, piece: Piece, content: memoryview) -> bool:
-        """Return whether the piece is intact; that of a step is known only later."""
-        found = crc32(content)
-        if piece.crc32 is None:
-            self._steps[piece.identity] = found
-        elif found != piece.crc32:
-            self._report.add_changed(piece, found)
-            return False
-        return True
+    def _changed(self, request: Request, content: memoryview) -> list[tuple[Piece, int]]:
+        """Return the pieces that differ, each with the checksum of its bytes.
+
+        Whether a step is intact is known only later.
+        """
+        changed: list[tuple[Piece, int]] = []
+        for order in request.orders:
+            found = crc32(content[order.start - request.start : order.stop - request.start])
+            for piece in order.pieces:
+                if piece.crc32 is None:
+                    self._steps[piece.identity] = found
+                elif found != piece.crc32:
+                    changed.append((piece, found))
+        return changed
 
     def _narrow_down(self, request: Request, error: EOFError | OSError) -> None:
         """Read each piece by itself, so that readable ones are not reported."""

@@ -6,7 +6,7 @@ from ckpt_core.storage._layered import LayeredStorage
 from ckpt_core.storage._memory import MemoryStorage
 from ckpt_core.storage._open import open_storage
 from ckpt_core.storage._putting import Pace, Progress, ReadAt
-from ckpt_core.storage._small import BIGGEST_SMALL_FILE, ForeignFileError, read_small
+from ckpt_core.storage._small import BIGGEST_SMALL_FILE, ForeignFileError, read_intact, read_small
 from ckpt_core.storage._throttle import Throttle
 from ckpt_core.storage.local import LocalStorage, excludes_others
 from ckpt_core.storage.object import ObjectStorage
@@ -31,5 +31,6 @@ __all__ = [
     "Throttle",
     "excludes_others",
     "open_storage",
+    "read_intact",
     "read_small",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Final
 
 from ckpt_core.errors import CorruptCheckpointError, FileFailure
@@ -45,6 +46,26 @@ def read_small(
         raise _foreign(storage, key, str(error.strerror)) from error
     except IsADirectoryError as error:
         raise _foreign(storage, key, "is a directory instead of a file") from error
+
+
+def read_intact(read: Callable[[], bytes], problem: Callable[[bytes], str]) -> tuple[bytes, str]:
+    """Read bytes, and once more if they are not intact: a transfer may have failed.
+
+    Args:
+        read: reads them.
+        problem: returns what is wrong with them; "" if they are intact.
+
+    Returns:
+        the bytes that were read last, and what is wrong with them.
+
+    Raises:
+        Exception: what `read` raises.
+    """
+    content = read()
+    if not problem(content):
+        return content, ""
+    content = read()
+    return content, problem(content)
 
 
 def _foreign(storage: Storage, key: str, problem: str) -> CorruptCheckpointError:

@@ -643,6 +643,14 @@ def test_a_reader_that_has_gone_changes_no_exit_code(root, broken):
     assert done.returncode == 1
 
 
+def test_verify_of_a_root_of_unreadable_markers_names_one(ckpt, root):
+    for marker in root.glob("step-*/COMMITTED"):
+        marker.write_bytes(b"{")
+    code, out, err = ckpt("verify", root)
+    assert (code, out) == (1, "")
+    assert "the commit marker is malformed" in err
+
+
 def test_a_terminal_gets_a_table_from_rich(ckpt, root, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "200")

@@ -282,6 +282,22 @@ def test_upload_without_tiers_needs_a_place(ckpt, root, bucket):
     assert steps(bucket) == [300]
 
 
+@pytest.mark.parametrize("verdict", ["mark_damaged", "mark_bad"])
+def test_upload_sends_the_newest_that_can_be_resumed(ckpt, root, bucket, verdict):
+    getattr(Catalog(LocalStorage(root)), verdict)("step-000000300", "a test")
+    assert ckpt("upload", root, "--to", bucket)[0] == 0
+    assert steps(bucket) == [100]
+    save_on(LocalStorage(root), 400, TWO)
+    getattr(Catalog(LocalStorage(root)), verdict)("step-000000400", "a test")
+    assert "0 copied" in ckpt("upload", root, "--to", bucket)[1]
+
+
+def test_upload_refuses_the_root_itself(ckpt, root):
+    for place in (root, f"file://{root}/", f"{root}/../{root.name}"):
+        code, _, err = ckpt("upload", root, "--to", place)
+        assert (code, "is the root itself" in err) == (2, True)
+
+
 def test_upload_leaves_its_tiers_to_a_live_job_and_other_places_are_free(ckpt, root, bucket, tmp_path):
     tiers_of(root, TierRecord(url=bucket))
     with Lease.acquire(LocalStorage(root), "train.py"):

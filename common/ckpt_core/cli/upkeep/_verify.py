@@ -103,7 +103,7 @@ def run(arguments: Namespace) -> Outcome:
     storage = open_root(arguments.place, arguments.storage_options)
     if arguments.all:
         return _every_one(storage, strict=arguments.strict)
-    names = _names(Catalog(storage), arguments)
+    names = _names(storage, arguments)
     if names:
         return outcome(storage, names, strict=arguments.strict, digest=digest)
     return _stock(arguments, digest)
@@ -138,13 +138,18 @@ def _one_checkpoint(arguments: Namespace, digest: str | None) -> Outcome | None:
     return None
 
 
-def _names(catalog: Catalog, arguments: Namespace) -> list[str]:
+def _names(storage: Storage, arguments: Namespace) -> list[str]:
     if arguments.step is not None:
         try:
-            return [catalog.find(step=arguments.step).name]
+            return [Catalog(storage).find(step=arguments.step).name]
         except PartialCheckpointError:
             return [step_name(arguments.step)]
-    return [info.name for info in catalog.committed()[-1:]]
+    survey = Catalog(storage).survey()
+    survey.log_unreadable(storage.url)
+    found = survey.committed or sorted(survey.parts, key=lambda info: info.step)
+    if not found and survey.unreadable:
+        raise next(iter(survey.unreadable.values()))
+    return [info.name for info in found[-1:]]
 
 
 def _every_one(storage: Storage, *, strict: bool) -> Outcome:

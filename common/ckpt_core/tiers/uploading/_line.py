@@ -52,16 +52,17 @@ class UploadLine:
         self._changed = threading.Condition()
 
     def add(self, due: DueCheckpoint) -> None:
-        """Add a checkpoint, unless it is there; once the line is closed, it is left."""
+        """Add a checkpoint, unless it is there; in a closed line it is left."""
         with self._changed:
             present = (*self._waiting, *filter(None, (self._running,)))
             if any(each.info.save_id == due.info.save_id for each in present):
                 return
-            if self._closed:
-                self._left.append(due.info)
+            if not self._closed:
+                self._waiting.append(due)
+                self._changed.notify_all()
                 return
-            self._waiting.append(due)
-            self._changed.notify_all()
+            self._left.append(due.info)
+        due.report(None)  # nobody serves it any more
 
     def next(self) -> DueCheckpoint | None:
         """Wait for the next checkpoint; None once the line is closed and empty."""
