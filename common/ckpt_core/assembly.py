@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self, final
 
+from ckpt_core.collective import SameOptions
 from ckpt_core.coordination import Coordinator, coordinator_for_job
+from ckpt_core.disclosure import public_url
 from ckpt_core.groups import open_root
 from ckpt_core.journal import Journal
 from ckpt_core.loading import Fetcher, Loader, Repairer
 from ckpt_core.measuring import CostMeter
-from ckpt_core.options import CheckpointOptions
+from ckpt_core.options import CheckpointOptions, given_options
 from ckpt_core.preemption import CadenceKeeper
 from ckpt_core.root import Job, Ownership, Pruner
 from ckpt_core.saving import Saver, SaveThread
@@ -29,6 +31,7 @@ class Assembly:
     """The parts of a `CheckpointManager`; none works before its first call."""
 
     job: Job
+    same_options: SameOptions
     catalog: RunCatalog
     cadence: CadenceKeeper
     meter: CostMeter
@@ -87,6 +90,7 @@ class Assembly:
         cadence.report = partial(telemetry.point, "cadence")
         return cls(
             job=job,
+            same_options=SameOptions(coordinator, {"root": _place(storage), **given_options(options)}),
             catalog=catalog,
             cadence=cadence,
             meter=meter,
@@ -99,3 +103,12 @@ class Assembly:
             repairer=Repairer(job, tiers[0], options, ownership=ownership, pruner=pruner),
             fetcher=Fetcher(job, tiers, options, ownership),
         )
+
+
+def _place(storage: Storage) -> str:
+    """Return what ranks must have in common of their roots.
+
+    Nodes may mount one directory in different places, or have disks of their own: who sees whose files is
+    found out when the root is taken.
+    """
+    return public_url(storage.url) if "://" in storage.url else "a directory"

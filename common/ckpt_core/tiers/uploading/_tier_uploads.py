@@ -17,7 +17,7 @@ from ckpt_core.tiers import FurtherTier, Tier
 from ckpt_core.tiers.uploading._claims import TierClaims
 from ckpt_core.tiers.uploading._due import DueRule, SaveNumber
 from ckpt_core.tiers.uploading._line import AllTiers, DueCheckpoint, Outcome, settle
-from ckpt_core.tiers.uploading._places import refuse_one_place, same_uploads
+from ckpt_core.tiers.uploading._places import refuse_one_place
 from ckpt_core.tiers.uploading._tiers_record import SAID_EVERY, TiersRecord
 from ckpt_core.tiers.uploading._upload_context import UploadContext
 from ckpt_core.tiers.uploading._uploader import Uploader
@@ -45,7 +45,7 @@ class FollowedSave(Protocol):
 class TierUploads:
     """The uploads of one manager; without an `Upload` every method returns at once.
 
-    Concurrency: the main thread of every rank; `agree`, `hooks.taken`, `before_save` and `close` are
+    Concurrency: the main thread of every rank; `hooks.taken`, `before_save` and `close` are
     collective.
 
     Attributes:
@@ -71,7 +71,6 @@ class TierUploads:
         self._count = self._step = 0
         self._uploaders: list[Uploader] = []
         self.claims = TierClaims(job, options, self._tiers, partial(_halt, self._uploaders))
-        self._agreed = False
         self._settled = True
         self._record = TiersRecord(job.storage, options.uploads, self._due)
         self._newest: CheckpointInfo | None = None
@@ -93,16 +92,6 @@ class TierUploads:
     def annotations(self, number: SaveNumber) -> dict[str, Any]:
         """Return what the manifest of a save notes for the next run."""
         return number.annotations if self._tiers else {}
-
-    def agree(self) -> None:
-        """Refuse uploads that differ between ranks, at the first call. Collective.
-
-        Raises:
-            ConfigError: they do; the same on every rank.
-        """
-        if not self._agreed:
-            same_uploads(self._job.coordinator, self._options.uploads)
-            self._agreed = True
 
     def before_save(self, *, preempted: bool) -> None:
         """Wait for uploads that a save must wait for, and raise failures. Collective.
