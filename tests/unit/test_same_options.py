@@ -181,6 +181,7 @@ class OwnValue(SavePolicy):
     """A policy of a user that is a value."""
 
     every: int
+    weights: dict[str, float] = field(default_factory=lambda: {"b": 2, "a": 1})
     token: str = field(default="", repr=False)
     luck: Luck = field(default_factory=Luck)
 
@@ -202,6 +203,20 @@ def test_a_policy_of_the_users_own_is_compared_by_class_and_settings_without_sec
     assert f"{kind.__name__}(every=4" in found
     assert "hunter" not in str(given_options(one))
     assert " at 0x" not in str(given_options(one))
+
+
+def test_fields_of_a_policy_are_compared_by_value_in_any_order():
+    one, other = OwnValue(3), OwnValue(3, weights={"a": 1.0, "b": 2.0})
+    assert between(CheckpointOptions(save=one), CheckpointOptions(save=other)) == ""
+    other = OwnValue(3, weights={"a": 1.5, "b": 2.0})
+    assert "'a': 1.5" in between(CheckpointOptions(save=one), CheckpointOptions(save=other))
+
+
+def test_no_secret_of_a_url_is_sent():
+    place = "s3://user:hunter2hunter2@bucket/run?token=hunter2hunter2"
+    far = Upload(place, storage_options={"key": "hunter2hunter2"})
+    options = CheckpointOptions(upload=far, storage_options={"key": "hunter2hunter2"}, sign_manifest=signer)
+    assert "hunter" not in str(given_options(options))
 
 
 def test_a_policy_that_asks_the_other_ranks_differs_from_one_that_does_not():

@@ -83,6 +83,10 @@ def _text_of_object(value: Any) -> str:
         return f"{kind}.{value.name}"
     if isinstance(value, PurePath):
         return repr(str(value))
+    if isinstance(value, Mapping):
+        return (
+            "{" + ", ".join(sorted(f"{text_of(key)}: {text_of(each)}" for key, each in value.items())) + "}"
+        )
     if is_dataclass(value) and not isinstance(value, type):
         hidden = _OF_EACH_NODE if isinstance(value, OnPreemption) else frozenset[str]()
         shown = [
