@@ -56,6 +56,7 @@ class Roots:
         self._listen = listen
         self._options = settings.options
         self.override = settings.override
+        self._of_host = settings.of_host
         self._abandoned_given = "abandoned" in settings.given
         self._sinks = settings.with_numbers(sinks, self._log)
         self.managers = ManagersByRoot(self._make, deadline_seconds=settings.options.deadline_seconds)
@@ -155,6 +156,7 @@ class Roots:
             sinks=self._sinks,
             listen=self._listen,
         )
+        manager.same_options.add(**self._of_host)
         # Where users name checkpoints, only those names show which belong together.
         users_names = self._options.keep is None and root != self._automatic_root()
         if root in self._ended or users_names:

@@ -111,6 +111,12 @@ class Settings:
             given=names,
         )
 
+    @property
+    def of_host(self) -> dict[str, Any]:
+        """The settings that the core does not know and that ranks must have alike."""
+        stock_files = self.stock_files if "stock_files" in self.given else None
+        return {"contents": self.contents, "gradients": self.gradients, "stock_files": stock_files}
+
     def with_numbers(self, sinks: Sequence[Sink], log: Log) -> Sequence[Sink]:
         """Return the sinks of the managers, with one that logs what each save has cost."""
         return (*sinks, NumbersSink(log)) if self.log_costs else sinks

@@ -58,12 +58,15 @@ class Roots:
         self._taken_up: set[str] = set()
 
     def _make(self, root: str, coordinator: Coordinator) -> CheckpointManager:
-        return CheckpointManager(
+        manager = CheckpointManager(
             self._settings.given(root),
             options=self._settings.for_root(root, training=self.training),
             coordinator=coordinator,
             sinks=self._sinks,
         )
+        settings = self._settings
+        manager.same_options.add(contents=settings.contents, save_last=settings.save_last)
+        return manager
 
     def once(self, decide: Callable[[], T]) -> T:
         """Return on every rank what the coordinator alone decides."""

@@ -186,9 +186,11 @@ class TrainerSession:
         self.saved_step = None
 
     def _manager(self, options: CheckpointOptions) -> CheckpointManager:
-        return CheckpointManager(
+        manager = CheckpointManager(
             self._storage, options=options, coordinator=self.coordinator, sinks=self._sinks
         )
+        manager.same_options.add(**self._settings.of_host)
+        return manager
 
     def _in_training(self) -> CheckpointOptions:
         settings, options = self._settings, self._settings.options

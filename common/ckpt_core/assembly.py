@@ -8,14 +8,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self, final
 
+from ckpt_core.collective import SameOptions
 from ckpt_core.coordination import Coordinator, coordinator_for_job
+from ckpt_core.disclosure import public_url
 from ckpt_core.groups import open_root
 from ckpt_core.journal import Journal
 from ckpt_core.loading import Fetcher, Loader, Repairer
 from ckpt_core.measuring import CostMeter
-from ckpt_core.options import CheckpointOptions
+from ckpt_core.options import CheckpointOptions, given_options
 from ckpt_core.preemption import CadenceKeeper
-from ckpt_core.root import Job, Ownership, Pruner, SameOptions
+from ckpt_core.root import Job, Ownership, Pruner
 from ckpt_core.saving import Saver, SaveThread
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Sink, Telemetry
@@ -77,7 +79,6 @@ class Assembly:
         )
         pruner = Pruner(storage, options, ownership=ownership, telemetry=job.telemetry)
         saver = Saver(job, thread, options, ownership=ownership, pruner=pruner)
-        same_options = SameOptions(coordinator, options)
         meter = CostMeter(job.telemetry, coordinator, saver)
         cadence = CadenceKeeper(
             options.save,
@@ -86,12 +87,11 @@ class Assembly:
             measured=meter,
             failures=lambda: journal.failures(coordinator.world_size),
         )
-        cadence.before = same_options.agree
         cadence.report = partial(telemetry.point, "cadence")
         return cls(
             job=job,
+            same_options=SameOptions(coordinator, {"root": _place(storage), **given_options(options)}),
             catalog=catalog,
-            same_options=same_options,
             cadence=cadence,
             meter=meter,
             journal=journal,
@@ -103,3 +103,12 @@ class Assembly:
             repairer=Repairer(job, tiers[0], options, ownership=ownership, pruner=pruner),
             fetcher=Fetcher(job, tiers, options, ownership),
         )
+
+
+def _place(storage: Storage) -> str:
+    """Return what ranks must have in common of their roots.
+
+    Nodes may mount one directory in different places, or have disks of their own: who sees whose files is
+    found out when the root is taken.
+    """
+    return public_url(storage.url) if "://" in storage.url else "a directory"

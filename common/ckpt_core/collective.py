@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, final
@@ -20,6 +20,7 @@ from ckpt_core.errors import (
 )
 from ckpt_core.formats.codec import MAX_COUNT
 from ckpt_core.messages import message
+from ckpt_core.options import difference, text_of
 from ckpt_core.validation import integer, plain_integer, require, text
 
 T = TypeVar("T")
@@ -130,6 +131,53 @@ def _joined(damage: dict[int, CorruptCheckpointError], world_size: int) -> Corru
     )
     more = f" (found by rank {', '.join(map(str, damage))}; {len(found)} place(s) in all)"
     return CorruptCheckpointError(f"{first}{more}", failures=tuple(found))
+
+
+@final
+class SameOptions:
+    """What a manager was given, compared over all ranks before anything depends on it.
+
+    Concurrency: main thread; `require` is collective.
+
+    Args:
+        coordinator: of the ranks.
+        given: option -> its text, of what ranks must be given alike; see `given_options`.
+    """
+
+    def __init__(self, coordinator: Coordinator, given: Mapping[str, str]) -> None:
+        self._coordinator = coordinator
+        self._given = dict(given)
+        self._compared_ranks = 0
+
+    def add(self, **options: object) -> None:
+        """Add options of a host to what is compared; None is not given."""
+        self._given |= {name: text_of(value) for name, value in options.items() if value is not None}
+
+    def require(self) -> None:
+        """Refuse options that differ between ranks; compare them once. Collective.
+
+        They are compared again after a refusal, and when the ranks have changed.
+
+        Raises:
+            ConfigError: they differ; it names option, values and ranks, the same on every rank.
+        """
+        coordinator = self._coordinator
+        if not self._compared_ranks:
+            coordinator.check()  # the other ranks may have come since
+        if self._compared_ranks == coordinator.world_size:
+            return
+
+        def decide(given: list[dict[str, str]]) -> list[None]:
+            if different := difference(given):
+                raise ConfigError(
+                    f"every rank must be given the same options, and they differ: {different}. Give "
+                    "all ranks the same; nothing was written"
+                )
+            return [None] * len(given)
+
+        if coordinator.world_size > 1:
+            coordinator.gather_scatter(self._given, decide, what="comparing the options of the ranks")
+        self._compared_ranks = coordinator.world_size
 
 
 def _agreed(coordinator: Coordinator, call: str, get: Callable[[], T]) -> T:

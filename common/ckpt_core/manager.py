@@ -34,9 +34,9 @@ class CheckpointManager:
 
     - Threads: all methods on the training thread; one background thread writes and commits.
     - Processes: a forked child cannot use its parent's manager; its calls raise.
-    - Ranks: construction, `save`, `maybe_save`, `load`, `resume`, `continue_from`, `prune`, `pin`, `unpin`,
-      `mark`, `unmark` and `close` are collective over the default process group: every rank calls them in the
-      same order. The others are not.
+    - Ranks: construction, the first `due`, `save`, `maybe_save`, `load`, `resume`, `continue_from`, `prune`,
+      `pin`, `unpin`, `mark`, `unmark` and `close` are collective over the default process group: every rank
+      calls them in the same order. The others are not.
     - Jobs: one job writes to a root at a time, the next is refused; any number may read.
 
     Args:
@@ -71,10 +71,10 @@ class CheckpointManager:
         self._coordinator = parts.job.coordinator
         self._owns_coordinator = coordinator is None
         self._catalog, self._uploads, self._journal = parts.catalog, parts.uploads, parts.journal
-        self._root, self._pruner, self._same_options = parts.root, parts.pruner, parts.same_options
+        self._root, self._pruner = parts.root, parts.pruner
         self._cadence, self._meter = parts.cadence, parts.meter
         self._saver, self._loader, self._repairer = parts.saver, parts.loader, parts.repairer
-        self.fetcher = parts.fetcher
+        self.fetcher, self.same_options = parts.fetcher, parts.same_options
         self._in_force, self._closed = Override(), False
 
     @property
@@ -87,6 +87,7 @@ class CheckpointManager:
     ) -> str | None:
         """Return the reason to save this step now, or None; for callers of `save`.
 
+        The first call is collective: it compares the options of ranks, before any decision depends on them.
         Without a step it only checks for a preemption, as during an evaluation: collective if the save policy
         has an `OnPreemption`. If there is one, leave the evaluation, on every rank after the same batch, and
         call `maybe_save`. `total_steps`, `epochs` (finished), `tokens` (of all ranks) are for policies that
@@ -97,6 +98,7 @@ class CheckpointManager:
         call is an all-reduce of one number.
         """
         self._check()
+        self.same_options.require()
         if step is None:
             self._meter.pause()
             return self._cadence.check_preemption(**counts)
@@ -274,7 +276,7 @@ class CheckpointManager:
         """
         self._check()
         self._coordinator.check()
-        self._same_options.agree()
+        self.same_options.require()
 
         def selected() -> Selection:
             return Selection.of(items=items, include=include, rename=rename, strict=strict, cast=cast)
@@ -493,4 +495,4 @@ class CheckpointManager:
         """Fix the ranks of the job, for which a save or load is about to be planned."""
         self._check()
         self._coordinator.bind()
-        self._same_options.agree()
+        self.same_options.require()

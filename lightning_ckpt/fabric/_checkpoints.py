@@ -324,6 +324,7 @@ class FabricCheckpoints:
             coordinator=coordinator,
             sinks=with_numbers(self._settings, self._fabric.log_dict),
         )
+        manager.same_options.add(contents=self._settings.contents)
         if root != self._settings.root:
             manager.start_afresh()  # elsewhere only the user's names show what belongs together
         return manager

@@ -23,6 +23,7 @@ from ckpt_core.options._options import (
 )
 from ckpt_core.options._parsing import DEFAULT_HEADROOM, Headroom, bytes_text, parse_size
 from ckpt_core.options._policies import policy_from
+from ckpt_core.options._sameness import difference, given_options, text_of
 from ckpt_core.options._uploads import Upload, Uploads, WhenBusy, upload_from
 
 __all__ = [
@@ -42,9 +43,12 @@ __all__ = [
     "VerifyManifest",
     "WhenBusy",
     "bytes_text",
+    "difference",
+    "given_options",
     "parse_size",
     "parse_yaml",
     "policy_from",
     "read_document",
+    "text_of",
     "upload_from",
 ]

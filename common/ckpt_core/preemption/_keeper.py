@@ -77,7 +77,6 @@ class CadenceKeeper:
         preempted: whether training must stop, as of the last check.
         pending: whether a preemption still needs its save.
         extra: whether the last decision was to save for a preemption alone.
-        before: called before ranks agree; collective. Ranks of another policy would exchange something else.
         report: called on the coordinator with the interval that the policy finds, when costs have changed.
     """
 
@@ -119,7 +118,6 @@ class CadenceKeeper:
         self._now = self._announced_at = -math.inf
         self.pending = self.preempted = self.extra = False
         self._reported: SaveCosts | None = None
-        self.before: Callable[[], None] | None = None
         self.report: Callable[..., None] | None = None
 
     def check_preemption(self, **counts: Unpack[Counts]) -> str | None:
@@ -259,8 +257,6 @@ class CadenceKeeper:
     def _agree(self) -> None:
         sources = self._sources = self._sources or self._listening()
         self._coordinator.check()  # before anything depends on which rank this is
-        if self.before is not None:
-            self.before()
         own = (self._clock(), self._started) if self._coordinator.is_coordinator else (0.0, 0.0)
         announced, now, started, *measured = self._coordinator.all_reduce_max(
             [

@@ -3,6 +3,5 @@
 from ckpt_core.root._context import Job
 from ckpt_core.root._ownership import OwnerHooks, Ownership
 from ckpt_core.root._pruner import Pruner
-from ckpt_core.root._same_options import SameOptions
 
-__all__ = ["Job", "OwnerHooks", "Ownership", "Pruner", "SameOptions"]
+__all__ = ["Job", "OwnerHooks", "Ownership", "Pruner"]

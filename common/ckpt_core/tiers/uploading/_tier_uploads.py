@@ -45,7 +45,7 @@ class FollowedSave(Protocol):
 class TierUploads:
     """The uploads of one manager; without an `Upload` every method returns at once.
 
-    Concurrency: the main thread of every rank; `agree`, `hooks.taken`, `before_save` and `close` are
+    Concurrency: the main thread of every rank; `hooks.taken`, `before_save` and `close` are
     collective.
 
     Attributes:
