@@ -302,6 +302,7 @@ def refused(path: str) -> list[str]:
     return found
 
 
+@pytest.mark.distributed
 def test_ranks_of_different_options_are_refused_at_the_first_call_of_any_kind(tmp_path):
     first, second = run_ranks(refused, 2, str(tmp_path), timeout_seconds=120)
     assert first == second
