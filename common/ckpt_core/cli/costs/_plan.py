@@ -149,10 +149,11 @@ def _uploads(arguments: argparse.Namespace) -> list[PlannedUpload]:
 
 
 def _upload(text: str) -> PlannedUpload:
-    value = _policy("--upload", text) if text.lstrip().startswith("{") else {"to": text}
-    if not isinstance(value, dict) or "to" not in value or (more := sorted(value.keys() - _UPLOAD)):
-        problem = f"knows no {', '.join(more)}" if isinstance(value, dict) and "to" in value else "needs `to`"
-        raise ConfigError(f"--upload {text!r}: {problem}; it takes {', '.join(_UPLOAD)}, as in the options")
+    value: Any = _policy("--upload", text) if text.lstrip().startswith("{") else {"to": text}
+    if not isinstance(value, dict) or "to" not in value:
+        raise ConfigError(f"--upload {text!r}: needs `to`, and takes {', '.join(_UPLOAD)}, as in the options")
+    if more := sorted(map(str, value.keys() - _UPLOAD)):
+        raise ConfigError(f"--upload {text!r}: knows no {', '.join(more)}; it takes {', '.join(_UPLOAD)}")
     keep = value.get("keep", {"all": True})
     return PlannedUpload(
         name=str(value["to"]),
