@@ -23,14 +23,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--number", type=int, default=32, help="of kills for each contender")
     parser.add_argument("--mtbf", type=float, default=2.5, help="mean seconds from start to kill")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--width", type=int, help="of the model's layers")
+    parser.add_argument("--width", type=int, default=512, help="of the model's layers for --kills")
     parser.add_argument("--json", type=Path, default=None)
     given = parser.parse_args(arguments)
     if given.overhead:
-        found = share.measure(given.root, given.fractions, seconds=given.seconds, width=given.width or 1024)
+        found = share.measure(given.root, given.fractions, seconds=given.seconds)
     else:
         schedule = kills.Schedule(number=given.number, mtbf=given.mtbf, seed=given.seed)
-        found = kills.measure(given.root, schedule, width=given.width or 512)
+        found = kills.measure(given.root, schedule, width=given.width)
     if given.json is not None:
         given.json.write_text(json.dumps(found, indent=1))
     return 0 if found["passed"] else 1

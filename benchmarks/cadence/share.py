@@ -22,7 +22,9 @@ from ckpt_core.saving import SaveHandle
 
 _NEIGHBOURS = 32  # near, as a slow time of the machine has more of the saves than of the steps
 _OUTLIER = 5.0
-_BATCH = 256  # steps of about 80 ms: short ones are shorter than those of real trainings, decisions are not
+_RARE = 0.02
+"""Below, saves are a second or more apart, and steps of 80 ms are nearer to those of real trainings; above,
+steps of 10 ms, as there must be some without a save between two saves."""
 _AFTER_COMMIT = 3
 """Steps after a commit that still count as of the save: the thread ends, and caches fill."""
 
@@ -86,12 +88,12 @@ class Turns:
         return lost, math.sqrt(variance), decisions
 
 
-def measure(root: Path, fractions: Sequence[float], *, seconds: float, width: int) -> dict[str, Any]:
+def measure(root: Path, fractions: Sequence[float], *, seconds: float) -> dict[str, Any]:
     """Train with each `MaxOverhead`; print a line for each."""
     found = []
     for fraction in fractions:
         with tempfile.TemporaryDirectory(prefix="bench-", dir=root) as folder:
-            turns, metered = _run(Path(folder), fraction, seconds, width)
+            turns, metered = _run(Path(folder), fraction, seconds)
         lost, error, decisions = turns.lost()
         real = lost / turns.training
         row = {
@@ -116,8 +118,9 @@ def measure(root: Path, fractions: Sequence[float], *, seconds: float, width: in
     return {"rows": found, "passed": all(row["passed"] for row in found)}
 
 
-def _run(folder: Path, fraction: float, seconds: float, width: int) -> tuple[Turns, float]:
-    training, turns, clock = Training(width, batch=_BATCH), Turns(), PausableClock()
+def _run(folder: Path, fraction: float, seconds: float) -> tuple[Turns, float]:
+    training = Training(1024, batch=256) if fraction < _RARE else Training(512)
+    turns, clock = Turns(), PausableClock()
     for _ in range(20):
         training.step()
     # The first save measures; without it, it would be made after a minute.

@@ -94,6 +94,7 @@ class CadenceKeeper:
         self._policy = policy
         self._measured = measured if policy is not None and policy.needs_costs else None
         self._ask_failures = failures if policy is not None and policy.needs_failures else None
+        self._heeds_preemptions = policy is not None and bool(policy.preemptions)
         self._collective = policy is not None and (policy.needs_agreement or policy.needs_costs)
         self._coordinator = coordinator
         self._clock = clock
@@ -128,7 +129,7 @@ class CadenceKeeper:
         """
         if found := _checked(counts):
             self._counts = self._since_counts = {**self._counts, **found}
-        if self._policy is not None and self._policy.preemptions:
+        if self._heeds_preemptions:
             self._agree()
             self._agreed = None
         return PREEMPTION if self.preempted or self.pending else None
@@ -290,6 +291,8 @@ class CadenceKeeper:
         return [int(self._measured.in_flight), *self._sent]
 
     def _announced(self, sources: PreemptionSources) -> int:
+        if not self._heeds_preemptions:
+            return 0
         if sources.stop:
             return _STOP
         if 0 <= self._now - self._announced_at < _SAME_SECONDS:
