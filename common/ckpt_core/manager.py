@@ -106,6 +106,7 @@ class CheckpointManager:
         self._meter.step(step)
         self._journal.seen(step)
         reason = self._cadence.due(step, total_steps, **counts)
+        self._meter.decided()
         return reason or (COALESCED if self._saver.in_flight.overdue() else None)
 
     def maybe_save(

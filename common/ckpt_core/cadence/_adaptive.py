@@ -15,6 +15,8 @@ SurvivingTier = Literal["root", "upload"]
 
 _FIRST_SECONDS: Final = 60.0
 _UNKNOWN_SECONDS: Final = 1800.0
+_LONGEST_WAIT: Final = 2.0
+"""How many times as far apart as its fraction allows `MaxOverhead` saves where too much is lost already."""
 _MOST_CATCHING_UP: Final = 1.5
 """How much denser than its fraction `MaxOverhead` may save after a time in which it could not."""
 
@@ -113,9 +115,10 @@ class Optimal(SavePolicy):
 class MaxOverhead(SavePolicy):
     """Saves as often as this fraction of training time allows.
 
-    All saves of the run and the next one together stay within the fraction of the time since its start. Time
-    saved up earlier is spent at no more than 1.5 times the fraction. The first save, which measures, is made
-    as by `Optimal`.
+    All saves and decisions of the run and the next save together stay within the fraction of the time since
+    its start. Time saved up earlier is spent at no more than 1.5 times the fraction; where more was lost than
+    is allowed, saves are twice as far apart as they would be. The first save, which measures, is made as by
+    `Optimal`.
     """
 
     fraction: float
@@ -134,8 +137,11 @@ class MaxOverhead(SavePolicy):
             late = since >= _unknown(context)
             return f"overhead: {_text(since)} since the last save, {_missing(costs)}" if late else None
         cost, elapsed = costs.stall + costs.slowdown, context.now - context.started
-        # The second bound holds, too, where the cost of the last save is not yet part of `lost`.
-        if costs.lost + cost > self.fraction * elapsed or since * self.fraction * _MOST_CATCHING_UP < cost:
+        # Holds also where the cost of the last save is not yet part of `lost`.
+        too_soon = since * self.fraction * _MOST_CATCHING_UP < cost
+        # Where decisions alone, or a first save, have cost too much, saves go on: a job needs checkpoints.
+        in_debt = costs.lost + cost > self.fraction * elapsed and since * self.fraction < _LONGEST_WAIT * cost
+        if too_soon or in_debt:
             return None
         allowed = f"{100 * self.fraction:.3g} % allowed"
         return (

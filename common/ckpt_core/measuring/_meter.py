@@ -90,6 +90,11 @@ class CostMeter:
         if self._ledger.unsettled:
             self._report()
 
+    def decided(self) -> None:
+        """Note that the decision is made: the time since `step` is lost, too."""
+        if self._since is not None:
+            self._ledger.lost += self._clock() - self._since
+
     def pause(self) -> None:
         """Leave out the present lap: the training does something else."""
         self._since = None

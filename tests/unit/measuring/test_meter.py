@@ -425,6 +425,31 @@ def test_the_share_of_time_that_may_be_lost_is_lost(fraction, training):
     assert run.lost / (run.clock() - run.started) == pytest.approx(fraction, rel=0.2)
 
 
+@pytest.mark.parametrize(("decision", "least_saves"), [(0.0, 24), (0.004, 24), (0.03, 10)])
+def test_decisions_are_part_of_what_may_be_lost_and_never_end_the_saves(decision, least_saves):
+    """A decision takes that part of a step; with 0.03 decisions alone lose more than is allowed."""
+    run, saves = Training(), 0
+    keeper = CadenceKeeper(FirstStep() | MaxOverhead(0.01), run.coordinator, run.clock, measured=run.meter)
+    for step in range(1, 20_001):
+        run.train(step)
+        run.meter.step(step)
+        reason = keeper.due(step)
+        run.clock.advance(decision * run.seconds(step))
+        run.lost += decision * run.seconds(step)
+        run.meter.decided()
+        if reason is not None:
+            saves += 1
+            run.save(step, reason)
+            keeper.saved(step)
+    lost = run.lost / (run.clock() - run.started)
+    assert costs(run.meter).lost == pytest.approx(run.lost, rel=0.1)
+    assert saves >= least_saves
+    if decision < 0.01:
+        assert lost == pytest.approx(0.01, rel=0.2)
+    else:
+        assert lost < decision + 0.0075  # of the saves half of what is allowed, or little more
+
+
 def test_steps_of_the_optimizer_stand_in_where_nobody_decides():
     """As with `save_state` called without a policy."""
     model = torch.nn.Linear(2, 2)
