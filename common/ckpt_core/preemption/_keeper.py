@@ -27,6 +27,8 @@ _SHARE: Final = 0.01
 """Of the time since the last save: for so long ranks decide on the facts that they have."""
 _MOST_SECONDS: Final = 1.0
 _MOST_STEPS: Final = 16
+_USUAL: Final = 3
+"""So many saves of a run count instead of what the run before it knew; the first cost more than usual."""
 _SAVE, _STOP = 1, 2
 _ANNOUNCED, _NONE = frozenset({PREEMPTION}), frozenset[str]()
 _COUNTS: Final = "counts"
@@ -156,7 +158,7 @@ class CadenceKeeper:
             signals=_ANNOUNCED if self.pending else _NONE,
             counts=found,
             since_counts=self._since_counts,
-            costs=self._costs or self._earlier_costs,
+            costs=self._known_costs,
             failures=self._failures,
             in_flight=self._in_flight,
         )
@@ -203,7 +205,7 @@ class CadenceKeeper:
         """The counts and costs that the policy needs, for the manifest of a save."""
         needed = needed_counts(self._policy)
         found = {name: count for name, count in self._counts.items() if name in needed}
-        costs = self._costs or self._earlier_costs
+        costs = self._known_costs
         return ({_COUNTS: found} if found else {}) | ({} if costs is None else {_COSTS: costs._asdict()})
 
     def count_from(self, annotations: Callable[[], Mapping[str, Any]]) -> None:
@@ -213,7 +215,7 @@ class CadenceKeeper:
 
         Args:
             annotations: reads its annotations, on the coordinator; without counts in them, those of the next
-                decision are where counting begins. Costs in them count until this run has measured its own.
+                decision are where counting begins. Costs in them count until this run knows three saves.
         """
         counts = bool(needed_counts(self._policy))
         if not counts and self._measured is None:
@@ -228,6 +230,13 @@ class CadenceKeeper:
             self._counts = self._since_counts = cast("Counts", found)
         if costs:
             self._earlier_costs = SaveCosts(*cast("Any", costs))
+
+    @property
+    def _known_costs(self) -> SaveCosts | None:
+        own, earlier = self._costs, self._earlier_costs
+        if own is None or earlier is None or own.saves >= min(_USUAL, earlier.saves):
+            return own or earlier
+        return earlier._replace(lost=own.lost)
 
     def close(self) -> None:
         """Restore signal handlers and stop polling."""

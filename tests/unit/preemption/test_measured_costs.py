@@ -118,9 +118,24 @@ def test_a_run_that_continues_begins_with_the_costs_of_the_one_before():
     after.due(2)
     assert policy.seen[0].costs == COSTS._replace(lost=0.0)
     assert after.annotations == {"costs": COSTS._replace(lost=0.0)._asdict()}
-    measured.costs = COSTS._replace(stall=9.0)
-    after.due(3)
-    assert policy.seen[1].costs == measured.costs
+    for step, saves in enumerate((1, 2, 3, 4), start=3):
+        measured.costs = COSTS._replace(stall=9.0, saves=saves, lost=5.0 * saves)
+        after.due(step)
+    assert [each.costs for each in policy.seen[1:]] == [
+        COSTS._replace(lost=5.0),
+        COSTS._replace(lost=10.0),
+        COSTS._replace(stall=9.0, saves=3, lost=15.0),
+        COSTS._replace(stall=9.0, saves=4, lost=20.0),
+    ]
+
+
+def test_what_one_save_of_the_run_before_cost_gives_way_to_the_first_of_this_one():
+    policy, measured = Recorder(), Measured()
+    cadence = CadenceKeeper(policy, Solo(), FakeClock(), measured=measured)
+    cadence.count_from(lambda: {"costs": COSTS._replace(saves=1)._asdict()})
+    measured.costs = COSTS._replace(stall=9.0, saves=1)
+    cadence.due(1)
+    assert policy.seen[0].costs == measured.costs
 
 
 @pytest.mark.parametrize(
