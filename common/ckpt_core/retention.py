@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Final, Literal, TypeAlias, final
+from typing import Final, Literal, TypeAlias, cast, final
 
 from ckpt_core.messages import message
 from ckpt_core.types import CheckpointInfo
-from ckpt_core.validation import instances, integer, integers, one_of, positive, require, text
+from ckpt_core.validation import instances, integer, integers, one_of, require, take_duration, text
 
 
 class RetentionPolicy(ABC):
@@ -91,16 +91,16 @@ class KeepEvery(RetentionPolicy):
 @final
 @dataclass(frozen=True, slots=True)
 class KeepEverySeconds(RetentionPolicy):
-    """Keeps the first checkpoint committed in each interval since the Unix epoch."""
+    """Keeps the first checkpoint of each interval, 3600 or "1h", since the epoch."""
 
-    seconds: float
+    seconds: float | str
 
     def __post_init__(self) -> None:
-        require("KeepEverySeconds", positive("seconds", self.seconds))
+        take_duration(self, "seconds")
 
     def keep(self, history: Sequence[CheckpointInfo], now: float) -> frozenset[int]:
-        by_age = sorted(history, key=_by_age)
-        return _first_of_each(by_age, lambda info: math.floor(info.created / self.seconds))
+        by_age, seconds = sorted(history, key=_by_age), cast("float", self.seconds)
+        return _first_of_each(by_age, lambda info: math.floor(info.created / seconds))
 
 
 @final
@@ -133,15 +133,15 @@ class KeepBest(RetentionPolicy):
 @final
 @dataclass(frozen=True, slots=True)
 class KeepNewerThan(RetentionPolicy):
-    """Keeps checkpoints committed less than this many seconds ago."""
+    """Keeps checkpoints committed less than this many seconds, or "7d", ago."""
 
-    seconds: float
+    seconds: float | str
 
     def __post_init__(self) -> None:
-        require("KeepNewerThan", positive("seconds", self.seconds))
+        take_duration(self, "seconds")
 
     def keep(self, history: Sequence[CheckpointInfo], now: float) -> frozenset[int]:
-        return frozenset(info.step for info in history if now - info.created < self.seconds)
+        return frozenset(i.step for i in history if now - i.created < cast("float", self.seconds))
 
     @property
     def judges_alone(self) -> bool:

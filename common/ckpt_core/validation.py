@@ -85,6 +85,17 @@ def duration(name: str, value: Any, *, minimum: float | None = None) -> str | No
     return f'{name} must be seconds {least}, as a number or as "90s", "5m", "6h" or "2d", not {value!r}'
 
 
+def take_duration(owner: Any, name: str) -> None:
+    """Replace a duration in a frozen value by its seconds: "15m" equals 900.
+
+    Raises:
+        ConfigError: it is no duration above 0.
+    """
+    value = getattr(owner, name)
+    require(type(owner).__name__, duration(name, value))
+    object.__setattr__(owner, name, seconds_of(value))
+
+
 def text(name: str, value: Any) -> str | None:
     """Check a non-empty string."""
     return None if isinstance(value, str) and value else f"{name} must be a non-empty string, not {value!r}"

@@ -18,6 +18,7 @@ from ckpt_core.cadence import (
     EveryTokens,
     FirstStep,
     OnPreemption,
+    Optimal,
 )
 from ckpt_core.errors import ConfigError
 from ckpt_core.options import CheckpointOptions, Upload, policy_from
@@ -381,3 +382,41 @@ def test_an_upload_shows_no_secret():
     assert "hidden" not in f"{upload!r} {options!r} {upload.url}"
     assert "bucket/run" in repr(upload)
     assert "upload" not in options.chosen
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        (EverySeconds("15m"), EverySeconds(900)),
+        (KeepEverySeconds("6h"), KeepEverySeconds(21600)),
+        (KeepNewerThan("7d"), KeepNewerThan(604800)),
+        (policy_from({"every_seconds": "90s"}, "save"), EverySeconds(90)),
+        (policy_from({"newer_than_seconds": "1.5h"}, "keep"), KeepNewerThan(5400)),
+    ],
+)
+def test_every_policy_takes_a_duration_as_text(text, seconds):
+    assert text == seconds
+    assert hash(text) == hash(seconds)
+
+
+@pytest.mark.parametrize("policy", [EverySeconds, KeepEverySeconds, KeepNewerThan])
+@pytest.mark.parametrize(
+    "value", ["15", "m", "15 minutes", "-1s", "0s", 0, -1, True, None, float("inf"), [900]]
+)
+def test_what_is_no_duration_is_refused(policy, value):
+    with pytest.raises(ConfigError, match="seconds must be seconds above 0"):
+        policy(value)
+
+
+WAITS_FOR_A_TIER = Optimal("6h", tier="upload")
+
+
+@pytest.mark.parametrize(
+    "save", [WAITS_FOR_A_TIER, EverySteps(5) | WAITS_FOR_A_TIER, WAITS_FOR_A_TIER & ~EverySteps(5)]
+)
+def test_a_policy_that_waits_for_a_tier_is_refused_without_one(save):
+    for upload in (None, []):
+        with pytest.raises(ConfigError, match="give upload="):
+            CheckpointOptions(save=save, upload=upload)
+    assert CheckpointOptions(save=save, upload=Upload("s3://bucket/run")).save == save
+    assert CheckpointOptions(save=~Optimal("6h")).uploads == ()

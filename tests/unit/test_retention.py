@@ -347,7 +347,7 @@ def test_a_policy_of_the_users_own_combines_with_ours():
         (lambda: KeepLatest(True), "not True"),
         (lambda: KeepEvery(-5), "steps"),
         (lambda: KeepEverySeconds(0), "above 0"),
-        (lambda: KeepNewerThan(math.inf), "finite"),
+        (lambda: KeepNewerThan(math.inf), "above 0"),
         (lambda: KeepSteps([]), "non-empty"),
         (
             lambda: KeepBest("", n=0, mode="lowest"),

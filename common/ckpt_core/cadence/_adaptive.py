@@ -34,7 +34,7 @@ class Optimal(SavePolicy):
         mtbf: mean time between failures of the whole job, in seconds or as "6h"; None to learn it.
         min_seconds: the shortest interval, in seconds or as "5m".
         max_seconds: the longest one; None for no bound.
-        tier: what a failure leaves behind: the `root`, or only the first `upload` tier.
+        tier: what a failure leaves behind: the `root`, or only the first `upload` tier, which must be given.
     """
 
     mtbf: float | str | None = None
@@ -85,6 +85,10 @@ class Optimal(SavePolicy):
     @property
     def needs_failures(self) -> bool:
         return self.mtbf is None
+
+    @property
+    def needs_upload(self) -> bool:
+        return self.tier == "upload"
 
     @property
     def _bounds(self) -> tuple[float, float | None]:

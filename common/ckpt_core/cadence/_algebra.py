@@ -53,6 +53,11 @@ class SavePolicy(ABC):
         """Whether it reads `failures` of the context; False by default."""
         return False
 
+    @property
+    def needs_upload(self) -> bool:
+        """Whether the run must have an upload tier; False by default."""
+        return False
+
     def interval(self, context: CadenceContext) -> ChosenInterval | None:
         """Return the interval that it has found by now; None where it looks for none."""
         del context
@@ -106,6 +111,10 @@ class _Several(SavePolicy):
     @property
     def needs_failures(self) -> bool:
         return any(policy.needs_failures for policy in self.policies)
+
+    @property
+    def needs_upload(self) -> bool:
+        return any(policy.needs_upload for policy in self.policies)
 
     @property
     def preemptions(self) -> tuple[OnPreemption, ...]:
@@ -166,6 +175,10 @@ class Not(SavePolicy):
     @property
     def needs_failures(self) -> bool:
         return self.policy.needs_failures
+
+    @property
+    def needs_upload(self) -> bool:
+        return self.policy.needs_upload
 
     @property
     def preemptions(self) -> tuple[OnPreemption, ...]:

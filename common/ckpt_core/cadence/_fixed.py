@@ -7,12 +7,22 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import PurePath
-from typing import ClassVar, Literal, final
+from typing import ClassVar, Literal, cast, final
 
 from ckpt_core.cadence._algebra import SavePolicy
 from ckpt_core.cadence._cadence_context import PREEMPTION, CadenceContext
 from ckpt_core.errors import ConfigError
-from ckpt_core.validation import boolean, function, instances, integer, integers, positive, require, text
+from ckpt_core.validation import (
+    boolean,
+    function,
+    instances,
+    integer,
+    integers,
+    positive,
+    require,
+    take_duration,
+    text,
+)
 
 _UNCATCHABLE = frozenset({"SIGKILL", "SIGSTOP"})
 _SMALLEST_FRACTION = Fraction(1, 1_000_000)
@@ -66,16 +76,21 @@ class AtSteps(SavePolicy):
 @final
 @dataclass(frozen=True, slots=True)
 class EverySeconds(SavePolicy):
-    """Saves at this interval since the last save, or since the start of the run."""
+    """Saves at this interval since the last save, or since the start of the run.
 
-    seconds: float
+    Args:
+        seconds: the interval, as a number or as "15m".
+    """
+
+    seconds: float | str
 
     def __post_init__(self) -> None:
-        require("EverySeconds", positive("seconds", self.seconds))
+        take_duration(self, "seconds")
 
     def decide(self, context: CadenceContext) -> str | None:
         start = context.started if context.last_save_time is None else context.last_save_time
-        return f"every {self.seconds:g} s" if context.now - start >= self.seconds else None
+        seconds = cast("float", self.seconds)
+        return f"every {seconds:g} s" if context.now - start >= seconds else None
 
 
 @final

@@ -151,6 +151,7 @@ class CheckpointOptions:
             _optional("save", self.save, SavePolicy),
             _optional("keep", self.keep, RetentionPolicy),
             uploads_problem(self.upload),
+            _no_upload(self.save, self.upload),
             one_of("abandoned", self.abandoned, get_args(Abandoned)),
             one_of("back_pressure", self.back_pressure, get_args(BackPressure)),
             _one_or_two("arenas", self.arenas),
@@ -269,6 +270,13 @@ def _optional(name: str, value: Any, kind: type) -> str | None:
     if value is None or isinstance(value, kind):
         return None
     return f"{name} must be a {kind.__name__}, not {value!r} (plain values go through from_mapping)"
+
+
+def _no_upload(save: Any, upload: Any) -> str | None:
+    """Return the problem of a policy that waits for a tier that the run does not have."""
+    if upload or not isinstance(save, SavePolicy) or not save.needs_upload:
+        return None
+    return f'{save!r} looks at what the first upload tier has: give upload=, or take tier="root"'
 
 
 def _verify(value: Any) -> str | None:

@@ -81,7 +81,7 @@ class DurableRoot:
             hooks=OwnerHooks(spared=lambda: spared),
             elsewhere=self._note_found,
         )
-        kept = replace(options, keep=upload.keep, upload=None)
+        kept = replace(options, save=None, keep=upload.keep, upload=None)
         self._pruner = Pruner(storage, kept, ownership=self._ownership, telemetry=telemetry)
 
     def ask(self) -> Asked[Survey]:
