@@ -1,12 +1,13 @@
 """A process that is killed while it uploads, or the loss of its disk, loses nothing that was acknowledged.
 
-A sample; `python -m tests.reliability --only uploads` makes all of it.
+Samples; `python -m tests.reliability --only uploads,power-uploads` makes all of it.
 """
 
 from __future__ import annotations
 
 import pytest
 
+from tests.reliability.disk.power import FATES
 from tests.reliability.sampling import sample
 
 pytestmark = [pytest.mark.reliability, pytest.mark.slow]
@@ -19,3 +20,9 @@ def test_a_kill_during_an_upload_loses_no_acknowledged_checkpoint_of_either_tier
     found = sample(tmp_path, "uploads", count=KILLS, cases=[SCENE])
     assert sum(each.kills for each in found) == KILLS
     assert sum(each.sweep.endswith("disk lost") for each in found) == KILLS
+
+
+def test_a_power_cut_during_an_upload_loses_no_acknowledged_checkpoint_of_either_tier(tmp_path):
+    found = sample(tmp_path, "power-uploads", count=1, cases=[SCENE])
+    assert sum(each.kills for each in found) == 1
+    assert len(found) == 2 * len(FATES)

@@ -6,7 +6,7 @@ After each kill two jobs go on, each on a copy of what was left: one with both t
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from tests.reliability.uploads.upload_jobs import (
     told_by,
     train,
 )
+from tests.support.power import PowerLog
 
 SCENES: Final = (
     Scene(),
@@ -42,16 +43,23 @@ _LIMIT_SECONDS: Final = 100.0
 
 
 Point: TypeAlias = RankCall[Scene]
+Case: TypeAlias = Callable[[Point, OnDisks, Path], Sequence[Outcome]]
+"""A point, the history, a folder of its own -> what comes of it."""
 
 
 def run(choice: Choice, folder: Path) -> Iterator[Outcome]:
     """Kill at every point of every scene, or at the chosen ones of each."""
+    yield from sweep(choice, folder, _case)
+
+
+def sweep(choice: Choice, folder: Path, case: Case) -> Iterator[Outcome]:
+    """Try a case at every point of every scene, or at the chosen ones of each."""
     template = OnDisks(folder=folder / "template")
     prepare(template, SCENES[0])
     for scene in SCENES:
         if choice.may_name(str(scene)):
             points = choice.of(rehearse(scene, template, folder / f"rehearsal-{SCENES.index(scene)}"))
-            tasks = (partial(_case, point, template, folder / f"{i}") for i, point in enumerate(points))
+            tasks = (partial(case, point, template, folder / f"{i}") for i, point in enumerate(points))
             yield from tried(tasks, _JOBS // scene.world_size)
             for number in range(len(points)):
                 shutil.rmtree(folder / f"{number}", ignore_errors=True)
@@ -80,27 +88,44 @@ def rehearse(scene: Scene, template: OnDisks, folder: Path) -> list[Point]:
 
 def _case(point: Point, template: OnDisks, folder: Path) -> list[Outcome]:
     """Kill there, and go on twice: with what is left, and without the local disk."""
-    for attempt in range(_ATTEMPTS):
-        place = ground(point.scene, template, folder / f"{attempt}")
-        children, late = _killed(point, place)
-        # Another order of threads may have fewer calls.
-        if any(child.killed for child in children):
-            break
+    place, children, problem = struck(point, template, folder)
     lost = OnDisks(folder=folder / "lost")
     shutil.copytree(place.tier, lost.tier)
-    found = judged(point, children, (place, lost), f"still running: {told_by(children)}" if late else "")
+    found = judged(point, children, (place, lost), problem)
     if not any(outcome.problem for outcome in found):
         shutil.rmtree(folder)
     return found
 
 
-def _killed(point: Point, place: OnDisks) -> tuple[list[forks.Child], list[int]]:
+def struck(
+    point: Point, template: OnDisks, folder: Path, log: Path | None = None
+) -> tuple[OnDisks, list[forks.Child], str]:
+    """Kill there; return the disks as they were left, the ranks, and what they did instead, if anything.
+
+    Args:
+        point: where.
+        template: the history.
+        folder: for the disks of every attempt.
+        log: where to note what reaches the disks, if anywhere: see `PowerLog`.
+    """
+    for attempt in range(_ATTEMPTS):
+        place = ground(point.scene, template, folder / f"{attempt}")
+        if log is not None:
+            shutil.rmtree(log, ignore_errors=True)
+            PowerLog.begin(place.folder, log)
+        children, late = _killed(point, place, log)
+        # Another order of threads may have fewer calls.
+        if any(child.killed for child in children):
+            break
+    return place, children, f"still running: {told_by(children)}" if late else ""
+
+
+def _killed(point: Point, place: OnDisks, log: Path | None) -> tuple[list[forks.Child], list[int]]:
     def act(rank: Rank, tell: forks.Tell) -> None:
-        job = partial(train, place, rank, point.scene, tell)
-        if rank.number == point.rank:
-            Trap(point.number, point.when, everyone=True).spring(place.folder, job)
-        else:
-            job()
+        nth = point.number if rank.number == point.rank else None
+        witness = [] if log is None else [PowerLog(place.folder, log).fault]
+        trap = Trap(nth, point.when, everyone=True, witness=witness)
+        trap.spring(place.folder, partial(train, place, rank, point.scene, tell))
 
     with start(point.scene.world_size, act) as children:
         return children, forks.gather(children, _LIMIT_SECONDS)
