@@ -39,6 +39,7 @@ PARTS: Final = {
     "power-uploads": "tests.reliability.uploads.power_cuts",
     "lost-disk": "tests.reliability.uploads.lost_disk",
     "bucket-uploads": "tests.reliability.uploads.bucket_kills",
+    "bucket-faults": "tests.reliability.uploads.bucket_faults",
     "copies": "tests.reliability.copies.on_disk",
     "s3-copies": "tests.reliability.copies.in_bucket",
     "faults": "tests.reliability.ranks.storage_faults",

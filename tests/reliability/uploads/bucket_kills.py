@@ -9,11 +9,11 @@ from __future__ import annotations
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final, TypeAlias, final
 
 from ckpt_core import Upload
 from tests.reliability import forks
@@ -121,8 +121,17 @@ class Point:
         return f"{self.when} {self.number}, {self.request}"
 
 
+Cases: TypeAlias = Callable[[Cloud, Scene, OnDisks, Choice], Iterator[Outcome]]
+"""A service, what the job does, the history, which cases -> what comes of them."""
+
+
 def run(choice: Choice, folder: Path) -> Iterator[Outcome]:
     """Kill at every point of every scene on every service, or at the chosen ones of each."""
+    yield from sweep(choice, folder, _cases)
+
+
+def sweep(choice: Choice, folder: Path, cases: Cases) -> Iterator[Outcome]:
+    """Try the cases of every scene on every service, or the chosen ones of each."""
     with ExitStack() as stack:
         for kind in KINDS:
             scenes = [scene for scene in SCENES if choice.may_name(f"{_NAMES[kind]}, {scene}")]
@@ -132,35 +141,36 @@ def run(choice: Choice, folder: Path) -> Iterator[Outcome]:
                 raise RuntimeError(missing)
             endpoint = stack.enter_context(emulator(kind))
             for scene in scenes:
-                yield from _sweep(Cloud(kind=kind, endpoint=endpoint), scene, choice, folder)
+                template = OnDisks(folder=folder / f"template-{scene.columns}")
+                if not template.folder.exists():
+                    prepare(template, scene)
+                yield from cases(Cloud(kind=kind, endpoint=endpoint), scene, template, choice)
 
 
-def _sweep(cloud: Cloud, scene: Scene, choice: Choice, folder: Path) -> Iterator[Outcome]:
-    template = OnDisks(folder=folder / f"template-{scene.columns}")
-    if not template.folder.exists():
-        prepare(template, scene)
-    points = _rehearse(cloud, scene, template, folder / "rehearsal")
-    for point in choice.of(points):
+def _cases(cloud: Cloud, scene: Scene, template: OnDisks, choice: Choice) -> Iterator[Outcome]:
+    folder = template.folder.parent
+    for point in choice.of(rehearse(cloud, scene, template, folder / "rehearsal")):
         yield from _case(cloud, point, template, folder / "case")
 
 
-def _fresh(cloud: Cloud) -> Cloud:
+def fresh(cloud: Cloud) -> Cloud:
+    """Return a bucket that does not exist yet, in the same service."""
     return Cloud(kind=cloud.kind, endpoint=cloud.endpoint, bucket=f"bucket-{uuid.uuid4().hex}")
 
 
-def _ground(cloud: Cloud, scene: Scene, template: OnDisks, folder: Path) -> InBucket:
+def ground(cloud: Cloud, scene: Scene, template: OnDisks, folder: Path) -> InBucket:
     """A disk and a bucket with a copy of the history, as the victim finds them."""
     history = OnDisks(folder=folder)
     shutil.copytree(template.folder, folder)
     spoil(scene, history.local, history.tier)
-    place = InBucket(local=history.local, cloud=_fresh(cloud))
+    place = InBucket(local=history.local, cloud=fresh(cloud))
     forks.answer(lambda: place.fill(history.tier))
     return place
 
 
-def _rehearse(cloud: Cloud, scene: Scene, template: OnDisks, folder: Path) -> list[Point]:
+def rehearse(cloud: Cloud, scene: Scene, template: OnDisks, folder: Path) -> list[Point]:
     """Every point of a job that nobody kills."""
-    place = _ground(cloud, scene, template, folder)
+    place = ground(cloud, scene, template, folder)
     begun = len(cloud.control.log())
 
     def act(rank: Rank, tell: forks.Tell) -> None:
@@ -193,19 +203,25 @@ def _case(cloud: Cloud, point: Point, template: OnDisks, folder: Path) -> list[O
     """Kill there, and go on twice: with what is left, and without the disk."""
     scene = point.scene
     for attempt in range(_ATTEMPTS):
-        place = _ground(cloud, scene, template, folder / f"{attempt}")
+        place = ground(cloud, scene, template, folder / f"{attempt}")
         children = _killed(point, place)
         # Another order of threads may have fewer requests.
         if any(child.killed for child in children):
             break
-    lost = InBucket(local=folder / "lost" / "local", cloud=_fresh(cloud))
-    lost.local.parent.mkdir()
-    forks.answer(lambda: lost.fill(place.content()))
+    lost = without_disk(cloud, place, folder / "lost")
     found = judged(point, children, (place, lost))
     for each in (place, lost):
         forks.answer(each.cloud.empty)
     shutil.rmtree(folder)
     return found
+
+
+def without_disk(cloud: Cloud, place: InBucket, folder: Path) -> InBucket:
+    """Return an empty disk, and a copy of the bucket."""
+    lost = InBucket(local=folder / "local", cloud=fresh(cloud))
+    folder.mkdir()
+    forks.answer(lambda: lost.fill(place.content()))
+    return lost
 
 
 def _killed(point: Point, place: InBucket) -> list[forks.Child]:

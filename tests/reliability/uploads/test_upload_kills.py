@@ -1,6 +1,6 @@
-"""A process that is killed while it uploads, or the loss of its disk, loses nothing that was acknowledged.
+"""Kills, power cuts, the loss of a disk and faults of a bucket lose nothing that was acknowledged.
 
-Samples; `python -m tests.reliability --only uploads,power-uploads` makes all of it.
+Samples; `python -m tests.reliability --only uploads,power-uploads,bucket-faults` makes all of it.
 """
 
 from __future__ import annotations
@@ -26,3 +26,9 @@ def test_a_power_cut_during_an_upload_loses_no_acknowledged_checkpoint_of_either
     found = sample(tmp_path, "power-uploads", count=1, cases=[SCENE])
     assert sum(each.kills for each in found) == 1
     assert len(found) == 2 * len(FATES)
+
+
+def test_a_bucket_that_loses_an_answer_costs_no_upload(tmp_path):
+    scene = "GCS, uploads during saves, on its disk, 1 rank, loses an answer"
+    found = sample(tmp_path, "bucket-faults", count=1, cases=[scene])
+    assert len(found) == 2
