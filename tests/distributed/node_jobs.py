@@ -21,6 +21,7 @@ from ckpt_core.storage import LocalStorage
 from ckpt_core.testing import Fault, FaultyStorage
 
 ROOT = "/disk/of/the/node/run"
+COPIES = ("COMMITTED", "manifest.json", ".metadata")
 
 
 def node_of_this_rank() -> int:
@@ -84,6 +85,30 @@ def saved(base: Path, steps: Sequence[int], node: int | None = None, **options: 
     return said.warnings
 
 
+def damaged(base: Path, node: int, name: str) -> Any:
+    """What a resume finds while one node's copy of a file that all nodes have is cut short."""
+    path = base / f"node-{node}" / "step-000000003" / name
+    content = path.read_bytes()
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        path.write_bytes(content[:-7])
+    torch.distributed.barrier()
+    said = Said()
+    logging.getLogger("ckpt_core").addHandler(said)
+    found = resumed(base)
+    logging.getLogger("ckpt_core").removeHandler(said)
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        path.write_bytes(content)
+    torch.distributed.barrier()
+    told = [line for line in said.warnings if f"{name} is not whole on the disk of one node" in line]
+    return (
+        found,
+        len(told) == (node == node_of_this_rank()),
+        (base / f"node-{node}" / "damaged.json").exists(),
+    )
+
+
 class Said(logging.Handler):
     """Keeps what was said."""
 
@@ -115,6 +140,7 @@ def live(base: Path) -> dict[str, Any]:
     saved(plain, [3], node=other)
     found["moved"] = resumed(plain, node=other)
     found["moved back"] = resumed(plain)
+    found["copy damaged"] = [damaged(plain, node, name) for node in (0, 1) for name in COPIES]
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
         shutil.copytree(plain / "node-0", base / "alone")

@@ -57,6 +57,11 @@ def test_ranks_that_moved_to_another_node_find_their_files(found: Found):
     assert both(found, "moved") == both(found, "moved back") == [(3, True)] * 2
 
 
+def test_a_damaged_copy_of_what_every_disk_has_costs_no_checkpoint(found: Found):
+    for told in both(found, "copy damaged"):
+        assert told == [((3, True), True, False)] * len(jobs.COPIES) * 2
+
+
 def test_a_lost_node_is_told_at_the_resume_and_nothing_starts_afresh(found: Found):
     for told in both(found, "node lost"):
         assert "step-000000003 is part of a checkpoint on the disks of 2 nodes" in told

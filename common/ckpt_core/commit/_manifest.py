@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, Final, Literal, TypeAlias, cast, final, get_args
@@ -21,6 +20,7 @@ from ckpt_core.errors import (
     ConfigError,
     CorruptCheckpointError,
     FileFailure,
+    IncompatibleCheckpointError,
     PartialCheckpointError,
 )
 from ckpt_core.formats import codec
@@ -122,6 +122,11 @@ class Manifest:
     def size_bytes(self) -> int:
         """Total size of the files."""
         return sum(entry.size_bytes for entry in self.files)
+
+    def is_everywhere(self, path: str) -> bool:
+        """Return whether each of several disks has a copy of a file."""
+        pairs = zip(self.files, self.groups, strict=False)
+        return any(entry.path == path and group == EVERY_GROUP for entry, group in pairs)
 
     def twins(self) -> Mapping[str, FileEntry]:
         """Path of every file that has a twin -> the twin."""
@@ -257,10 +262,10 @@ class Marker:
             IncompatibleCheckpointError: it was written by a newer version.
         """
         key = f"{directory}/{MARKER}"
-        with suppress(CorruptCheckpointError):
-            return cls.from_bytes(read_small(storage, key, MAX_MARKER_BYTES))
-        # A transfer may have failed.
-        return cls.from_bytes(read_small(storage, key, MAX_MARKER_BYTES))
+        content, _ = read_intact(
+            storage, key, lambda each: read_small(each, key, MAX_MARKER_BYTES), _damage_of_marker
+        )
+        return cls.from_bytes(content)
 
     def matches(self, content: bytes) -> bool:
         """Return whether `content` is the committed manifest, bit for bit."""
@@ -430,13 +435,26 @@ def _numbers(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, sorted(numbers))) or "none"
 
 
+def _damage_of_marker(content: bytes) -> str:
+    """Return what is wrong with a marker; nothing if a newer version wrote it."""
+    try:
+        Marker.from_bytes(content)
+    except CorruptCheckpointError as error:
+        return str(error)
+    except IncompatibleCheckpointError:
+        pass
+    return ""
+
+
 def _named_by(marker: Marker, storage: Storage, name: str, path: str) -> bytes:
     """Read one file of a manifest, and compare it with the marker."""
     other = f"not the file that was committed: its digest differs from {MARKER}'s"
     most = min(marker.manifest_bytes, MAX_MANIFEST_BYTES)
     try:
         content, problem = read_intact(
-            lambda: read_small(storage, f"{name}/{path}", most),
+            storage,
+            f"{name}/{path}",
+            lambda each: read_small(each, f"{name}/{path}", most),
             lambda content: "" if marker.matches(content) else other,
         )
     except FileNotFoundError:

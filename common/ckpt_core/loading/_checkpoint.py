@@ -75,7 +75,10 @@ class CheckpointPart:
         expected = None if place.payload is None else place.payload.crc32
         other = "its checksum differs from that in the chunk table"
         content, problem = read_intact(
-            lambda: self._read(place), lambda content: "" if expected in {None, crc32(content)} else other
+            self._storage,
+            f"{self._files.directory}/{place.path}",
+            lambda each: self._read(place, each),
+            lambda content: "" if expected in {None, crc32(content)} else other,
         )
         if problem:
             raise self._damaged(place, problem)
@@ -84,12 +87,12 @@ class CheckpointPart:
 
     def read_chunk(self, place: ChunkLocation) -> torch.Tensor:
         """Read, verify and rebuild a tensor chunk whose elements are not contiguous."""
-        return load_chunk(self._read(place), self._name(place))
+        return load_chunk(self._read(place, self._storage), self._name(place))
 
-    def _read(self, place: ChunkLocation) -> bytes:
+    def _read(self, place: ChunkLocation, storage: Storage) -> bytes:
         try:
             key = f"{self._files.directory}/{place.path}"
-            content = _read_at(self._storage, key, place.offset, place.size_bytes)
+            content = _read_at(storage, key, place.offset, place.size_bytes)
         except FileNotFoundError:
             raise self._damaged(place, "missing") from None
         except OSError as error:

@@ -146,7 +146,9 @@ class CommittedFiles:
         most = BIGGEST_SMALL_FILE if is_own_file(path) else size
         try:
             content, problem = read_intact(
-                lambda: read_small(self._storage, key, most, committed_bytes=size),
+                self._storage,
+                key,
+                lambda each: read_small(each, key, most, committed_bytes=size),
                 lambda content: self._problem(content, original),
             )
         except FileNotFoundError:
@@ -231,7 +233,20 @@ class CommittedFiles:
         except FileNotFoundError:
             return "missing"
         committed = self.size(original)
-        return "" if size == committed else f"has {size} bytes, {committed} were committed"
+        manifest = self._manifest
+        if size == committed or (
+            manifest is not None
+            and manifest.is_everywhere(path)
+            and _is_whole_on_a_disk(self._storage, f"{self.directory}/{path}", committed)
+        ):
+            return ""
+        return f"has {size} bytes, {committed} were committed"
+
+
+def _is_whole_on_a_disk(storage: Storage, key: str, committed: int) -> bool:
+    """Return whether one of several disks has a file in the size committed."""
+    parts = storage.parts if len(storage.parts) > 1 else ()
+    return any((entry := part.entry(key)) is not None and entry.size_bytes == committed for part in parts)
 
 
 def _listed_sizes(storage: Storage, directory: str) -> Mapping[str, int]:

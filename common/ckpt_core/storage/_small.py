@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Final
+from functools import lru_cache
+from typing import Final, cast
 
+from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CorruptCheckpointError, FileFailure
 from ckpt_core.storage._base import Storage
+
+_logger = logger_of(__name__)
 
 BIGGEST_SMALL_FILE: Final = 1 << 30
 """In bytes: the limit of `.metadata`, a chunk table or a rank's items; no save writes a larger one."""
@@ -48,24 +52,52 @@ def read_small(
         raise _foreign(storage, key, "is a directory instead of a file") from error
 
 
-def read_intact(read: Callable[[], bytes], problem: Callable[[bytes], str]) -> tuple[bytes, str]:
-    """Read bytes, and once more if they are not intact: a transfer may have failed.
+def read_intact(
+    storage: Storage, key: str, read: Callable[[Storage], bytes], problem: Callable[[bytes], str]
+) -> tuple[bytes, str]:
+    """Read bytes, and again if they are not intact: a transfer may have failed.
+
+    Of a root on several disks each may have the file: it is read from one after the other.
 
     Args:
+        storage: where they are.
+        key: of their file, for messages.
         read: reads them.
         problem: returns what is wrong with them; "" if they are intact.
 
     Returns:
-        the bytes that were read last, and what is wrong with them.
+        intact bytes and "", or others and what is wrong with them.
 
     Raises:
-        Exception: what `read` raises.
+        Exception: what `read` raises on one disk, or on the first of several of which none has intact bytes.
     """
-    content = read()
-    if not problem(content):
-        return content, ""
-    content = read()
-    return content, problem(content)
+    disks = storage.parts
+    if len(disks) == 1:
+        content = read(storage)
+        return (content, "") if not problem(content) else ((again := read(storage)), problem(again))
+    found: tuple[bytes, str] | None = None
+    failure: Exception | None = None
+    for each in (storage, *disks):
+        try:
+            content = read(each)
+        except (CorruptCheckpointError, OSError) as error:
+            failure = failure or error
+            continue
+        if not (wrong := problem(content)):
+            if found is not None or failure is not None:
+                _tell_of_other_disk(f"{storage.url}/{key}", str(failure) if found is None else found[1])
+            return content, ""
+        found = found or (content, wrong)
+    if found is None and failure is not None:
+        raise failure
+    return cast("tuple[bytes, str]", found)
+
+
+@lru_cache(maxsize=256)
+def _tell_of_other_disk(place: str, problem: str) -> None:
+    _logger.warning(
+        "%s is not whole on the disk of one node (%s), and is read from that of another", place, problem
+    )
 
 
 def _foreign(storage: Storage, key: str, problem: str) -> CorruptCheckpointError:
