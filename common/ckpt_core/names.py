@@ -25,9 +25,9 @@ JOURNAL = frozenset({HISTORY, EVENTS, EARLIER_EVENTS})
 DATA_SUFFIX = ".distcp"
 TWIN_SUFFIX = ".replica"
 
-_STEP = re.compile(r"(step-(\d{9,}))(?:\.run-[0-9a-f]{8,32})?")
-_DATA = re.compile(rf"__(\d{{1,9}})_\d+{re.escape(DATA_SUFFIX)}")
-_OWN_JSON = re.compile(r"(?:rank|local|chunks)-(\d{5,})\.json")
+_STEP = re.compile(r"(step-([0-9]{9,}))(?:\.run-[0-9a-f]{8,32})?")
+_DATA = re.compile(rf"__([0-9]{{1,9}})_[0-9]+{re.escape(DATA_SUFFIX)}")
+_OWN_JSON = re.compile(r"(?:rank|local|chunks)-([0-9]{5,})\.json")
 # Because of the dot they match neither `checkpoint-*` nor `*.ckpt` and the like, by which hosts and scripts
 # find checkpoints. The forms with the name in front are those of earlier versions.
 _RESERVED = re.compile(
@@ -36,7 +36,7 @@ _RESERVED = re.compile(
 _FORMER = re.compile(r"(?P<name>.+)\.(?P<kind>incomplete|trash|corrupt)-(?P<id>[0-9a-f]{8,32})", re.DOTALL)
 _FORMER_ASIDE = re.compile(r"(?P<name>.+)\.incomplete-(?P<id>[0-9a-f]{8,32})\.exchange", re.DOTALL)
 _DRAFT = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.tmp")
-_SHARED = re.compile(r"shared-(\d{5,9})\.json")
+_SHARED = re.compile(r"shared-([0-9]{5,9})\.json")
 _PROBE = re.compile(r"\.probe-[0-9a-z_]{8,16}")
 _BENCH = re.compile(r"\.bench-([0-9a-f]{8,10})-[0-9a-f]{8}")
 

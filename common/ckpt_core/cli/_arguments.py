@@ -6,7 +6,8 @@ import json
 import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 from ckpt_core.commit import (
@@ -21,7 +22,7 @@ from ckpt_core.commit import (
 )
 from ckpt_core.errors import CheckpointNotFoundError, ConfigError, RootBusyError
 from ckpt_core.hosting import CheckpointPath, root_of
-from ckpt_core.names import MARKER, WRITER
+from ckpt_core.names import DAMAGED, JOURNAL, MARKER, PINS, TIERS, WRITER, is_own_file
 from ckpt_core.options import parse_yaml
 from ckpt_core.storage import Storage, excludes_others, open_storage
 
@@ -29,6 +30,7 @@ OPTIONS_VARIABLE: Final = "CKPT_SUITE_STORAGE_OPTIONS"
 """The same variable as of `accelerate_ckpt`."""
 _COMMANDS: Final = frozenset({"ckpt cp", "ckpt prune", "ckpt upload"})
 _LOCAL: Final = ("file://", "local://")
+_MOST_DIGITS: Final = 18
 
 
 class Commands(Protocol):
@@ -153,11 +155,37 @@ def open_target(root: str, options: Mapping[str, Any]) -> Storage:
     return storage
 
 
+def number_in(text: str) -> int | None:
+    """Return the number that digits from 0 to 9 write; None for other text."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS else None
+
+
+def step_in(place: str) -> tuple[str, int] | None:
+    """Split ROOT@STEP into root and step; None for any other place."""
+    root, _, text = place.rpartition("@")
+    step = number_in(text)
+    return None if not root or step is None else (root, step)
+
+
+def refuse_file_of_a_root(option: str, path: Path) -> None:
+    """Refuse to write a file of the user's over one of a root, or into a checkpoint.
+
+    Raises:
+        ConfigError: it is one, or would lie in one.
+    """
+    place = path.absolute()
+    own = is_own_file(place.name) or place.name in JOURNAL | {DAMAGED, PINS, TIERS, WRITER}
+    if own or any((parent / MARKER).exists() for parent in place.parents):
+        what = "is the name of a file of checkpoints" if own else "lies in a checkpoint"
+        raise ConfigError(f"{option} {path}: it {what}; write it elsewhere")
+
+
 def nothing_at(place: str) -> CheckpointNotFoundError:
     """Return the error for an empty place; only `mark` and `cp` take ROOT@STEP."""
-    root, _, step = place.rpartition("@")
-    if not root or not step.isdecimal():
+    found = step_in(place)
+    if found is None:
         return CheckpointNotFoundError(f"{place}: there is nothing")
+    root, step = found
     return CheckpointNotFoundError(
         f"{place}: there is nothing; ROOT@STEP is for `ckpt mark` and `ckpt cp`, elsewhere name the root and "
         f"the step by themselves: `ckpt show {root} --step {step}`, `ckpt verify {root} --step {step}`, "
@@ -199,10 +227,12 @@ def find_checkpoint(place: str, options: Mapping[str, Any], *, step: int | None)
     if checkpoint is not None and checkpoint[0].exists(f"{checkpoint[1]}/{MARKER}"):
         return checkpoint
     root = open_storage(root_of(place), options)
-    with suppress(NotADirectoryError):  # reported when it is opened as a checkpoint
+    try:
         latest = Catalog(root).latest()
-        if latest is not None:
-            return root, latest.name
+    except NotADirectoryError:
+        raise file_as_root(root.url) from None
+    if latest is not None:
+        return root, latest.name
     if checkpoint is None:
         raise none_committed(root)
     return checkpoint

@@ -19,6 +19,7 @@ from ckpt_core.cli._arguments import (
     open_checkpoint,
     open_root,
     open_target,
+    step_in,
     storage_options,
 )
 from ckpt_core.cli._carried_journals import carry_journal, joined_journal
@@ -317,10 +318,9 @@ def _select(place: str, arguments: Namespace) -> CopySource:
         CheckpointNotFoundError: it is not there.
     """
     options = _options_of(place, arguments)
-    root, _, step = place.rpartition("@")
-    if root and step.isdecimal():
-        storage = open_root(root, options)
-        return _one(storage, Catalog(storage).find(step=int(step)))
+    if (found := step_in(place)) is not None:
+        storage = open_root(found[0], options)
+        return _one(storage, Catalog(storage).find(step=found[1]))
     with suppress(ConfigError):  # a bucket has no parent; any other error is raised when it is a root
         storage, name = open_checkpoint(place, options)
         if storage.exists(f"{name}/{MARKER}"):

@@ -7,7 +7,7 @@ them.
 
 from ckpt_core.journal._carrying import JoinedJournal, RunJournal
 from ckpt_core.journal._failure_rate import PRIOR, Prior, failure_rate
-from ckpt_core.journal._files import read_events, read_history
+from ckpt_core.journal._files import add_event, read_events, read_history
 from ckpt_core.journal._journal import Journal
 from ckpt_core.journal._records import MOST_STEPS, Record
 
@@ -19,6 +19,7 @@ __all__ = [
     "Prior",
     "Record",
     "RunJournal",
+    "add_event",
     "failure_rate",
     "read_events",
     "read_history",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
-from typing import Final, final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, final
 
 from ckpt_core.journal._history import compact, merge
-from ckpt_core.journal._records import Record, decode, encode, is_ours
+from ckpt_core.journal._records import Record, decode, encode, is_ours, record
 from ckpt_core.names import EARLIER_EVENTS, EVENTS, HISTORY
 from ckpt_core.storage import ForeignFileError, Storage
 
@@ -182,6 +182,17 @@ class EventFile:
             self._kept, content = b"", lines
         self._storage.replace(EVENTS, content)
         self._kept = content
+
+
+def add_event(storage: Storage, kind: str, time: float, fields: Mapping[str, Any]) -> None:
+    """Add an event of no run, such as a command's, to the log of an idle root; without a log, do nothing.
+
+    Raises:
+        ForeignJournalError: a file of its name is not ours.
+        OSError: storage failed.
+    """
+    if storage.exists(EVENTS):
+        EventFile(storage).write(encode([record(kind, time, "", fields)]))
 
 
 def refuse_foreign(storage: Storage, key: str) -> bytes:

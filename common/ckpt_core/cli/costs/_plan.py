@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
-from ckpt_core.cli._arguments import Commands
+from ckpt_core.cli._arguments import Commands, refuse_file_of_a_root
 from ckpt_core.cli._outcome import Outcome, Table
 from ckpt_core.errors import ConfigError
 from ckpt_core.options import parse_size, parse_yaml, policy_from
@@ -230,7 +230,9 @@ def run(arguments: argparse.Namespace) -> Outcome:
     )
     plan = make_plan(terms)
     if arguments.picture is not None:
-        draw_plan(plan, Path(arguments.picture).expanduser())
+        picture = Path(arguments.picture).expanduser()
+        refuse_file_of_a_root("--picture", picture)
+        draw_plan(plan, picture)
     return Outcome(fields=plan_record(plan), parts=_parts(plan, arguments.picture))
 
 

@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from pathlib import Path
 
-from ckpt_core.cli._arguments import Commands, none_committed, open_root
+from ckpt_core.cli._arguments import Commands, none_committed, open_root, refuse_file_of_a_root
 from ckpt_core.cli._outcome import Outcome, Table
 from ckpt_core.errors import ConfigError
 from ckpt_core.options import bytes_text
@@ -51,6 +51,7 @@ def _write(path: Path, text: str) -> str:
     Raises:
         ConfigError: it cannot be written there.
     """
+    refuse_file_of_a_root("--html", path)
     content = text.encode("utf-8", "replace")
     try:
         path.write_bytes(content)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Final
 
-from ckpt_core.cli._arguments import Commands, find_checkpoint, nothing_at
+from ckpt_core.cli._arguments import Commands, find_checkpoint, nothing_at, number_in
 from ckpt_core.cli._outcome import Outcome, Table, metrics_text, moment_text, time_text
 from ckpt_core.cli.inspection._chain import chain_of, chain_table, code_text, data_text
 from ckpt_core.commit import (
@@ -56,9 +56,10 @@ def add(commands: Commands, shared: ArgumentParser) -> None:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal():
+    found = number_in(text)
+    if found is None:
         raise ArgumentTypeError(f"{text!r} is no number from 0 on")
-    return int(text)
+    return found
 
 
 def run(arguments: Namespace) -> Outcome:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from ckpt_core.cli._arguments import Commands, open_root
+from ckpt_core.cli._arguments import Commands, open_root, step_in
 from ckpt_core.cli._outcome import Outcome
 from ckpt_core.commit import Catalog
 from ckpt_core.disclosure import public_url
@@ -61,12 +61,12 @@ def run(arguments: Namespace) -> Outcome:
 
 
 def _place(text: str) -> tuple[str, int]:
-    root, _, step = text.rpartition("@")
-    if not root or not step.isdecimal():
+    found = step_in(text)
+    if found is None:
         raise ConfigError(
             f"{public_url(text)!r} names no step of a root: write ROOT@STEP, such as runs/llama@1200"
         )
-    return root, int(step)
+    return found
 
 
 def _chosen(catalog: Catalog, step: int, *, and_later: bool) -> list[CheckpointInfo]:

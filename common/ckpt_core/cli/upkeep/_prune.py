@@ -5,16 +5,18 @@ from __future__ import annotations
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import reduce
 from operator import or_
+from typing import Final
 
-from ckpt_core.cli._arguments import Commands, claimed, open_root
+from ckpt_core.cli._arguments import Commands, claimed, number_in, open_root
 from ckpt_core.cli._outcome import Outcome, Table
 from ckpt_core.cli._progress_line import ProgressLine
 from ckpt_core.commit import Catalog, Inventory, Lease, Soundness, collect_orphans, remove
 from ckpt_core.errors import ConfigError, CorruptCheckpointError
+from ckpt_core.journal import add_event
 from ckpt_core.options import bytes_text
 from ckpt_core.retention import (
     KeepBest,
@@ -28,6 +30,8 @@ from ckpt_core.retention import (
 )
 from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo
+
+_UNUSABLE: Final = ("damaged", "bad", "abandoned")
 
 
 def add(commands: Commands, shared: ArgumentParser) -> None:
@@ -87,6 +91,8 @@ def run(arguments: Namespace) -> Outcome:
         return _outcome(storage, choose(Inventory(storage).history()), torn, dry_run=True)
     with claimed(storage, "ckpt prune", take_over=arguments.take_over) as lease:
         plan = _applied(storage, choose, lease)
+        kinds = ", ".join(kind for kind in _UNUSABLE if getattr(arguments, kind))
+        _note(storage, plan.drop, f"what is {kinds}" if policy is None else f"keep={policy!r}")
         orphans = [] if policy is None else collect_orphans(storage, keep=())
     return _outcome(storage, plan, orphans, dry_run=False)
 
@@ -119,6 +125,15 @@ def _delete(storage: Storage, drop: Sequence[CheckpointInfo], inventory: Invento
                 for bad in (False, True):
                     catalog.unmark(info.name, bad=bad)
             progress.add(info.size_bytes)
+
+
+def _note(storage: Storage, dropped: Sequence[CheckpointInfo], why: str) -> None:
+    """Add what went to the journal; one that cannot be written does not matter."""
+    if dropped:
+        names, size_bytes = [info.name for info in dropped], sum(info.size_bytes for info in dropped)
+        fields = {"names": names, "size_bytes": size_bytes, "why": f"ckpt prune, {why}", "tier": storage.url}
+        with suppress(OSError):
+            add_event(storage, "prune", time.time(), fields)
 
 
 @contextmanager
@@ -163,7 +178,7 @@ def _plan_kinds(storage: Storage, history: Sequence[CheckpointInfo], arguments: 
 def _policy(arguments: Namespace) -> RetentionPolicy | None:
     """Join the policies that were given; None if only given kinds are to go."""
     policies = list(_given(arguments))
-    kinds = [kind for kind in ("damaged", "bad", "abandoned") if getattr(arguments, kind)]
+    kinds = [kind for kind in _UNUSABLE if getattr(arguments, kind)]
     if kinds and policies:
         named = " ".join(f"--{kind}" for kind in kinds)
         raise ConfigError(f"{named} deletes what is so and nothing else: give it without a policy")
@@ -192,11 +207,11 @@ def _given(arguments: Namespace) -> Iterator[RetentionPolicy]:
 
 def _keep_best(text: str) -> KeepBest:
     metric, *rest = text.split(":")
-    numbers = [part for part in rest if part.isdecimal()]
+    numbers = [number for part in rest if (number := number_in(part)) is not None]
     modes = [part for part in rest if part in {"min", "max"}]
     if len(rest) != len(numbers) + len(modes) or len(numbers) > 1 or len(modes) > 1:
         raise ConfigError(f"--keep-best takes METRIC[:N][:min|max], such as val_loss:2:min, not {text!r}")
-    return KeepBest(metric, n=int(numbers[0]) if numbers else 1, mode="max" if modes == ["max"] else "min")
+    return KeepBest(metric, n=numbers[0] if numbers else 1, mode="max" if modes == ["max"] else "min")
 
 
 def _from_file(path: str) -> RetentionPolicy:
