@@ -185,7 +185,7 @@ class EventFile:
 
 
 def add_event(storage: Storage, kind: str, time: float, fields: Mapping[str, Any]) -> None:
-    """Add an event of no run, such as a command's, to the log of an idle root; without a log, do nothing.
+    """Add an event of a command to the log of an idle root, if it has one.
 
     Raises:
         ForeignJournalError: a file of its name is not ours.
