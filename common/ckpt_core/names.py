@@ -216,7 +216,7 @@ def is_own_file(path: str) -> bool:
     """Return whether a file has a name that only this package or DCP gives."""
     name = path.rpartition("/")[2].removesuffix(TWIN_SUFFIX)
     return name in {MARKER, MANIFEST, SIGNATURE, METADATA, SHARED} or bool(
-        _DATA.fullmatch(name) or is_own_json(name)
+        _DATA.fullmatch(name) or is_own_json(name) or _SHARED.fullmatch(name)
     )
 
 

@@ -17,6 +17,7 @@ from ckpt_core.names import (
     SIGNATURE,
     corrupt_name,
     data_rank,
+    is_own_file,
     is_own_json,
     is_replaced,
     parse_step_name,
@@ -108,10 +109,12 @@ def _unmarked(storage: Storage, name: str) -> Occupant:
     if SIGNATURE in paths and not storage.supports_rename:
         return Occupant.TORN  # a late upload: its checkpoint had been deleted already
     files = {path.rpartition("/")[2] for path in paths}
+    in_place = not storage.supports_rename and parse_step_name(name) is not None
+    if in_place and METADATA not in files and any(map(is_own_file, files)):
+        return Occupant.TORN  # a deletion that was interrupted leaves any of our files
     if any(data_rank(file) is not None for file in files) and METADATA not in files:
         # Incomplete: DCP writes its index last, and ours gets its name only when it is whole.
-        in_place = not storage.supports_rename and parse_step_name(name) is not None
-        return Occupant.TORN if in_place else Occupant.STOCK
+        return Occupant.STOCK
     if METADATA in files or any(map(_TRAINING_STATE.fullmatch, files)):
         return Occupant.STOCK
     return Occupant.FILES if paths or storage.supports_rename else Occupant.NOTHING

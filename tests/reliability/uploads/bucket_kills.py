@@ -92,7 +92,8 @@ class InBucket:
         """Make the bucket, with the files of a directory."""
         self.cloud.make()
         for path in folder.rglob("*"):
-            if path.is_file():
+            # An upload that was begun cannot be copied.
+            if path.is_file() and path.suffix != ".tmp":
                 self.cloud.write(f"{_ROOT}/{path.relative_to(folder)}", path.read_bytes())
 
 

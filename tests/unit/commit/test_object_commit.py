@@ -133,3 +133,46 @@ def test_abandoning_leaves_what_is_committed():
     save(storage, 2)
     abandon(storage, NAME)
     assert verify(storage, NAME) == []
+
+
+OWN = [
+    "__0_0.distcp",
+    "__1_0.distcp.replica",
+    "chunks-00000.json",
+    "chunks-00001.json.replica",
+    "local-00001.json",
+    "manifest.json",
+    "manifest.json.replica",
+    "manifest.json.sig",
+    "rank-00000.json",
+    "rank-00000.json.replica",
+    "shared-00001.json",
+    "shared.json",
+    "shared.json.replica",
+]
+
+
+@pytest.mark.parametrize("first", range(len(OWN)))
+@pytest.mark.parametrize("theirs", [False, True])
+def test_whatever_an_interrupted_deletion_has_left_is_removed_and_nothing_else(first, theirs):
+    storage = bucket_like()
+    save(storage, 1)
+    for path in OWN[first:]:
+        storage.write_bytes(f"{NAME}/{path}", b"{}")
+    if theirs:
+        storage.write_bytes(f"{NAME}/notes.txt", b"mine")
+    assert Catalog(storage).torn() == [NAME]
+    assert collect_orphans(storage, keep=()) == [NAME]
+    assert [each.name for each in storage.list(NAME)] == ["notes.txt"] * theirs
+    assert Catalog(storage).torn() == []
+    assert verify(storage, "step-000000001") == []
+
+
+def test_what_others_put_under_a_steps_name_is_not_removed():
+    storage = bucket_like()
+    for name, path in ((NAME, "model.safetensors"), ("step-000000003", ".metadata"), ("notes", "shared.json")):
+        storage.write_bytes(f"{name}/{path}", b"theirs")
+    assert collect_orphans(storage, keep=()) == []
+    assert storage.exists(f"{NAME}/model.safetensors")
+    assert storage.exists("step-000000003/.metadata")
+    assert storage.exists("notes/shared.json")
