@@ -110,9 +110,14 @@ def _unmarked(storage: Storage, name: str) -> Occupant:
         return Occupant.TORN  # a late upload: its checkpoint had been deleted already
     files = {path.rpartition("/")[2] for path in paths}
     in_place = not storage.supports_rename and parse_step_name(name) is not None
-    if in_place and METADATA not in files and any(map(is_own_file, files)):
+    has_data = any(data_rank(file) is not None for file in files)
+    if (
+        METADATA not in files
+        and in_place
+        and (has_data or any("/" not in p and is_own_file(p) for p in paths))
+    ):
         return Occupant.TORN  # a deletion that was interrupted leaves any of our files
-    if any(data_rank(file) is not None for file in files) and METADATA not in files:
+    if METADATA not in files and has_data:
         # Incomplete: DCP writes its index last, and ours gets its name only when it is whole.
         return Occupant.STOCK
     if METADATA in files or any(map(_TRAINING_STATE.fullmatch, files)):

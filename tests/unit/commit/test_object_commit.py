@@ -170,9 +170,13 @@ def test_whatever_an_interrupted_deletion_has_left_is_removed_and_nothing_else(f
 
 def test_what_others_put_under_a_steps_name_is_not_removed():
     storage = bucket_like()
-    for name, path in ((NAME, "model.safetensors"), ("step-000000003", ".metadata"), ("notes", "shared.json")):
-        storage.write_bytes(f"{name}/{path}", b"theirs")
+    theirs = (
+        f"{NAME}/model.safetensors",
+        f"{NAME}/hf/shared.json",
+        "step-000000003/.metadata",
+        "notes/shared.json",
+    )
+    for key in theirs:
+        storage.write_bytes(key, b"theirs")
     assert collect_orphans(storage, keep=()) == []
-    assert storage.exists(f"{NAME}/model.safetensors")
-    assert storage.exists("step-000000003/.metadata")
-    assert storage.exists("notes/shared.json")
+    assert all(map(storage.exists, theirs))
