@@ -21,7 +21,7 @@ from ckpt_core.cadence import (
     Optimal,
 )
 from ckpt_core.errors import ConfigError
-from ckpt_core.options import CheckpointOptions, Upload, policy_from
+from ckpt_core.options import CheckpointOptions, Upload, policy_from, upload_from
 from ckpt_core.retention import (
     KeepAll,
     KeepBest,
@@ -420,3 +420,31 @@ def test_a_policy_that_waits_for_a_tier_is_refused_without_one(save):
             CheckpointOptions(save=save, upload=upload)
     assert CheckpointOptions(save=save, upload=Upload("s3://bucket/run")).save == save
     assert CheckpointOptions(save=~Optimal("6h")).uploads == ()
+
+
+@pytest.mark.parametrize(
+    ("dotted", "policy"),
+    [
+        ({"optimal.mtbf": "6h"}, Optimal("6h")),
+        ({"optimal.mtbf": "6h", "optimal.min_seconds": 60}, Optimal("6h", min_seconds=60)),
+        ({"every_steps": 5, "optimal.mtbf": "6h"}, EverySteps(5) | Optimal("6h")),
+        ({"any.every_steps": 5, "any.optimal.mtbf": "6h"}, EverySteps(5) | Optimal("6h")),
+        ({"optimal": {"mtbf": "6h"}, "optimal.min_seconds": 60}, Optimal("6h", min_seconds=60)),
+    ],
+)
+def test_nested_arguments_of_a_command_line_are_taken(dotted, policy):
+    before = str(dotted)
+    assert policy_from(dotted, "save") == policy
+    assert str(dotted) == before
+    place = {"to": "s3://bucket/run", "keep.latest": 3, "keep.best.metric": "val.loss"}
+    assert upload_from(place) == Upload("s3://bucket/run", keep=KeepLatest(3) | KeepBest("val.loss"))
+
+
+@pytest.mark.parametrize(
+    "key", ["optimal.", ".mtbf", ".", "optimal..mtbf", "optimal.mtfb", "every_steps.n.n"]
+)
+def test_dotted_keys_that_name_nothing_are_refused(key):
+    with pytest.raises(ConfigError):
+        policy_from({key: 5}, "save")
+    with pytest.raises(ConfigError):
+        policy_from({"every_steps": 5, "every_steps.offset": 5}, "save")

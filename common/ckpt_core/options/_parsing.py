@@ -64,6 +64,19 @@ _WRITTEN = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*(/\s*s)?\s*")
 _SHARE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*%\s*")
 
 
+def undotted(mapping: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Nest keys such as `optimal.mtbf`, which LightningCLI makes of arguments."""
+    found: dict[Any, Any] = {}
+    for key, value in mapping.items():
+        head, _, rest = key.partition(".") if isinstance(key, str) else (key, "", "")
+        inner = found.get(head, {})
+        if head and rest and isinstance(inner, Mapping):
+            found[head] = undotted({**inner, rest: value})
+        else:
+            found[key] = value
+    return found
+
+
 def bytes_text(size: float) -> str:
     """Format a size for messages: `1.5 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):

@@ -11,7 +11,7 @@ from typing import Any, Generic, Literal, TypeVar, cast, overload
 from ckpt_core import cadence, retention
 from ckpt_core.cadence import SavePolicy
 from ckpt_core.errors import ConfigError
-from ckpt_core.options._parsing import Problems
+from ckpt_core.options._parsing import Problems, undotted
 from ckpt_core.retention import RetentionPolicy
 from ckpt_core.validation import boolean, one_of, require
 
@@ -59,7 +59,7 @@ def _members(value: Any, grammar: _Grammar[Policy], where: str) -> list[Policy]:
             raise ConfigError(f"{where}: {error}") from error
     problems = Problems()
     if isinstance(value, Mapping):
-        members = _entries(value, grammar, where, problems)
+        members = _entries(undotted(value), grammar, where, problems)
     elif isinstance(value, list | tuple):
         members = [
             problems.collect(_any_of, part, grammar, f"{where}[{index}]") for index, part in enumerate(value)

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, Protocol, TypeAlias, cast, final, get_ar
 
 from ckpt_core.disclosure import public_url
 from ckpt_core.errors import ConfigError
-from ckpt_core.options._parsing import Problems, bytes_option, option_keys, parse_size
+from ckpt_core.options._parsing import Problems, bytes_option, option_keys, parse_size, undotted
 from ckpt_core.options._policies import policy_from
 from ckpt_core.retention import RetentionPolicy
 from ckpt_core.validation import integer, one_of, positive, require
@@ -119,6 +119,7 @@ def upload_from(value: Any, where: str = "upload") -> Uploads:
         return value
     if not isinstance(value, Mapping):
         value = {"to": value}
+    value = undotted(value)
     problems = Problems()
     problems.unknown(where, value, _FIELDS)
     if "to" not in value:
