@@ -111,7 +111,7 @@ def test_torch_itself_can_train_nearly_all_shapes(found, column):
     """Else it would say nothing."""
     saved, _ = found(column)
     outside = {shape: seen.outside for shape, seen in saved[0].items() if seen.outside}
-    assert len(outside) < len(saved[0]) / 4, outside
+    assert len(outside) <= len(saved[0]) / 4, outside
 
 
 def test_every_shape_is_tried_by_one_process_and_every_kind_and_optimizer_by_two_ranks():
