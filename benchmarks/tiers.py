@@ -44,6 +44,7 @@ from benchmarks.tiering.savers import (
     OursDiskOnly,
     OursTiers,
     OursTiersLimited,
+    OursTiersThread,
     S3fsTorchSave,
     TierSaver,
 )
@@ -53,7 +54,7 @@ from benchmarks.training import Training, one_thread
 _DESCRIPTION = "What a local tier with an object store behind it costs."
 SAVERS: Sequence[type[TierSaver]] = (OursTiers, DcpFsspecAsync, DcpS3TorchAsync, S3fsTorchSave, BarePut)
 NEIGHBOURS: Sequence[type[TierSaver]] = (
-    OursTiers, OursTiersLimited, OursDiskOnly, DcpFsspecAsync, DcpS3TorchAsync, BarePut,
+    OursTiers, OursTiersThread, OursTiersLimited, OursDiskOnly, DcpFsspecAsync, DcpS3TorchAsync, BarePut,
 )  # fmt: skip
 RESUMES: Sequence[type[Resume]] = (
     ResumeDisk, ResumeWhole, ResumeNodeLost, ResumeLost, ResumeLostRead, ResumeBare,

@@ -21,6 +21,7 @@ from benchmarks.loading.loader import raw_bytes
 from benchmarks.others import imported, in_background
 from benchmarks.s3 import Server
 from ckpt_core import CheckpointManager, Upload
+from ckpt_core.storage import open_storage
 from ckpt_core.types import CapturedState
 
 SERVER = "server"
@@ -78,11 +79,7 @@ class _Ours(TierSaver):
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
-        upload = Upload(
-            f"s3://{self.server.bucket}/{self.key}",
-            bandwidth=self.bandwidth,
-            storage_options=self.server.storage_options,
-        )
+        upload = self.upload(f"s3://{self.server.bucket}/{self.key}")
         self._manager = CheckpointManager(task.root / self.key, upload=upload if self.uploads else None)
         self._captured = CapturedState(
             sharded={"": {"model": task.tensors}},
@@ -90,6 +87,10 @@ class _Ours(TierSaver):
             optimizers=list(task.optimizers),
         )
         self._names: dict[int, str] = {}
+
+    def upload(self, url: str) -> Upload:
+        """The tier behind the disk."""
+        return Upload(url, bandwidth=self.bandwidth, storage_options=self.server.storage_options)
 
     @override
     def save(self, number: int) -> TierFlight:
@@ -116,6 +117,18 @@ class OursTiers(_Ours):
 
     key = "ours-tiers"
     name = "ckpt-suite, disk, then upload"
+
+
+@final
+class OursTiersThread(_Ours):
+    """Uploaded by threads of the training's process, as everything that another process cannot reach."""
+
+    key = "ours-tiers-thread"
+    name = "ckpt-suite, upload by threads"
+
+    @override
+    def upload(self, url: str) -> Upload:
+        return Upload(open_storage(url, self.server.storage_options))
 
 
 @final

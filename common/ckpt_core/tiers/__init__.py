@@ -5,6 +5,7 @@ Nothing in this package needs torch, so that a command line can copy.
 
 from ckpt_core.tiers._asking import Asked, ask
 from ckpt_core.tiers._copy import CheckpointCopy, copy_checkpoint, files_by_rank
+from ckpt_core.tiers._copy_process import CopyProcess
 from ckpt_core.tiers._copy_terms import CopyTerms
 from ckpt_core.tiers._reading import Reading
 from ckpt_core.tiers._run_catalog import RunCatalog
@@ -15,6 +16,7 @@ from ckpt_core.tiers._union import Held, TierCopy, United, unite
 __all__ = [
     "Asked",
     "CheckpointCopy",
+    "CopyProcess",
     "CopyTerms",
     "FurtherTier",
     "Held",

@@ -59,8 +59,11 @@ class CheckpointCopy:
 
     Attributes:
         name: of the checkpoint at the target.
+        source_name: of the checkpoint at the source.
         manifest: of the checkpoint.
+        content: the bytes of the manifest, as committed.
         working: the directory at the target that it is written into.
+        target_url: of the root to copy to.
 
     Args:
         source: the root to copy from.
@@ -75,8 +78,9 @@ class CheckpointCopy:
     ) -> None:
         self._source = source
         self._target = target
-        self._source_name = name
-        self._content = content
+        self.source_name = name
+        self.content = content
+        self.target_url = target.url
         self.name = as_name or name
         self.manifest = Manifest.from_bytes(content)
         self.working = working_name(target, self.name, self.manifest.save_id)
@@ -109,7 +113,7 @@ class CheckpointCopy:
             CheckpointExistsError: the name is taken at the target.
             CorruptCheckpointError: a small file of the source cannot be read.
         """
-        if not repair and is_committed_as(self._target, self.name, self.manifest, self._content):
+        if not repair and is_committed_as(self._target, self.name, self.manifest, self.content):
             return False
         begin_copy(self._target, self.name, self.manifest, self._beside(), repair=repair)
         return True
@@ -151,7 +155,7 @@ class CheckpointCopy:
     @property
     def info(self) -> CheckpointInfo:
         """The checkpoint, as a listing shows it."""
-        return Marker.of(self.manifest, self._content).info(self.name)
+        return Marker.of(self.manifest, self.content).info(self.name)
 
     def _copy(self, entry: FileEntry, terms: CopyTerms) -> None:
         """Copy a file; where it is damaged, its twin in its place."""
@@ -193,10 +197,10 @@ class CheckpointCopy:
     @contextmanager
     def _open(self, path: str, entry: FileEntry, terms: CopyTerms) -> Generator[CheckedReader]:
         """Open a file of the source for checked reads."""
-        place = f"{self._source.url}/{self._source_name}"
+        place = f"{self._source.url}/{self.source_name}"
         with ExitStack() as stack:
             try:
-                ranges = stack.enter_context(self._source.open_ranges(f"{self._source_name}/{path}"))
+                ranges = stack.enter_context(self._source.open_ranges(f"{self.source_name}/{path}"))
             except FileNotFoundError:
                 raise damaged(place, path, "missing") from None
             except (ForeignFileError, IsADirectoryError) as error:
@@ -205,14 +209,14 @@ class CheckpointCopy:
 
     def _beside(self) -> dict[str, bytes]:
         """Return the small files that the manifest does not list; itself first."""
-        found = {MANIFEST: self._content}
+        found = {MANIFEST: self.content}
         names = [SIGNATURE]
         if self.manifest.replicas > 1:
-            found[twin_name(MANIFEST)] = self._content
+            found[twin_name(MANIFEST)] = self.content
             names.append(twin_name(SIGNATURE))
         for path in names:
             try:
-                found[path] = read_small(self._source, f"{self._source_name}/{path}", MAX_SIGNATURE_BYTES)
+                found[path] = read_small(self._source, f"{self.source_name}/{path}", MAX_SIGNATURE_BYTES)
             except FileNotFoundError:
                 continue
         return found
@@ -220,14 +224,14 @@ class CheckpointCopy:
     def _require_source(self) -> None:
         """Raise if what looks like damage is a source that was pruned or replaced."""
         try:
-            there = Catalog(self._source).marker(self._source_name).matches(self._content)
+            there = Catalog(self._source).marker(self.source_name).matches(self.content)
         except CheckpointNotFoundError:
             there = False
         except CheckpointError:
             return
         if not there:
             raise CheckpointNotFoundError(
-                f"{self._source.url}/{self._source_name} was pruned or replaced while it was copied"
+                f"{self._source.url}/{self.source_name} was pruned or replaced while it was copied"
             )
 
 

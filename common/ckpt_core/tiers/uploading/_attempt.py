@@ -66,6 +66,7 @@ class Attempt:
             self._share,
             bytes_per_second=upload.bytes_per_second,
             patience_seconds=context.deadline_seconds,
+            process=context.process,
             clock=context.clock,
         )
 

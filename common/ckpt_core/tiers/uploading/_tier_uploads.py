@@ -13,7 +13,7 @@ from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import UploadError
 from ckpt_core.options import CheckpointOptions
 from ckpt_core.root import Job, OwnerHooks
-from ckpt_core.tiers import FurtherTier, Tier
+from ckpt_core.tiers import CopyProcess, FurtherTier, Tier
 from ckpt_core.tiers.uploading._claims import TierClaims
 from ckpt_core.tiers.uploading._due import DueRule, SaveNumber
 from ckpt_core.tiers.uploading._line import AllTiers, DueCheckpoint, Outcome, settle
@@ -181,6 +181,12 @@ class TierUploads:
                 deadline_seconds=self._options.deadline_seconds,
                 open_channel=partial(coordinator.background_channel, f"upload/{session}/{index}"),
                 telemetry=self._job.telemetry,
+                process=CopyProcess.between(
+                    self._job.storage,
+                    tier.storage,
+                    upload,
+                    deadline_seconds=self._options.deadline_seconds,
+                ),
                 note=partial(self._record.note, index) if coordinator.is_coordinator else _ignore,
             )
             durable = self.claims.durable[index] if coordinator.is_coordinator else None

@@ -21,7 +21,7 @@ from ckpt_core.errors import (
 )
 from ckpt_core.messages import message
 from ckpt_core.storage import Throttle
-from ckpt_core.tiers import CheckpointCopy, CopyTerms
+from ckpt_core.tiers import CheckpointCopy, CopyProcess, CopyTerms
 from ckpt_core.types import FileEntry
 
 LASTING: Final = (
@@ -73,6 +73,7 @@ class Transfer:
         share: returns the entries of this rank.
         bytes_per_second: the cap of this rank; None for none.
         patience_seconds: time without progress after which it has failed.
+        process: copies in place of the thread; None if it cannot.
         clock: monotonic seconds.
     """
 
@@ -83,9 +84,12 @@ class Transfer:
         *,
         bytes_per_second: int | None,
         patience_seconds: float,
+        process: CopyProcess | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._copy = copy
+        self._process = process
+        self._bytes_per_second = bytes_per_second
         self._share = share
         self._patience_seconds = patience_seconds
         self._clock = clock
@@ -151,14 +155,19 @@ class Transfer:
             entries = self._share(copy)
             with self._guard:
                 self._size = sum(entry.size_bytes for entry in entries)
-            copy.copy_files(
-                entries, CopyTerms(pace=self._pace, progress=self._note, stop=self._raise_if_stopped)
-            )
+            terms = CopyTerms(pace=self._pace, progress=self._note, stop=self._raise_if_stopped)
+            if not self._sent(copy, entries, terms):
+                copy.copy_files(entries, terms)
         except BaseException as error:  # noqa: BLE001 - `progress` reports it to every rank
             self._error = error
         finally:
             self._ended.set()
             self._wake.set()
+
+    def _sent(self, copy: CheckpointCopy, entries: Sequence[FileEntry], terms: CopyTerms) -> bool:
+        """Return whether a process of its own has copied them."""
+        process, rate = self._process, self._bytes_per_second
+        return process is not None and process.copy_files(copy, entries, terms, bytes_per_second=rate)
 
     def _sleep(self, seconds: float) -> None:
         self._stopped.wait(seconds)

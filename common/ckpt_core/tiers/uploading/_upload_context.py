@@ -13,6 +13,7 @@ from ckpt_core.coordination import CommitChannel
 from ckpt_core.errors import CheckpointError, UploadError, failure_text
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry
+from ckpt_core.tiers import CopyProcess
 from ckpt_core.types import CheckpointInfo
 
 
@@ -48,6 +49,7 @@ class UploadContext:
         telemetry: receives spans.
         note: called on the coordinator with the progress, or with None when an upload has ended.
         clock: monotonic seconds.
+        process: copies the files of this rank; None if a thread does.
         pause: waits for an event, at most so many seconds.
     """
 
@@ -58,6 +60,7 @@ class UploadContext:
     open_channel: Callable[[], CommitChannel]
     telemetry: Telemetry
     note: Callable[[UploadProgress | None], None]
+    process: CopyProcess | None = None
     clock: Callable[[], float] = time.monotonic
     pause: Callable[[threading.Event, float], object] = threading.Event.wait
 

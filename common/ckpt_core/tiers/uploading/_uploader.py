@@ -188,6 +188,8 @@ class Uploader:
             self._context.note(None)
         if self._channel is not None:
             self._channel.close()
+        if self._context.process is not None:
+            self._context.process.close()
         if self._abandoned.is_set():
             self.release()
 
