@@ -202,6 +202,29 @@ def test_the_next_run_uploads_only_what_is_due_and_newer_than_the_tier(tmp_path)
     assert steps(tier) == [2, 4, 6]
 
 
+@pytest.mark.parametrize("when_busy", ["overtake", "queue"])
+@pytest.mark.parametrize("kind", ["disk", "bucket"])
+def test_an_unfinished_upload_that_the_next_run_does_not_continue_is_removed(tmp_path, kind, when_busy):
+    inner = LocalStorage(tmp_path / "tier") if kind == "disk" else bucket_like()
+    tried = threading.Event()
+    failing = Fault(key="*.distcp", before=lambda _: tried.set(), error=OSError("cut"))
+    upload = {"deadline_seconds": 60, "on_preemption": "leave", "when_busy": when_busy}
+    root = tmp_path / "root"
+    with CheckpointManager(root, upload=Upload(FaultyStorage(inner, [failing]), **upload)) as manager:
+        saved(manager, 1)
+        assert tried.wait(10)
+        manager.close(wait_for_uploads=False)
+    with CheckpointManager(root) as manager:
+        manager.resume(state_of(0))
+        saved(manager, 2)
+    assert [entry.name for entry in inner.list("") if "step-000000001" in entry.name]
+    with CheckpointManager(root, upload=Upload(inner, **upload)) as manager:
+        manager.resume(state_of(0))
+    assert steps(inner) == ([2] if when_busy == "overtake" else [1, 2])
+    left = [entry.name for entry in inner.list("") if "step-" in entry.name]
+    assert left == names(inner)
+
+
 def test_training_starts_and_goes_on_while_the_tier_is_down_and_uploads_when_it_is_back(tmp_path, caplog):
     down = Failing(ConnectionError("down"), method="*", key="*")
     with CheckpointManager(tmp_path, upload=Upload(down.storage)) as manager:

@@ -36,6 +36,7 @@ PARTS: Final = {
     "node-uploads": "tests.reliability.nodes.node_uploads",
     "s3": "tests.reliability.objects.kills",
     "uploads": "tests.reliability.uploads.upload_kills",
+    "process-uploads": "tests.reliability.uploads.process_kills",
     "power-uploads": "tests.reliability.uploads.power_cuts",
     "lost-disk": "tests.reliability.uploads.lost_disk",
     "bucket-uploads": "tests.reliability.uploads.bucket_kills",

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import select
+import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Final, final
@@ -80,8 +83,8 @@ def serve(descriptor: int, parent: int) -> None:
             )
             while True:
                 _Answer(connection).run(messages.decode(connection.recv_bytes()), source, target)
-        except EOFError:
-            return
+        except (EOFError, ConnectionError):
+            return  # the parent has hung up, or died
 
 
 @final
@@ -116,6 +119,11 @@ class _Answer:
 def _end_with(parent: int) -> None:
     """End this process when its parent has died."""
     # The connection may outlive the parent, in a process that was forked from it.
+    if sys.platform == "linux":
+        with suppress(OSError):  # it is dead already, or the kernel is old
+            watched = os.pidfd_open(parent)
+            if os.getppid() == parent:
+                select.select([watched], [], [])
     never = threading.Event()
     while os.getppid() == parent:
         never.wait(_LOOK_SECONDS)

@@ -108,6 +108,8 @@ class TierClaims:
             backlog.due(upload, () if (survey := _survey(asked)) is None else survey.everything)
             for upload, asked in zip(self._options.uploads, self._asked, strict=True)
         ]
+        for durable, found in zip(self.durable, due, strict=True):
+            durable.continues(found)
         return secrets.token_hex(4), due, self._all_taken
 
     def settled(self) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Final, TypeGuard, final
 
-from ckpt_core.commit import Owner, Survey, abandon
+from ckpt_core.commit import Owner, Survey, abandon, working_name
 from ckpt_core.coordination import Solo
 from ckpt_core.crew import run_with_timeout
 from ckpt_core.disclosure import logger_of
@@ -19,6 +19,7 @@ from ckpt_core.errors import (
     ConfigError,
     RootBusyError,
     UploadError,
+    failure_text,
 )
 from ckpt_core.names import WRITER, run_name
 from ckpt_core.options import CheckpointOptions, Upload
@@ -69,6 +70,7 @@ class DurableRoot:
         self._leaving = False
         self._refusal: CheckpointError | None = None
         self._found: Survey | None = None
+        self._dropped = self._spared = frozenset(spared)
         self._storage = storage
         self._upload = upload
         self._reads_back = storage.supports_rename and options.verification != "off"
@@ -78,7 +80,7 @@ class DurableRoot:
             Solo(),
             job_name=options.job_name,
             until_idle=until_idle,
-            hooks=OwnerHooks(spared=lambda: spared),
+            hooks=OwnerHooks(spared=lambda: self._spared),
             elsewhere=self._note_found,
         )
         kept = replace(options, save=None, keep=upload.keep, upload=None)
@@ -110,6 +112,21 @@ class DurableRoot:
                 raise
             self.taken, self._refusal = True, None
             return True
+
+    def continues(self, due: Sequence[CheckpointInfo]) -> None:
+        """Note what this run uploads of what earlier ones have left."""
+        going = (working_name(self._storage, info.name, info.save_id) for info in due)
+        self._dropped = self._spared.difference(going)
+
+    def tidy(self) -> None:
+        """Remove unfinished uploads that this run does not continue; a claimed tier only."""
+        try:
+            left = self._dropped & self._storage.directories("") if self._dropped and self.taken else ()
+        except OSError as error:
+            _logger.warning("%s was not searched for unfinished uploads: %s", self.url, failure_text(error))
+            return
+        for working in left:
+            self.drop(working)
 
     def take_refusal(self) -> CheckpointError | None:
         """Return why the tier was refused, once; None if it was not."""

@@ -176,6 +176,8 @@ class Uploader:
         return self.ended and (hanging is None or hanging.end(max(0.0, until - time.monotonic())))
 
     def _loop(self) -> None:
+        if self._durable is not None:
+            self._durable.tidy()
         while (due := self.line.next()) is not None:
             outcome: Outcome = None
             try:
