@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckpt_core import CheckpointManager, KeepLatest, Upload
-from ckpt_core.errors import PartialCheckpointError
+from ckpt_core.errors import CheckpointError, PartialCheckpointError
 from ckpt_core.journal import read_history
 from ckpt_core.storage import LocalStorage
 from ckpt_core.testing import Fault, FaultyStorage
@@ -165,4 +166,28 @@ def live(base: Path) -> dict[str, Any]:
     found["node lost, upload"] = resumed(tiers, upload=upload)
     saved(tiers, [3], upload=upload)
     found["went on"] = resumed(tiers)
+    found["refused"] = refused(base / "broken")
     return found
+
+
+def refused(base: Path) -> list[str]:
+    """What a job says of a node whose disk is full, is read-only, or has a file in its root's place."""
+    told: list[str] = []
+    broken = {
+        "full": [Fault(method="check_root", error=OSError(errno.ENOSPC, "no space"))],
+        "read-only": [Fault(method="check_root", error=OSError(errno.EROFS, "read-only"))],
+        "unreadable": [Fault(method="list", error=OSError(errno.EIO, "input/output error"))],
+        "file": [],
+    }
+    for kind, faults in broken.items():
+        node = node_of_this_rank()
+        if node and kind == "file":
+            (base / kind).mkdir(parents=True, exist_ok=True)
+            (base / kind / f"node-{node}").write_text("a file")
+        manager = CheckpointManager(disk(base / kind, faults if node else ()), deadline_seconds=60)
+        try:
+            manager.resume(state_of(0))
+        except CheckpointError as error:
+            told.append(f"{kind}: {type(error).__name__}: {error}")
+        manager.close()
+    return told

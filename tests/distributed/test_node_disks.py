@@ -116,3 +116,19 @@ def test_a_reader_that_knows_no_parts_refuses_one(found: Found, base: Path):
         pass
     assert json.loads(content)["format_version"] == 2
     assert Catalog(LocalStorage(base / "alone")).committed() == []
+
+
+def test_a_node_that_cannot_write_is_named_on_every_rank_by_the_same_error(found: Found):
+    first, second = both(found, "refused")
+    assert first == second
+    full, read_only, unreadable, file = first
+    assert full.startswith(
+        "full: ConfigError: rank 1: checkpoints cannot be written to /disk/of/the/node/run"
+    )
+    assert "no space" in full
+    assert "Free space there" in full
+    assert "ConfigError: rank 1: checkpoints cannot be written" in read_only
+    assert "CoordinationError" in unreadable
+    assert "rank 1" in unreadable
+    assert "ConfigError: rank 1: checkpoints cannot be written" in file
+    assert "a file is where the checkpoint root should be" in file

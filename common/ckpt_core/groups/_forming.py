@@ -13,7 +13,7 @@ from ckpt_core.groups._disk_service import DiskService
 from ckpt_core.groups._grouped_storage import GroupedStorage
 from ckpt_core.groups._peer_storage import Peer, PeerStorage
 from ckpt_core.names import probe_name, probed_by
-from ckpt_core.storage import Storage
+from ckpt_core.storage import Storage, unwritable
 
 _SCOPE: Final = "groups"
 _TOPIC: Final = "files of a group"
@@ -77,21 +77,22 @@ def _offers(own: Storage, coordinator: Coordinator) -> tuple[DiskService | None,
     rank = coordinator.rank
     token = coordinator.broadcast(secrets.token_hex(4), what="looking for disks of their own")
     probe = probe_name(token, rank)
-    error: ConfigError | None = None
+    problem = ""
     try:
         own.check_root()
         own.write_bytes(probe, b"")
     except OSError as caught:
-        error = ConfigError(f"checkpoints cannot be written to {own.url}: {caught}")
+        problem = str(unwritable(own.url, caught))
     service: DiskService | None = None
     try:
-        coordinator.gather(error, what="looking for disks of their own")
-        seen = [found for entry in own.list("") if (found := probed_by(entry.name, token)) is not None]
-        leader = min(seen, default=rank)
-        offer: _Offer = leader, [], 0
+        found = coordinator.gather(problem, what="looking for disks of their own")
+        if problems := [f"rank {each}: {text}" for each, text in enumerate(found) if text]:
+            raise ConfigError("; ".join(problems))
+        leader = _first_seen(own, token, rank)
+        offer: _Offer | OSError = leader if isinstance(leader, OSError) else (leader, [], 0)
         if leader == rank:
             service = DiskService(own, rank, coordinator.signer(_SCOPE))
-            offer = leader, own_addresses(), service.port
+            offer = rank, own_addresses(), service.port
         return service, coordinator.gather(offer, what="forming filesystem groups")
     except BaseException:
         if service is not None:
@@ -99,6 +100,16 @@ def _offers(own: Storage, coordinator: Coordinator) -> tuple[DiskService | None,
         raise
     finally:
         own.delete(probe)
+
+
+def _first_seen(own: Storage, token: str, rank: int) -> int | OSError:
+    """Return the first rank whose probe is here; the error if this rank cannot look."""
+    try:
+        entries = own.list("")
+    except OSError as error:
+        return error
+    seen = (probed_by(entry.name, token) for entry in entries)
+    return min((other for other in seen if other is not None), default=rank)
 
 
 def _groups(offers: Sequence[Any], url: str) -> list[list[int]]:

@@ -74,7 +74,10 @@ def sees_claim(storage: Storage, owner_id: str, urls: Sequence[str], *, rank: in
     """
     if rank == 0 or (len(set(urls)) == 1 and not storage.supports_rename):
         return True  # a bucket is the same everywhere
-    owner = Owner.of(storage)
+    try:
+        owner = Owner.of(storage)
+    except OSError:
+        return False  # the other ranks wait; `form_groups` writes there, and tells all of them why it cannot
     return owner is not None and owner.id == owner_id
 
 

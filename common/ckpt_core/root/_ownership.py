@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import secrets
 import sys
 import weakref
@@ -45,7 +44,7 @@ from ckpt_core.root._ancestry import Ancestry
 from ckpt_core.root._disks import Disks
 from ckpt_core.root._holdings import TAKING, hold, let_go, take_from_earlier_manager
 from ckpt_core.root._settling import settle_parts
-from ckpt_core.storage import Storage
+from ckpt_core.storage import Storage, unwritable
 from ckpt_core.types import CheckpointInfo, Lineage
 
 _logger = logger_of(__name__)
@@ -424,16 +423,4 @@ def _explained(url: str) -> Generator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(
-            f"checkpoints cannot be written to {url}: {error}. {_remedy(url, error)}"
-        ) from error
-
-
-def _remedy(url: str, error: OSError) -> str:
-    if "://" in url:
-        return "Nothing was written"
-    if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-        return "Free space there, or choose another directory"
-    if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT, None}:
-        return "Choose a directory this job may write to"
-    return "Remove the cause, then start again"
+        raise unwritable(url, error) from error

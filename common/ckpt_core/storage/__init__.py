@@ -4,7 +4,7 @@ from ckpt_core.storage._base import ALIGNMENT, Lock, RangeReader, SpreadReader, 
 from ckpt_core.storage._keys import RangeStream
 from ckpt_core.storage._layered import LayeredStorage
 from ckpt_core.storage._memory import MemoryStorage
-from ckpt_core.storage._open import open_storage
+from ckpt_core.storage._open import open_storage, unwritable
 from ckpt_core.storage._putting import Pace, Progress, ReadAt
 from ckpt_core.storage._small import BIGGEST_SMALL_FILE, ForeignFileError, read_intact, read_small
 from ckpt_core.storage._throttle import Throttle
@@ -33,4 +33,5 @@ __all__ = [
     "open_storage",
     "read_intact",
     "read_small",
+    "unwritable",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Mapping
@@ -60,6 +61,21 @@ def open_storage(
     if deadline_seconds is not None:
         options.setdefault("request_seconds", min(REQUEST_SECONDS, deadline_seconds / 3))
     return ObjectStorage(text, **options)
+
+
+def unwritable(url: str, error: OSError) -> ConfigError:
+    """Return the error of a root that a job cannot write to."""
+    return ConfigError(f"checkpoints cannot be written to {url}: {error}. {_remedy(url, error)}")
+
+
+def _remedy(url: str, error: OSError) -> str:
+    if "://" in url:
+        return "Nothing was written"
+    if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+        return "Free space there, or choose another directory"
+    if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT, None}:
+        return "Choose a directory this job may write to"
+    return "Remove the cause, then start again"
 
 
 def _text(root: object) -> str:
