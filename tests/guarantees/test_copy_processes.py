@@ -112,6 +112,30 @@ def test_signals_to_every_process_of_a_job_do_not_end_the_upload(tmp_path, caplo
     assert not caplog.messages
 
 
+def test_a_process_that_hangs_holds_up_no_end(tmp_path):
+    upload = Upload(tmp_path / "tier", deadline_seconds=0.5, bandwidth=_SLOW)
+    with CheckpointManager(tmp_path / "root", upload=upload) as manager:
+        pid = process_of(manager.save(1, large(1)).uploaded)
+        os.kill(pid, signal.SIGSTOP)
+    assert not copying()
+    assert not command_of(pid)
+
+
+def test_a_copy_that_another_thread_ends_is_left_to_the_caller(tmp_path):
+    process, copy = large_copy(tmp_path)
+    done: list[int] = []
+
+    def close_at_once(size: int) -> None:
+        done.append(size)
+        if len(done) == 1:
+            threading.Thread(target=process.close).start()
+
+    terms = CopyTerms(progress=close_at_once)
+    assert not process.copy_files(copy, copy.manifest.files, terms, bytes_per_second=1 << 20)
+    assert sum(done) == 0
+    assert not copying()
+
+
 def test_a_program_that_is_no_python_is_replaced_by_this_one(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr("ckpt_core.tiers._copy_process.get_executable", lambda: "/bin/false")
     with CheckpointManager(tmp_path / "root", upload=Upload(tmp_path / "tier")) as manager:

@@ -146,6 +146,8 @@ class Transfer:
         self.stop()
         if self._thread.ident is not None:
             self._thread.join(seconds)
+        if self._thread.is_alive() and self._process is not None:
+            self._process.close()  # it may hang before it has read its task
         return not self._thread.is_alive()
 
     def _run(self) -> None:
