@@ -62,14 +62,20 @@ def names(base: Path) -> list[str]:
     return sorted(path.name for path in (base / f"node-{node_of_this_rank()}").iterdir())
 
 
-def resumed(base: Path, node: int | None = None, **options: Any) -> Any:
-    """Resume in a new manager: the step and whether its values are right, or the error."""
+def resumed(base: Path, node: int | None = None, *, repaired: bool = False, **options: Any) -> Any:
+    """Resume in a new manager: the step and whether its values are right, or the error.
+
+    With `repaired`, wait for the repair that it begins.
+    """
     with CheckpointManager(disk(base, node=node), **options) as checkpoints:
         state = state_of(0)
         try:
             step = checkpoints.resume(state)
         except PartialCheckpointError as error:
             return str(error)
+        if repaired:
+            checkpoints._repairer.wait()
+            torch.distributed.barrier()
         return step, holds(state, step or 0)
 
 
@@ -121,6 +127,12 @@ class Said(logging.Handler):
         self.warnings.append(record.getMessage())
 
 
+def contents(base: Path) -> list[dict[str, bytes]]:
+    """What each node has of step 2."""
+    places = [base / f"node-{node}" / "step-000000002" for node in (0, 1)]
+    return [{path.name: path.read_bytes() for path in place.glob("*")} for place in places]
+
+
 def lose(*places: Path) -> None:
     """Remove directories once, on the coordinator."""
     if torch.distributed.get_rank() == 0:
@@ -162,8 +174,10 @@ def live(base: Path) -> dict[str, Any]:
         # What the disks of the nodes have is not read from the durable tier: there it is damaged.
         for path in there.glob("__0_*"):
             path.write_bytes(bytes(path.stat().st_size))
+    before = contents(tiers)
     lose(tiers / "node-1")
-    found["node lost, upload"] = resumed(tiers, upload=upload)
+    found["node lost, upload"] = resumed(tiers, upload=upload, repaired=True)
+    found["repaired"] = contents(tiers) == before, resumed(tiers)
     saved(tiers, [3], upload=upload)
     found["went on"] = resumed(tiers)
     found["refused"] = refused(base / "broken")

@@ -85,6 +85,10 @@ def test_after_a_lost_node_only_what_it_had_is_read_from_the_durable_tier(found:
     assert both(found, "went on") == [(3, True)] * 2
 
 
+def test_the_disk_of_the_lost_node_gets_its_part_again_from_the_durable_tier(found: Found):
+    assert both(found, "repaired") == [(True, (2, True))] * 2
+
+
 def test_the_copy_in_one_place_is_a_checkpoint_for_older_readers(found: Found):
     assert both(found, "format of the copy") == [1, 1]
 

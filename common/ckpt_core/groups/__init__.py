@@ -12,6 +12,7 @@ from ckpt_core.groups._grouped_storage import (
     group_number,
     holders,
     local_part,
+    on_each,
     open_root,
 )
 
@@ -22,5 +23,6 @@ __all__ = [
     "group_number",
     "holders",
     "local_part",
+    "on_each",
     "open_root",
 ]

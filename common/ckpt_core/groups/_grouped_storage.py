@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import IO, Any, Final, TypeVar, final
@@ -52,6 +53,7 @@ class GroupedStorage(Storage):
         self._peers: Sequence[PeerStorage] = ()
         self._number = 0
         self._ranks: Sequence[int] = (1,)
+        self._names = threading.RLock()
 
     def join(self, number: int, ranks: Sequence[int], peers: Sequence[PeerStorage]) -> None:
         """Extend the root to the disks of other groups.
@@ -94,6 +96,15 @@ class GroupedStorage(Storage):
     @override
     def check_root(self) -> None:
         self._in_all(lambda part: part.check_root())
+
+    @contextmanager
+    def names_held(self) -> Generator[None]:
+        """Let no other thread change a name on several disks within the block.
+
+        Every commit, prune and move of a job is a rename or exchange of its coordinator.
+        """
+        with self._names:
+            yield
 
     @contextmanager
     @override
@@ -189,13 +200,16 @@ class GroupedStorage(Storage):
         if not self._peers:
             self._own.rename(source, target)
             return
-        taken = self._in_all(lambda part: (part.entry(source) is not None, part.entry(target) is not None))
-        holders = [part for part, (has, _) in zip(self.parts, taken, strict=True) if has]
-        if not holders:
-            raise FileNotFoundError(2, "No such file or directory", f"{self.url}/{source}")
-        if any(has and occupied for has, occupied in taken):
-            raise FileExistsError(17, "File exists", f"{self.url}/{target}")
-        self._all_or_half(holders, lambda part: part.rename(source, target), target)
+        with self._names:
+            taken = self._in_all(
+                lambda part: (part.entry(source) is not None, part.entry(target) is not None)
+            )
+            holders = [part for part, (has, _) in zip(self.parts, taken, strict=True) if has]
+            if not holders:
+                raise FileNotFoundError(2, "No such file or directory", f"{self.url}/{source}")
+            if any(has and occupied for has, occupied in taken):
+                raise FileExistsError(17, "File exists", f"{self.url}/{target}")
+            self._all_or_half(holders, lambda part: part.rename(source, target), target)
 
     @override
     def exchange(self, first: str, second: str) -> None:
@@ -209,7 +223,8 @@ class GroupedStorage(Storage):
             else:
                 part.exchange(first, second)
 
-        self._all_or_half(self.parts, swap, second)
+        with self._names:
+            self._all_or_half(self.parts, swap, second)
 
     @override
     def free_bytes(self) -> int | None:
@@ -265,9 +280,7 @@ class GroupedStorage(Storage):
 
         Raises the error of the first group that has one, once all have ended.
         """
-        if not self._peers:
-            return [act(self._own)]
-        return _results(_outcomes(self.parts, act))
+        return on_each(self.parts, act) if self._peers else [act(self._own)]
 
     def _all_or_half(self, parts: Sequence[Storage], act: Callable[[Storage], None], target: str) -> None:
         outcomes = _outcomes(parts, act)
@@ -318,6 +331,14 @@ def _outcomes(parts: Sequence[Storage], act: Callable[[Storage], T]) -> list[T |
 
     run_all(run, range(len(parts)), _MOST_THREADS, name="ckpt-group")
     return [outcomes[number] for number in range(len(parts))]
+
+
+def on_each(disks: Sequence[Storage], act: Callable[[Storage], T]) -> Sequence[T]:
+    """Act on every disk at the same time; return the results in order.
+
+    Raises the error of the first that has one, once all have ended.
+    """
+    return _results(_outcomes(disks, act))
 
 
 def _results(outcomes: Sequence[T | Exception]) -> list[T]:
@@ -375,7 +396,7 @@ def holders(storage: Storage, directory: str, files: Sequence[FileEntry]) -> tup
             for child in part.list(key)
         }
 
-    there = _results(_outcomes(parts, names))
+    there = on_each(parts, names)
     held = {
         entry.path: [number for number, found in enumerate(there) if entry.path in found] for entry in files
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Final, final
@@ -43,6 +43,8 @@ class Loaded:
         storage: what its files were read from: several tiers if that copy lacks some.
         damaged: position of a tier -> problem of the copy there.
         nearest_name: of the copy in the nearest tier, be it damaged; "" without one.
+        sources: further tiers with equal copies, the nearest first.
+        suspects: files of the nearest tier that were found damaged; None if any may be.
         surveys: of all tiers, if the checkpoint was chosen from them.
     """
 
@@ -52,6 +54,8 @@ class Loaded:
     storage: Storage
     damaged: Mapping[int, str] = field(default_factory=dict[int, str])
     nearest_name: str = ""
+    sources: Sequence[Storage] = ()
+    suspects: Collection[str] | None = ()
     surveys: Sequence[Survey] = ()
 
     @property
@@ -67,10 +71,12 @@ class PassedOver:
 
     Attributes:
         damaged: for each tier, name -> problem.
+        suspects: the files of the nearest tier that were found damaged.
         untrusted: place -> why it is not trusted.
     """
 
     damaged: Sequence[dict[str, str]]
+    suspects: set[str] = field(default_factory=set[str])
     untrusted: dict[str, str] = field(default_factory=dict[str, str])
 
 
@@ -124,14 +130,18 @@ class TieredLoader:
                     noted = found if passed_over is not None or len(held.copies) > 1 else None
                     there = self._pass_over(copies, reading, error, noted)
                 else:
-                    damaged = _damage_of(held, found)
+                    damaged, near = _damage_of(held, found), held.copies[0].tier == 0
+                    further = [s for c, s in zip(copies, storages, strict=True) if c.tier]
                     return Loaded(
                         info=held.info,
                         saved=saved,
                         copy=copy,
                         storage=reading.storage,
                         damaged=damaged,
-                        nearest_name="" if held.copies[0].tier else held.info.name,
+                        nearest_name=held.info.name if near else "",
+                        sources=further,
+                        # What else is damaged in a copy that was passed over as a whole is not known.
+                        suspects=None if near and copy.tier else set(found.suspects),
                     )
         raise _worst(errors)
 
@@ -224,6 +234,8 @@ class TieredLoader:
                 (nearest, [])
             ]:
                 problem = shortened(of_copy) or str(error)
+                if not copy.tier:
+                    noted.suspects.update(failure.path for failure in of_copy)
                 before = noted.damaged[copy.tier].get(copy.info.name)
                 noted.damaged[copy.tier][copy.info.name] = f"{before}; {problem}" if before else problem
                 self.report(copy.tier, copy.info.name, problem, step=copy.info.step)

@@ -11,11 +11,14 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import IO, Final, NamedTuple, Protocol, runtime_checkable
 
+from ckpt_core.formats.checksums import Checksum
 from ckpt_core.storage._keys import StreamRanges
 from ckpt_core.storage._putting import Pace, Progress, PutSource, ReadAt, nothing, put_whole, unlimited
 
 ALIGNMENT: Final = 4096
 """Direct writes need memory, offsets and lengths that are multiples of this, and so do fast direct reads."""
+
+_BLOCK_BYTES: Final = 4 << 20
 
 
 class StorageEntry(NamedTuple):
@@ -327,6 +330,19 @@ class Storage(ABC):
         """Return the owner in words if `key` belongs to another user, else None."""
         del key
         return None
+
+    def checksum(self, key: str, like: str) -> str:
+        """Return the checksum of a file, of the algorithm in `like`.
+
+        Raises:
+            FileNotFoundError: no such file.
+            ValueError: the algorithm is not known to this version.
+        """
+        found = Checksum.like(like)
+        with self.open(key) as stream:
+            while block := stream.read(_BLOCK_BYTES):
+                found.update(block)
+        return str(found)
 
     def read_bytes(self, key: str) -> bytes:
         """Read a small file.
