@@ -139,8 +139,9 @@ class PartLook:
         lacking: dict[str, bytes] = {}
         for path, content in self.beside.items():
             there = self._content_at(disk, path)
-            # Nothing says which of two signatures is right.
-            if there is None or (content is self.content and there != content):
+            # A save puts their twins on one disk only. Nothing says which of two signatures is right.
+            expected = path in {MANIFEST, SIGNATURE}
+            if expected if there is None else content is self.content and there != content:
                 lacking[path] = content
         if not marked and MANIFEST in lacking:
             raise CannotRepairError(

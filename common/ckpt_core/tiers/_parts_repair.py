@@ -16,7 +16,7 @@ from typing import final
 from ckpt_core.commit import Manifest, working_name
 from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError
 from ckpt_core.groups import GroupedStorage, on_each
-from ckpt_core.names import EVERY_GROUP, MARKER, twin_name
+from ckpt_core.names import EVERY_GROUP, MARKER
 from ckpt_core.storage import Storage
 from ckpt_core.tiers._checked_reader import damaged
 from ckpt_core.tiers._copy import CheckpointCopy
@@ -54,6 +54,8 @@ class PartsRepair:
         self._sources = sources
         self._look = PartLook(root.parts, info, sources, stop)
         self._manifest = self._look.manifest
+        self._twins = {path: twin.path for path, twin in self._manifest.twins().items()}
+        self._twins |= {twin: path for path, twin in self._twins.items()}
         self.working = working_name(root, info.name, info.save_id)
         if not self._manifest.groups:
             raise CannotRepairError(
@@ -168,8 +170,7 @@ class PartsRepair:
 
     def _is_among(self, entry: FileEntry, known: Collection[str]) -> bool:
         """Return whether a file or its twin is among those known to be whole."""
-        twins = self._manifest.replicas > 1
-        return entry.path in known or (twins and twin_name(entry.path) in known)
+        return entry.path in known or self._twins.get(entry.path) in known
 
     def _complete(self, part: DiskPart) -> None:
         """Make a new part durable, its marker last: a later start may give it its name."""

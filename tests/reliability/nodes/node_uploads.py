@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias, final
 
 from ckpt_core import CheckpointManager, EverySteps, KeepLatest, Upload
+from ckpt_core.commit import Catalog, verify
 from ckpt_core.errors import CheckpointError
-from ckpt_core.names import JOURNAL, step_name
-from ckpt_core.storage import LocalStorage
+from ckpt_core.names import JOURNAL, MANIFEST, MARKER, METADATA, step_name
+from ckpt_core.storage import LocalStorage, Storage
 from ckpt_core.testing import FaultyStorage
 from tests.reliability import forks
 from tests.reliability.disk.findings import PromiseBrokenError
@@ -37,6 +38,7 @@ _KEPT: Final = 2
 _ATTEMPTS: Final = 3
 _LIMIT_SECONDS: Final = 100.0
 _LOSSES: Final = ((0,), (1,), (0, 1))
+_ON_EVERY_DISK: Final = (MARKER, MANIFEST, METADATA)
 _KNOWN: Final = {"writer.json.lock", "tiers.json", "damaged.json.lock", "pins.json.lock"} | JOURNAL
 
 
@@ -107,6 +109,9 @@ def _live(base: Path, scene: NodeScene, rank: Rank, steps: Sequence[int], tell: 
     with _manager(base, scene, rank) as checkpoints:
         resumed = checkpoints.resume(state) or 0
         tell({"resumed": resumed, "right": not resumed or values(state) == values(state_of(resumed, rank))})
+        checkpoints._repairer.wait()  # kills hit all of it, and no later save makes it pointless
+        if resumed and not rank.number:
+            tell({"lacking": _lacking(checkpoints.storage, resumed)})
         for step in steps or range(resumed + 1, resumed + _NEXT + 1):
             handle = checkpoints.maybe_save(step, state_of(step, rank))
             if handle is None:
@@ -117,6 +122,18 @@ def _live(base: Path, scene: NodeScene, rank: Rank, steps: Sequence[int], tell: 
             handle.result()
             tell({"committed": step})
     return resumed
+
+
+def _lacking(root: Storage, step: int) -> list[str]:
+    """What the disks of all nodes together lack of the checkpoint resumed, and each of what all have."""
+    name = Catalog(root).find(step=step).name
+    places = [
+        f"{part.url}: no {path}"
+        for part in root.parts
+        for path in _ON_EVERY_DISK
+        if not part.exists(f"{name}/{path}")
+    ]
+    return [*map(str, verify(root, name)), *places]
 
 
 def _rehearse(scene: NodeScene, template: Path) -> list[NodePoint]:
@@ -214,6 +231,10 @@ def _seen(scene: NodeScene, base: Path, acknowledged: int) -> tuple[int | None, 
     (resumed,) = steps
     if not all(message["right"] for message in begun):
         return resumed, f"step {resumed} holds other values"
+    if lacking := [
+        each for child in children for message in child.told for each in message.get("lacking", [])
+    ]:
+        return resumed, f"step {resumed} is not whole on the disks after its repair: {lacking[:3]}"
     if resumed < acknowledged:
         return resumed, f"step {acknowledged} was acknowledged, {resumed} was resumed"
     return resumed, _problem_after(base, resumed + _NEXT)

@@ -17,7 +17,7 @@ from ckpt_core.commit import Catalog, Manifest, Marker, begin, collect_orphans, 
 from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError
 from ckpt_core.formats.checksums import checksum
 from ckpt_core.groups import GroupedStorage
-from ckpt_core.names import EVERY_GROUP
+from ckpt_core.names import EVERY_GROUP, MANIFEST, twin_name
 from ckpt_core.root._settling import settle_parts
 from ckpt_core.storage import LocalStorage, Storage
 from ckpt_core.testing import Fault, FaultyStorage
@@ -40,8 +40,9 @@ def paths_of(group: int) -> list[str]:
 class Nodes:
     """A checkpoint on the disks of some nodes, and its copy in a durable tier."""
 
-    def __init__(self, base: Path, groups: int = 2) -> None:
+    def __init__(self, base: Path, groups: int = 2, replicas: int = 1) -> None:
         self.base = base
+        self.replicas = replicas
         self.durable = base / "durable"
         self.durable.mkdir()
         self.info = self.save(groups)
@@ -68,10 +69,13 @@ class Nodes:
         root = self.root(groups)
         working = begin(root, NAME, save_id, replace=replace)
         placed = [(path, group) for group in range(groups) for path in paths_of(group)]
+        if self.replicas > 1:
+            placed += [(twin_name(path), (group + 1) % groups) for path, group in placed]
         placed += [(path, EVERY_GROUP) for path in ANYWHERE]
         files = []
         for path, group in placed:
-            content = content_of(save_id + path if replace else path)
+            original = path.removesuffix(twin_name(""))
+            content = content_of(save_id + original if replace else original)
             for number, part in enumerate(root.parts):
                 if group in {number, EVERY_GROUP}:
                     part.write_bytes(f"{working}/{path}", content)
@@ -81,9 +85,12 @@ class Nodes:
             step=7,
             created=1.0,
             world_size=groups,
+            replicas=self.replicas,
             files=tuple(files),
             groups=tuple(group for _, group in placed),
         )
+        if self.replicas > 1:
+            root.parts[-1].write_bytes(f"{working}/{twin_name(MANIFEST)}", manifest.to_bytes())
         return commit(root, working, NAME, manifest, replace=replace)
 
     def repair(
@@ -176,6 +183,22 @@ def test_what_every_disk_has_needs_no_further_tier(nodes: Nodes):
     flip(nodes.disk(0) / NAME / "shared.bin")
     nodes.repair(nodes.root(2), sources=[])
     assert tree(nodes.disk(0)) == nodes.before[0]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_with_twins_a_lost_disk_needs_no_further_tier(tmp_path: Path, lost):
+    nodes = Nodes(tmp_path, replicas=2)
+    root = nodes.root(2)
+    assert not nodes.repair(root, None).is_needed
+    lose(nodes.disk(lost))
+    nodes.repair(nodes.root(2), sources=[])
+    second = {f"{NAME}/{twin_name(MANIFEST)}"}
+    for number in (0, 1):
+        now, before = tree(nodes.disk(number)), nodes.before[number]
+        assert {path: now[path] for path in before} == before
+        assert now.keys() - before.keys() <= second
+    assert verify(root, NAME) == []
+    assert not nodes.repair(root, None).is_needed
 
 
 def test_a_damaged_tier_is_passed_over_file_by_file(nodes: Nodes, tmp_path: Path):
