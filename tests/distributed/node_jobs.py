@@ -178,6 +178,14 @@ def live(base: Path) -> dict[str, Any]:
     lose(tiers / "node-1")
     found["node lost, upload"] = resumed(tiers, upload=upload, repaired=True)
     found["repaired"] = contents(tiers) == before, resumed(tiers)
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        for path in (tiers / "node-1" / "step-000000002").glob("__1_*"):
+            path.write_bytes(path.read_bytes()[:-1] + b"?")
+    torch.distributed.barrier()
+    found["damaged, upload"] = resumed(tiers, upload=upload, repaired=True)
+    marks = json.loads((tiers / f"node-{node_of_this_rank()}" / "damaged.json").read_text())
+    found["repaired again"] = contents(tiers) == before, resumed(tiers), marks["checkpoints"]
     saved(tiers, [3], upload=upload)
     found["went on"] = resumed(tiers)
     found["refused"] = refused(base / "broken")

@@ -89,6 +89,11 @@ def test_the_disk_of_the_lost_node_gets_its_part_again_from_the_durable_tier(fou
     assert both(found, "repaired") == [(True, (2, True))] * 2
 
 
+def test_a_file_damaged_on_the_disk_of_one_node_is_replaced_and_the_mark_removed(found: Found):
+    assert both(found, "damaged, upload") == [(2, True)] * 2
+    assert both(found, "repaired again") == [(True, (2, True), {})] * 2
+
+
 def test_the_copy_in_one_place_is_a_checkpoint_for_older_readers(found: Found):
     assert both(found, "format of the copy") == [1, 1]
 

@@ -19,6 +19,7 @@ from ckpt_core.names import EVERY_GROUP
 from ckpt_core.storage import LocalStorage, Lock, RangeReader, Storage, StorageEntry, open_storage
 from ckpt_core.types import FileEntry
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 _MOST_THREADS: Final = 16
@@ -319,7 +320,7 @@ class _Locks:
             lock.release()
 
 
-def _outcomes(parts: Sequence[Storage], act: Callable[[Storage], T]) -> list[T | Exception]:
+def _outcomes(parts: Sequence[S], act: Callable[[S], T]) -> list[T | Exception]:
     """Act in these groups at the same time; return results and errors in order."""
     outcomes: dict[int, T | Exception] = {}
 
@@ -333,8 +334,8 @@ def _outcomes(parts: Sequence[Storage], act: Callable[[Storage], T]) -> list[T |
     return [outcomes[number] for number in range(len(parts))]
 
 
-def on_each(disks: Sequence[Storage], act: Callable[[Storage], T]) -> Sequence[T]:
-    """Act on every disk at the same time; return the results in order.
+def on_each(disks: Sequence[S], act: Callable[[S], T]) -> Sequence[T]:
+    """Act on each of several disks at the same time; return the results in order.
 
     Raises the error of the first that has one, once all have ended.
     """

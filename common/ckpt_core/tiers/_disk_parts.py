@@ -94,8 +94,9 @@ class PartLook:
         self.marker = self._found_marker(disks)
 
     def files(self) -> Iterator[tuple[FileEntry, int]]:
-        """Yield the files of the manifest, each with its group."""
-        return zip(self.manifest.files, self.manifest.groups, strict=True)
+        """Yield the files of the manifest, each with its group; 0 if it was saved in one place."""
+        groups = self.manifest.groups or (0,) * len(self.manifest.files)
+        return zip(self.manifest.files, groups, strict=True)
 
     def at(self, disk: Storage, suspects: Collection[str] | None) -> DiskPart:
         """Look at one disk.
@@ -210,7 +211,9 @@ class PartLook:
         for disk in disks:
             with suppress(CheckpointError, OSError):
                 content = read_small(disk, f"{self._name}/{MARKER}", _MOST_MARKER_BYTES)
-                if self._is_ours(Marker.from_bytes(content)):
+                marker = Marker.from_bytes(content)
+                # One of one group is on a disk that had it all, as on a job's only node.
+                if self._is_ours(marker) and marker.groups > 1:
                     return content
         return Marker.of(self.manifest, self.content, groups=len(disks)).to_bytes()
 

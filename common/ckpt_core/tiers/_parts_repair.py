@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import final
 
-from ckpt_core.commit import Manifest, working_name
+from ckpt_core.commit import working_name
 from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError
 from ckpt_core.groups import GroupedStorage, on_each
 from ckpt_core.names import EVERY_GROUP, MARKER
@@ -43,7 +43,6 @@ class PartsRepair:
 
     Raises:
         CorruptCheckpointError: its manifest is not to be found.
-        CannotRepairError: it was saved in one place.
     """
 
     def __init__(
@@ -57,10 +56,6 @@ class PartsRepair:
         self._twins = {path: twin.path for path, twin in self._manifest.twins().items()}
         self._twins |= {twin: path for path, twin in self._twins.items()}
         self.working = working_name(root, info.name, info.save_id)
-        if not self._manifest.groups:
-            raise CannotRepairError(
-                "it was saved in one place, so that no file belongs to the disk of a node"
-            )
         self._parts: Sequence[DiskPart] = ()
         self._homes: Mapping[int, int] = {}
 
@@ -78,11 +73,12 @@ class PartsRepair:
         """Find what each disk lacks; see `PartLook.at`.
 
         Raises:
-            CannotRepairError: a disk has something else under that name.
+            CannotRepairError: a disk has something else under that name, or the checkpoint was saved in one
+                place and is not whole.
             OSError: a disk failed, or its node was lost.
         """
         self._parts = on_each(self._root.parts, lambda disk: self._look.at(disk, suspects))
-        self._homes = _homes(self._manifest, self._parts)
+        self._homes = _homes([*self._look.files()], self._parts)
         for entry, group in self._look.files():
             wrong = [part for part in self._parts if entry.path in part.wrong]
             lacking = [part for part in self._parts if entry.path not in part.whole]
@@ -92,6 +88,10 @@ class PartsRepair:
                 wrong = [self._parts[self._homes[group]]]
             for part in wrong:
                 part.wanted.append(entry)
+        if not self._manifest.groups:
+            if self.size_bytes:
+                raise CannotRepairError("it was saved in one place: no file belongs to the disk of a node")
+            self._parts = ()
 
     def crowded(self, headroom: Callable[[int | None], int]) -> str:
         """Return which disk has too little room for this and for a save like it, or "".
@@ -132,15 +132,12 @@ class PartsRepair:
         check()
         # No save or prune of this job may give the name to another directory between look and change.
         with self._root.names_held():
-            self._require_unchanged()
-            for part in self._parts:
-                if part.there and part.lacks_any:
-                    self._put(part)
+            on_each(self._parts, self._require_unchanged)
+            on_each([part for part in self._parts if part.there and part.lacks_any], self._put)
         if new := [part for part in self._parts if not part.there]:
-            for part in new:
-                self._complete(part)
+            on_each(new, self._complete)
             with self._root.names_held():
-                self._require_unchanged()
+                on_each(self._parts, self._require_unchanged)
                 self._root.rename(self.working, self._name)
             self._root.sync_directory("")
 
@@ -179,18 +176,17 @@ class PartsRepair:
         for inner in _directories(part.wanted):
             part.disk.sync_directory(f"{self.working}/{inner}" if inner else self.working)
 
-    def _require_unchanged(self) -> None:
+    def _require_unchanged(self, part: DiskPart) -> None:
         """Raise if a disk has no longer what `look` saw there."""
-        for part in self._parts:
-            there = part.disk.entry(self._name) is not None
-            if there and part.there:
-                with suppress(CannotRepairError):
-                    self._look.lacking_beside(part.disk)
-                    continue
-            if there or part.there:
-                raise CheckpointNotFoundError(
-                    f"{self._root.url}/{self._name} was pruned or replaced while it was repaired"
-                )
+        there = part.disk.entry(self._name) is not None
+        if there and part.there:
+            with suppress(CannotRepairError):
+                self._look.lacking_beside(part.disk)
+                return
+        if there or part.there:
+            raise CheckpointNotFoundError(
+                f"{self._root.url}/{self._name} was pruned or replaced while it was repaired"
+            )
 
     def _put(self, part: DiskPart) -> None:
         """Put what was copied in the place of what is damaged or missing on a disk."""
@@ -209,15 +205,15 @@ class PartsRepair:
         part.disk.delete(self.working)
 
 
-def _homes(manifest: Manifest, parts: Sequence[DiskPart]) -> Mapping[int, int]:
+def _homes(files: Sequence[tuple[FileEntry, int]], parts: Sequence[DiskPart]) -> Mapping[int, int]:
     """Return for each group the disk with most of its files, or one to take them.
 
     The files of a group stay together: a node that sees its disk alone must know what is not there.
     """
-    groups, numbers = sorted({*manifest.groups} - {EVERY_GROUP}), range(len(parts))
+    groups, numbers = sorted({group for _, group in files} - {EVERY_GROUP}), range(len(parts))
     found = Counter(
         (group, number)
-        for entry, group in zip(manifest.files, manifest.groups, strict=True)
+        for entry, group in files
         for number, part in enumerate(parts)
         if entry.path in part.whole or entry.path in part.wrong
     )

@@ -275,6 +275,8 @@ def test_a_checkpoint_of_one_place_is_not_repaired_on_several_disks(nodes: Nodes
     nodes.info = marker.info(NAME)
     with pytest.raises(CannotRepairError, match="saved in one place"):
         nodes.repair(nodes.root(2))
+    shutil.copytree(nodes.durable / NAME, nodes.disk(1) / NAME)
+    assert not nodes.repair(nodes.root(2), None).is_needed
 
 
 @pytest.mark.parametrize("now", [(1, 0), (0, 2), (2, 0, 1), (0, 1, 2, 3)], ids=str)
@@ -295,6 +297,19 @@ def test_on_other_disks_than_at_the_save_the_files_of_a_group_stay_together(tmp_
     markers = {tree(nodes.disk(number))[f"{NAME}/COMMITTED"] for number in now}
     assert len(markers) == 1
     assert not nodes.repair(root, None).is_needed
+
+
+def test_a_part_is_never_taken_for_a_whole_checkpoint(nodes: Nodes):
+    """Node 0 was alone for a while, and has all of it; node 1 is new."""
+    lose(nodes.disk(0))
+    lose(nodes.disk(1))
+    nodes.disk(0).mkdir()
+    shutil.copytree(nodes.durable / NAME, nodes.disk(0) / NAME)
+    nodes.repair(nodes.root(2))
+    for number, groups in ((0, 1), (1, 2)):
+        alone = LocalStorage(nodes.disk(number))
+        assert Marker.read(alone, NAME).groups == groups
+        assert len(Catalog(alone).survey().parts) == number
 
 
 def test_it_is_given_up_where_retention_removed_the_checkpoint_meanwhile(nodes: Nodes):
