@@ -121,7 +121,7 @@ class _Desk:
             "directories": lambda key: sorted(storage.directories(key)),
             "entry": lambda key: None if (found := storage.entry(key)) is None else entry_row(found),
             "size": storage.size,
-            "checksum": storage.checksum,
+            "crc32": storage.crc32,
             "open": lambda key, opening: self._reader(key, opening).size_bytes,
             "free": lambda: [storage.free_bytes(), storage.total_bytes(), storage.free_files()],
             "other_owner": storage.other_owner,

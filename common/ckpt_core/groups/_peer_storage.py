@@ -196,8 +196,8 @@ class PeerStorage(Storage):
         return int(self._ask("size", key))
 
     @override
-    def checksum(self, key: str, like: str) -> str:
-        return str(self._ask("checksum", key, like))  # computed there: the bytes stay where they are
+    def crc32(self, key: str, offset: int, size_bytes: int) -> int:
+        return int(self._ask("crc32", key, offset, size_bytes))  # the bytes stay where they are
 
     @override
     def delete(self, key: str) -> None:

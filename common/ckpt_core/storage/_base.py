@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import IO, Final, NamedTuple, Protocol, runtime_checkable
 
-from ckpt_core.formats.checksums import Checksum
+from ckpt_core.formats.checksums import crc32
 from ckpt_core.storage._keys import StreamRanges
 from ckpt_core.storage._putting import Pace, Progress, PutSource, ReadAt, nothing, put_whole, unlimited
 
@@ -331,18 +331,21 @@ class Storage(ABC):
         del key
         return None
 
-    def checksum(self, key: str, like: str) -> str:
-        """Return the checksum of a file, of the algorithm in `like`.
+    def crc32(self, key: str, offset: int, size_bytes: int) -> int:
+        """Return the CRC-32 of a range of a file, computed where the file is if possible.
 
         Raises:
             FileNotFoundError: no such file.
-            ValueError: the algorithm is not known to this version.
+            EOFError: the file ends earlier.
         """
-        found = Checksum.like(like)
-        with self.open(key) as stream:
-            while block := stream.read(_BLOCK_BYTES):
-                found.update(block)
-        return str(found)
+        found, end = 0, offset + size_bytes
+        buffer = memoryview(bytearray(min(size_bytes, _BLOCK_BYTES)))
+        with self.open_ranges(key) as reader:
+            while offset < end:
+                block = buffer[: end - offset]
+                reader.read_into(offset, block)
+                found, offset = crc32(block, found), offset + len(block)
+        return found
 
     def read_bytes(self, key: str) -> bytes:
         """Read a small file.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import random
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,7 @@ class StorageTests:
             assert reader.size_bytes == len(content)
             for start, stop in [(0, 100_000), (0, 1), (99_999, 100_000), (4095, 70_001), (500, 500)]:
                 assert _range(reader, start, stop) == content[start:stop]
+                assert storage.crc32("step/a", start, stop - start) == zlib.crc32(content[start:stop])
 
     def test_a_range_fills_the_middle_of_a_buffer_and_nothing_else(self, storage: Storage) -> None:
         self.raw_write(storage, "a", b"0123456789")

@@ -11,12 +11,16 @@ from typing import Final, final
 
 from ckpt_core.commit import MAX_SIGNATURE_BYTES, Manifest, Marker
 from ckpt_core.errors import CheckpointError, CorruptCheckpointError
+from ckpt_core.formats.checksums import Checksum, combine_crc32, crc32_text, crc32_value
 from ckpt_core.names import EVERY_GROUP, MANIFEST, MARKER, SIGNATURE, twin_name
 from ckpt_core.storage import Storage, StorageEntry, read_small
 from ckpt_core.tiers._checked_reader import damaged
 from ckpt_core.types import CheckpointInfo, FileEntry
 
 _MOST_MARKER_BYTES: Final = 1 << 20
+_BLOCK_BYTES: Final = 4 << 20
+_RANGE_BYTES: Final = 256 << 20
+"""Of one request to a disk, during which the look cannot be stopped."""
 
 
 class CannotRepairError(Exception):
@@ -94,7 +98,7 @@ class PartLook:
         self.marker = self._found_marker(disks)
 
     def files(self) -> Iterator[tuple[FileEntry, int]]:
-        """Yield the files of the manifest, each with its group; 0 if it was saved in one place."""
+        """Yield the files of the manifest, each with its group; 0 if all are in one place."""
         groups = self.manifest.groups or (0,) * len(self.manifest.files)
         return zip(self.manifest.files, groups, strict=True)
 
@@ -125,8 +129,7 @@ class PartLook:
                 raise CannotRepairError(f"{disk.url}/{self._name}/{entry.path} is no file of a save")
             right = found.size_bytes == entry.size_bytes
             if right and (group == EVERY_GROUP or suspects is None or entry.path in suspects):
-                self._stop()
-                right = _is_whole(disk, f"{self._name}/{entry.path}", entry)
+                right = _is_whole(disk, f"{self._name}/{entry.path}", entry, self._stop)
             (part.whole if right else part.wrong).add(entry.path)
         return part
 
@@ -218,14 +221,30 @@ class PartLook:
         return Marker.of(self.manifest, self.content, groups=len(disks)).to_bytes()
 
 
-def _is_whole(disk: Storage, key: str, entry: FileEntry) -> bool:
+def _is_whole(disk: Storage, key: str, entry: FileEntry, stop: Callable[[], None]) -> bool:
     """Return whether a file has the checksum committed."""
     try:
-        return disk.checksum(key, entry.checksum) == entry.checksum
-    except (FileNotFoundError, ValueError):
+        return _sum(disk, key, entry, stop) == entry.checksum
+    except (FileNotFoundError, EOFError, ValueError):
         return False  # of a checksum that this version does not know, the copy tells
     except OSError as error:
         # A block that the device cannot read is lost; any other error may be temporary.
         if error.errno != errno.EIO:
             raise
         return False
+
+
+def _sum(disk: Storage, key: str, entry: FileEntry, stop: Callable[[], None]) -> str:
+    if crc32_value(entry.checksum) is None:
+        running = Checksum.like(entry.checksum)
+        with disk.open(key) as stream:
+            while block := stream.read(_BLOCK_BYTES):
+                stop()
+                running.update(block)
+        return str(running)
+    joined = 0
+    for offset in range(0, entry.size_bytes, _RANGE_BYTES):
+        stop()
+        count = min(_RANGE_BYTES, entry.size_bytes - offset)
+        joined = combine_crc32(joined, disk.crc32(key, offset, count), count)
+    return crc32_text(joined)
