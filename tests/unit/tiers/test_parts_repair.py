@@ -321,7 +321,11 @@ def test_it_is_given_up_where_retention_removed_the_checkpoint_meanwhile(nodes: 
     assert [tree(nodes.disk(number)) for number in (0, 1)] == [{}, {}]
 
 
-@pytest.mark.parametrize("harm", [(lose, "__1_0.distcp"), (flip, "shared.bin"), (lose, "")], ids=str)
+@pytest.mark.parametrize(
+    "harm",
+    [(lose, "__1_0.distcp"), (flip, "shared.bin"), (lose, "")],
+    ids=["file lost", "file damaged", "disk lost"],
+)
 def test_a_save_that_took_the_name_meanwhile_is_not_touched(nodes: Nodes, harm):
     act, place = harm
     act(nodes.disk(1) / NAME / place)
