@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -20,7 +20,7 @@ from ckpt_core.groups import GroupedStorage
 from ckpt_core.names import EVERY_GROUP, MANIFEST, twin_name
 from ckpt_core.root._settling import settle_parts
 from ckpt_core.storage import LocalStorage, Storage
-from ckpt_core.testing import Fault, FaultyStorage
+from ckpt_core.testing import Fault, FaultyStorage, Operation
 from ckpt_core.tiers import CannotRepairError, CopyTerms, PartsRepair, copy_checkpoint
 from ckpt_core.types import CheckpointInfo, FileEntry
 from tests.support.thorough import THOROUGH
@@ -137,7 +137,8 @@ def lose(path: Path) -> None:
     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-WHAT: list[tuple[str, list[tuple[Callable[[Path], None], str]]]] = [
+Harm: TypeAlias = tuple[Callable[[Path], None], str]
+WHAT: list[tuple[str, list[Harm]]] = [
     ("a disk is new", [(lose, "node-1")]),
     ("the disk of the coordinator is new", [(lose, "node-0")]),
     ("all disks are new", [(lose, "node-0"), (lose, "node-1")]),
@@ -160,7 +161,7 @@ SUSPECTS = ("__0_0.distcp", "__1_0.distcp", "host/weights-1.bin")
 
 
 @pytest.mark.parametrize("harm", [harm for _, harm in WHAT], ids=[what for what, _ in WHAT])
-def test_each_disk_has_again_what_it_had(nodes: Nodes, harm):
+def test_each_disk_has_again_what_it_had(nodes: Nodes, harm: Sequence[Harm]):
     for act, place in harm:
         act(nodes.base / place)
     root = nodes.root(2)
@@ -186,7 +187,7 @@ def test_what_every_disk_has_needs_no_further_tier(nodes: Nodes):
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_with_twins_a_lost_disk_needs_no_further_tier(tmp_path: Path, lost):
+def test_with_twins_a_lost_disk_needs_no_further_tier(tmp_path: Path, lost: int):
     nodes = Nodes(tmp_path, replicas=2)
     root = nodes.root(2)
     assert not nodes.repair(root, None).is_needed
@@ -253,7 +254,7 @@ def _directory_for_file(disk: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [_other_save, _users_directory, _link, _directory_for_file])
-def test_what_is_not_a_part_of_it_is_not_touched(nodes: Nodes, harm):
+def test_what_is_not_a_part_of_it_is_not_touched(nodes: Nodes, harm: Any):
     harm(nodes.disk(1))
     lose(nodes.disk(0) / NAME / "__0_0.distcp")
     before = [tree(nodes.disk(number)) for number in (0, 1)]
@@ -280,7 +281,9 @@ def test_a_checkpoint_of_one_place_is_not_repaired_on_several_disks(nodes: Nodes
 
 
 @pytest.mark.parametrize("now", [(1, 0), (0, 2), (2, 0, 1), (0, 1, 2, 3)], ids=str)
-def test_on_other_disks_than_at_the_save_the_files_of_a_group_stay_together(tmp_path: Path, now):
+def test_on_other_disks_than_at_the_save_the_files_of_a_group_stay_together(
+    tmp_path: Path, now: tuple[int, ...]
+):
     """Nodes in another order, and fewer or more than at the save; nodes 1 and 3 are new."""
     nodes = Nodes(tmp_path, groups=3)
     lose(nodes.disk(1))
@@ -322,11 +325,9 @@ def test_it_is_given_up_where_retention_removed_the_checkpoint_meanwhile(nodes: 
 
 
 @pytest.mark.parametrize(
-    "harm",
-    [(lose, "__1_0.distcp"), (flip, "shared.bin"), (lose, "")],
-    ids=["file lost", "file damaged", "disk lost"],
+    "harm", [(lose, "__1_0.distcp"), (flip, "shared.bin"), (lose, "")], ids=["file", "shared", "part"]
 )
-def test_a_save_that_took_the_name_meanwhile_is_not_touched(nodes: Nodes, harm):
+def test_a_save_that_took_the_name_meanwhile_is_not_touched(nodes: Nodes, harm: Any):
     act, place = harm
     act(nodes.disk(1) / NAME / place)
     root = nodes.root(2)
@@ -363,7 +364,7 @@ def test_no_other_thread_renames_while_files_take_their_place(nodes: Nodes):
     assert root.directories("") == {"later"}
 
 
-HARMS: Mapping[str, Sequence[tuple[Callable[[Path], None], str]]] = {
+HARMS: Mapping[str, Sequence[Harm]] = {
     "new": [(lose, "node-1")],
     "all new": [(lose, "node-0"), (lose, "node-1")],
     "damaged": [(flip, f"node-1/{NAME}/__1_0.distcp"), (cut, f"node-0/{NAME}/shared.bin")],
@@ -374,7 +375,7 @@ CHANGES = {"create", "close", "replace", "delete", "make_directory", "sync_direc
 
 @pytest.mark.parametrize(("how", "first"), [("killed", 1), ("a node is lost", 5)])
 @pytest.mark.parametrize("harm", HARMS)
-def test_whenever_it_ends_each_disk_has_at_least_what_it_had(nodes: Nodes, harm, how, first):
+def test_whenever_it_ends_each_disk_has_at_least_what_it_had(nodes: Nodes, harm: str, how: str, first: int):
     """And every file that counts is the one committed; the next repair finds the rest."""
     for act, place in HARMS[harm]:
         act(nodes.base / place)
@@ -394,7 +395,7 @@ def test_whenever_it_ends_each_disk_has_at_least_what_it_had(nodes: Nodes, harm,
             shutil.copytree(left / f"{number}", nodes.disk(number))
         remaining = iter(range(place))
 
-        def end(operation):
+        def end(operation: Operation):
             if operation.method in CHANGES and next(remaining, None) is None:
                 raise SystemExit if how == "killed" else ConnectionResetError(errno.ECONNRESET, "lost")
 
