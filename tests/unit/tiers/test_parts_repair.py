@@ -315,11 +315,18 @@ def test_a_part_is_never_taken_for_a_whole_checkpoint(nodes: Nodes):
         assert len(Catalog(alone).survey().parts) == number
 
 
-def test_it_is_given_up_where_retention_removed_the_checkpoint_meanwhile(nodes: Nodes):
+@pytest.mark.parametrize("when", ["before it gets a name", "while its marker is written"])
+def test_it_is_given_up_where_retention_removed_the_checkpoint_meanwhile(nodes: Nodes, when: str):
     lose(nodes.disk(1))
     root = nodes.root(2)
+
+    def prune(_: object = None) -> None:
+        remove(root, nodes.info)
+
+    late = [Fault(method="create", key="*/COMMITTED", before=prune)]
+    repairing = nodes.root(2, faults=late if when == "while its marker is written" else [])
     with pytest.raises(CheckpointNotFoundError, match="pruned or replaced"):
-        nodes.repair(root, check=lambda: remove(root, nodes.info))
+        nodes.repair(repairing, check=prune if when == "before it gets a name" else lambda: None)
     nodes.settled(root)
     assert [tree(nodes.disk(number)) for number in (0, 1)] == [{}, {}]
 
