@@ -149,11 +149,11 @@ class Repairer:
         place = f"{self._job.storage.url}/{info.name}"
         try:
             if repair():
-                _logger.info("%s is whole again: what it lacked was copied from the next tier", place)
+                _logger.info("%s is whole again: what it lacked was copied in the background", place)
         except (_GivenUpError, CannotRepairError) as reason:
             _logger.info("%s was not repaired: %s", place, reason)
         except (CheckpointError, OSError) as error:
-            _logger.warning("%s could not be repaired from the next tier: %s", place, failure_text(error))
+            _logger.warning("%s could not be repaired: %s", place, failure_text(error))
             if isinstance(error, HalfRenamedError):
                 self._working = ""  # the next start of the job finishes it
         else:
