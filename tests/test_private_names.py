@@ -215,6 +215,7 @@ FSSPEC = {
 }
 # Of objects that tests of their own make; and what other languages than Python's privacy means by "_".
 ELSEWHERE = {
+    "_exit": "os, documented: the end of a process without cleaning up",
     "_defaults": "torchmetrics.Metric",
     "_last_val_time": "set by Lightning's fit loop if validation is by time",
     "_mode": "lightning.pytorch.utilities.combined_loader.CombinedLoader",

@@ -21,6 +21,7 @@ TIERS = "tiers.json"
 HISTORY = "history.jsonl"
 EVENTS = "events.jsonl"
 EARLIER_EVENTS = "events.1.jsonl"
+_LOST_AND_FOUND = "lost+found"
 JOURNAL = frozenset({HISTORY, EVENTS, EARLIER_EVENTS})
 DATA_SUFFIX = ".distcp"
 TWIN_SUFFIX = ".replica"
@@ -102,6 +103,16 @@ def is_trash(name: str) -> bool:
 def is_replaced(name: str) -> bool:
     """Return whether `name` is a user's directory that a checkpoint has replaced."""
     return _parse(name)[0] == "replaced"
+
+
+def can_count(name: str) -> bool:
+    """Return whether a directory of that name is a checkpoint if it holds a marker.
+
+    False for names of saves in flight, of trash, and of directories moved aside; and for `lost+found`, which
+    lies at the top of some filesystems, and only the administrator may list.
+    """
+    never = is_incomplete(name) or is_trash(name) or is_corrupt(name) or is_replaced(name)
+    return name != _LOST_AND_FOUND and not never
 
 
 def set_aside(name: str) -> str | None:

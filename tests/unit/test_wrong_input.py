@@ -18,10 +18,11 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
 )
 
-from ckpt_core import CheckpointManager, Counters, EverySteps, TrainState
-from ckpt_core.commit import describe, look_around
-from ckpt_core.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
-from ckpt_core.storage import LocalStorage, ObjectStorage, open_storage
+from ckpt_core import CheckpointManager, Counters, EverySteps, KeepLatest, TrainState
+from ckpt_core.commit import Catalog, describe, look_around
+from ckpt_core.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError, LoadError
+from ckpt_core.storage import LocalStorage, MemoryStorage, ObjectStorage, open_storage
+from ckpt_core.testing import Fault, FaultyStorage
 from tests.unit.commit.checkpoints import save
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -174,6 +175,44 @@ def test_looking_around_is_the_same_on_an_object_store(tmp_path):
     assert (around.runs, around.stock, around.unmarked) == (["a", "b"], [], [])
     assert look_around(ObjectStorage(f"{storage.url}/a/step-000000001")).is_checkpoint
     assert "a root of checkpoints" in describe(storage, "a")
+
+
+def closed(name: str) -> FaultyStorage:
+    """A root with a directory that this user may not enter."""
+    inner = MemoryStorage("around")
+    inner.make_directory(name)
+    denied = PermissionError(13, "Permission denied")
+    return FaultyStorage(inner, [Fault(key=f"{name}*", error=denied)])
+
+
+def test_a_directory_that_may_not_be_listed_is_named_and_hides_no_other():
+    storage = closed("theirs")
+    storage.make_directory("run")
+    storage.make_directory("run/step-000000001")
+    storage.write_bytes("run/step-000000001/COMMITTED", b"{}")
+    around = look_around(storage)
+    assert (around.runs, around.unlisted) == (["run"], ["theirs"])
+
+
+def test_a_root_at_the_top_of_a_filesystem_is_used_although_lost_and_found_is_closed():
+    values = {"w": torch.ones(3)}
+    storage = closed("lost+found")
+    for step in (1, 2, 3):
+        with CheckpointManager(storage, keep=KeepLatest(1)) as checkpoints:
+            assert checkpoints.resume(values) == (step - 1 or None)
+            checkpoints.save(step, values)
+    assert [info.step for info in Catalog(storage).committed()] == [3]
+    with pytest.raises(ConfigError, match="cannot be the name of a checkpoint"):
+        CheckpointManager(storage).save(4, values, name="lost+found")
+
+
+def test_a_closed_directory_that_may_be_a_newer_checkpoint_is_no_reason_to_go_back():
+    values = {"w": torch.ones(3)}
+    storage = closed("theirs")
+    with CheckpointManager(storage) as checkpoints:
+        checkpoints.save(1, values)
+    with CheckpointManager(storage) as checkpoints, pytest.raises(LoadError, match="around/theirs may hold"):
+        checkpoints.resume(values)
 
 
 # --- wrong kinds of checkpoint ------------------------------------------------------------------------------

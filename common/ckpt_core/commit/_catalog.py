@@ -47,9 +47,9 @@ from ckpt_core.names import (
     MANIFEST,
     MARKER,
     PINS,
+    can_count,
     is_corrupt,
     is_incomplete,
-    is_replaced,
     is_trash,
     parse_step_name,
     set_aside,
@@ -490,11 +490,3 @@ def _located(place: str, error: CheckpointError | OSError) -> CheckpointError | 
     if isinstance(error, IncompatibleCheckpointError | ArchivedError):
         return error.retold(f"{place}: {error}")
     return error
-
-
-def can_count(name: str) -> bool:
-    """Return whether a directory of that name is a checkpoint if it holds a marker.
-
-    False for names of saves in flight, of trash, and of directories moved aside.
-    """
-    return not (is_incomplete(name) or is_trash(name) or is_corrupt(name) or is_replaced(name))

@@ -42,7 +42,6 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Final, NoReturn
 
-from ckpt_core.commit._catalog import can_count
 from ckpt_core.commit._manifest import MAX_MANIFEST_BYTES, MAX_MARKER_BYTES, Manifest, Marker
 from ckpt_core.commit._occupant import Occupant, is_link, occupant, quarantine, set_aside
 from ckpt_core.commit._strangers import delete_in_place, directories_of, join, merge, retire, unlike
@@ -65,6 +64,7 @@ from ckpt_core.names import (
     SHARED,
     TIERS,
     WRITER,
+    can_count,
     data_rank,
     drafted,
     incomplete_name,

@@ -17,7 +17,6 @@ from ckpt_core.commit._catalog import (
     Catalog,
     Survey,
     arrange,
-    can_count,
     read_all,
     with_remarks,
 )
@@ -32,6 +31,7 @@ from ckpt_core.errors import (
     IncompatibleCheckpointError,
     lost,
 )
+from ckpt_core.names import can_count
 from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo, FileEntry
 

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import IO, final
 
-from ckpt_core.commit._catalog import can_count
 from ckpt_core.commit._index import BROKEN_PICKLE, read_index
 from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError, FileFailure
 from ckpt_core.formats.zips import ZipError, read_directory, verify_records
-from ckpt_core.names import DATA_SUFFIX, METADATA
+from ckpt_core.names import DATA_SUFFIX, METADATA, can_count
 from ckpt_core.storage import Storage, read_small
 
 

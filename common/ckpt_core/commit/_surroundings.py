@@ -6,9 +6,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
-from ckpt_core.commit._catalog import can_count
 from ckpt_core.errors import ConfigError
-from ckpt_core.names import MANIFEST, MARKER, METADATA
+from ckpt_core.names import MANIFEST, MARKER, METADATA, can_count
 from ckpt_core.storage import Storage, StorageEntry
 
 _MOST_DIRECTORIES: Final = 256
@@ -31,6 +30,7 @@ class Surroundings:
         stock: directories that stock DCP wrote.
         runs: directories that hold committed checkpoints of their own.
         links: symbolic links to directories.
+        unlisted: directories that this user may not list, such as `lost+found`.
     """
 
     is_checkpoint: bool = False
@@ -39,6 +39,7 @@ class Surroundings:
     stock: Sequence[str] = ()
     runs: Sequence[str] = ()
     links: Sequence[str] = ()
+    unlisted: Sequence[str] = ()
 
     def advice(self, url: str) -> list[str]:
         """Return advice for a user who finds no checkpoint at `url`, a line each."""
@@ -76,11 +77,14 @@ def look_around(storage: Storage, *, known: Collection[str] = ()) -> Surrounding
     """
     entries = storage.list("")
     files = _file_names(entries)
-    found: dict[str, list[str]] = {"unmarked": [], "stock": [], "runs": []}
+    found: dict[str, list[str]] = {"unmarked": [], "stock": [], "runs": [], "unlisted": []}
     # Names of steps sort by age: the newest matter.
     links = [entry.name for entry in entries if entry.is_link and entry.is_directory]
     for name in sorted(set(_directory_names(entries)) - {*known, *links}, reverse=True)[:_MOST_DIRECTORIES]:
-        kind = _kind(storage, name) if can_count(name) else None
+        try:
+            kind = _kind(storage, name) if can_count(name) else None
+        except PermissionError:
+            kind = "unlisted"
         if kind is not None:
             found[kind].append(name)
     return Surroundings(

@@ -243,8 +243,8 @@ class Loader:
         """Return the surveys if none may lack what is newest.
 
         Raises:
-            LoadError: a tier could not be listed: it may hold a newer checkpoint than the others.
-            OSError: storage failed. An older checkpoint instead would lose work silently.
+            LoadError: a tier could not be listed, or a marker in one not be read: there may be a newer
+                checkpoint than the others.
         """
         complete = [survey for survey in surveys if isinstance(survey, Survey)]
         for survey in surveys:
@@ -256,10 +256,14 @@ class Loader:
                     "loaded, for to go on from an older one would lose work; try again when it can be "
                     "reached, or load a checkpoint of another tier by its step or path"
                 )
-        for survey in complete:
-            for error in survey.unreadable.values():
+        for tier, survey in zip(self._tiers, complete, strict=True):
+            for name, error in survey.unreadable.items():
                 if isinstance(error, OSError) and not isinstance(error, ArchivedError):
-                    self._coordinator.run_on_coordinator(partial(_fail, error))
+                    raise LoadError(
+                        f"{tier.label}/{name} may hold the newest checkpoint, and could not be read: "
+                        f"{failure_text(error)}. Nothing was loaded, for to go on from an older one would "
+                        "lose work; make it readable for this user, or move it out of the root"
+                    ) from error
         return complete
 
     def _existing(self, storage: Storage, step: int | None, name: str | None) -> CheckpointInfo | str:
@@ -409,10 +413,6 @@ def _listed(tier: Tier) -> Survey | LoadError:
         return tier.survey()
     except OSError as error:
         return LoadError(f"{tier.label} could not be listed: {failure_text(error)}")
-
-
-def _fail(error: OSError) -> None:
-    raise error
 
 
 def _unreadable(survey: Survey) -> dict[str, str]:

@@ -18,7 +18,8 @@ from ckpt_core.loading._tiered import Loaded
 from ckpt_core.options import CheckpointOptions
 from ckpt_core.root import Job, Ownership, Pruner
 from ckpt_core.storage import Storage, Throttle
-from ckpt_core.tiers import CannotRepairError, CheckpointCopy, CopyTerms, PartsRepair, Tier
+from ckpt_core.tiers import CheckpointCopy, CopyTerms, Tier
+from ckpt_core.tiers.repairing import CannotRepairError, PartsRepair
 from ckpt_core.types import CheckpointInfo
 
 _logger = logger_of(__name__)

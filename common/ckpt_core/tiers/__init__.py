@@ -7,8 +7,6 @@ from ckpt_core.tiers._asking import Asked, ask
 from ckpt_core.tiers._copy import CheckpointCopy, copy_checkpoint, files_by_rank
 from ckpt_core.tiers._copy_process import CopyProcess
 from ckpt_core.tiers._copy_terms import CopyTerms
-from ckpt_core.tiers._disk_parts import CannotRepairError
-from ckpt_core.tiers._parts_repair import PartsRepair
 from ckpt_core.tiers._reading import Reading
 from ckpt_core.tiers._run_catalog import RunCatalog
 from ckpt_core.tiers._tier import FurtherTier, Tier, open_tiers, read_through
@@ -17,13 +15,11 @@ from ckpt_core.tiers._union import Held, TierCopy, United, unite
 
 __all__ = [
     "Asked",
-    "CannotRepairError",
     "CheckpointCopy",
     "CopyProcess",
     "CopyTerms",
     "FurtherTier",
     "Held",
-    "PartsRepair",
     "Reading",
     "RunCatalog",
     "Tier",

@@ -188,9 +188,20 @@ class CopyProcess:
                     awaited = math.inf
                 elif time.monotonic() > awaited:
                     raise _EndedError("has not answered")
-        except (EOFError, ConnectionError) as error:
-            code = None if self._process is None else self._process.wait(_END_SECONDS)
-            raise _EndedError(f"has ended (exit code {code})") from error
+        except (EOFError, OSError) as error:
+            if isinstance(error, CheckpointError):
+                raise  # of `terms.stop`
+            raise _EndedError(self._end_text()) from error
+
+    def _end_text(self) -> str:
+        """Say how the process has ended."""
+        process = self._process
+        if process is None:
+            return "was closed"
+        try:
+            return f"has ended (exit code {process.wait(_END_SECONDS)})"
+        except subprocess.TimeoutExpired:
+            return "has hung up"
 
     def _started(self) -> Connection[bytes, bytes]:
         if self._connection is not None:

@@ -21,7 +21,8 @@ from ckpt_core.names import EVERY_GROUP, MANIFEST, twin_name
 from ckpt_core.root._settling import settle_parts
 from ckpt_core.storage import LocalStorage, Storage
 from ckpt_core.testing import Fault, FaultyStorage, Operation
-from ckpt_core.tiers import CannotRepairError, CopyTerms, PartsRepair, copy_checkpoint
+from ckpt_core.tiers import CopyTerms, copy_checkpoint
+from ckpt_core.tiers.repairing import CannotRepairError, PartsRepair
 from ckpt_core.types import CheckpointInfo, FileEntry
 from tests.support.thorough import THOROUGH
 

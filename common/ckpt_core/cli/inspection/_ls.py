@@ -56,6 +56,7 @@ def run(arguments: Namespace) -> Outcome:
             "stock": around.stock,
             "runs": around.runs,
             "children": children,
+            "unlisted": around.unlisted,
             **({} if tiers is None else {"tiers": tiers.fields}),
         },
         parts=[
@@ -74,6 +75,7 @@ def run(arguments: Namespace) -> Outcome:
             *(f"not ours and moved aside: {name}" for name in stock_aside),
             *(f"written by stock DCP, see `ckpt verify`: {name}" for name in around.stock),
             *(f"holds checkpoints of its own: {name}" for name in around.runs if not children),
+            *(f"may not be listed by this user: {name}" for name in around.unlisted),
         ],
     )
 
