@@ -104,12 +104,11 @@ class TierClaims:
     def opened(self, rule: DueRule) -> tuple[str, list[list[CheckpointInfo]], bool]:
         """Return an id, what was left due for each, and whether all are claimed."""
         backlog = Backlog(self._job.storage, rule, self._options.uploads)
-        due = [
-            backlog.due(upload, () if (survey := _survey(asked)) is None else survey.everything)
-            for upload, asked in zip(self._options.uploads, self._asked, strict=True)
-        ]
-        for durable, found in zip(self.durable, due, strict=True):
-            durable.continues(found)
+        surveys = [_survey(asked) for asked in self._asked]
+        there = [() if survey is None else survey.everything for survey in surveys]
+        due = list(map(backlog.due, self._options.uploads, there))
+        for durable, found, whole in zip(self.durable, due, there, strict=True):
+            durable.continues(found, whole)
         return secrets.token_hex(4), due, self._all_taken
 
     def settled(self) -> bool:

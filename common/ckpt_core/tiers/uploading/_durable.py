@@ -113,10 +113,10 @@ class DurableRoot:
             self.taken, self._refusal = True, None
             return True
 
-    def continues(self, due: Sequence[CheckpointInfo]) -> None:
-        """Note what this run uploads of what earlier ones have left."""
-        going = (working_name(self._storage, info.name, info.save_id) for info in due)
-        self._dropped = self._spared.difference(going)
+    def continues(self, due: Sequence[CheckpointInfo], there: Sequence[CheckpointInfo]) -> None:
+        """Note what this run uploads of what earlier ones have left, and what is there already."""
+        going = {working_name(self._storage, info.name, info.save_id) for info in due}
+        self._dropped = self._spared - going - {info.name for info in there}
 
     def tidy(self) -> None:
         """Remove unfinished uploads that this run does not continue; a claimed tier only."""
