@@ -134,7 +134,8 @@ def contents(base: Path) -> list[dict[str, bytes]]:
 
 
 def lose(*places: Path) -> None:
-    """Remove directories once, on the coordinator."""
+    """Remove directories once, on the coordinator, when no rank looks at them any more."""
+    torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
         for place in places:
             shutil.rmtree(place)
@@ -178,7 +179,7 @@ def live(base: Path) -> dict[str, Any]:
     lose(tiers / "node-1")
     found["node lost, upload"] = resumed(tiers, upload=upload, repaired=True)
     found["repaired"] = contents(tiers) == before, resumed(tiers)
-    torch.distributed.barrier()
+    torch.distributed.barrier()  # for what follows changes what they look at
     if torch.distributed.get_rank() == 0:
         for path in (tiers / "node-1" / "step-000000002").glob("__1_*"):
             path.write_bytes(path.read_bytes()[:-1] + b"?")
