@@ -134,7 +134,7 @@ def contents(base: Path) -> list[dict[str, bytes]]:
 
 
 def lose(*places: Path) -> None:
-    """Remove directories once, on the coordinator, when no rank looks at them any more."""
+    """Remove directories once, when no rank looks at them any more."""
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
         for place in places:

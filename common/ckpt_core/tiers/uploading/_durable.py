@@ -114,7 +114,7 @@ class DurableRoot:
             return True
 
     def continues(self, due: Sequence[CheckpointInfo], there: Sequence[CheckpointInfo]) -> None:
-        """Note what this run uploads of what earlier ones have left, and what is there already."""
+        """Note what this run uploads of what was left, and what is there already."""
         going = {working_name(self._storage, info.name, info.save_id) for info in due}
         self._dropped = self._spared - going - {info.name for info in there}
 
