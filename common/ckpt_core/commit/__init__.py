@@ -8,7 +8,7 @@ from ckpt_core.commit._catalog import Catalog, Survey, read_manifest
 from ckpt_core.commit._index import TensorEntry, list_tensors
 from ckpt_core.commit._lease import Lease, Owner
 from ckpt_core.commit._lineage import is_same, next_lineage, on_present_line, present_lineage
-from ckpt_core.commit._manifest import ItemKind, Manifest, Marker, whole_info
+from ckpt_core.commit._manifest import MAX_MARKER_BYTES, ItemKind, Manifest, Marker, whole_info
 from ckpt_core.commit._occupant import Occupant, content_of, quarantine, replaced
 from ckpt_core.commit._protocol import (
     abandon,
@@ -34,6 +34,7 @@ from ckpt_core.commit._surroundings import (
 from ckpt_core.commit._verify import share, verify
 
 __all__ = [
+    "MAX_MARKER_BYTES",
     "MAX_SIGNATURE_BYTES",
     "Catalog",
     "Inventory",

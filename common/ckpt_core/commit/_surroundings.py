@@ -30,7 +30,7 @@ class Surroundings:
         stock: directories that stock DCP wrote.
         runs: directories that hold committed checkpoints of their own.
         links: symbolic links to directories.
-        unlisted: directories that this user may not list, such as `lost+found`.
+        unlisted: directories that this user may not list, and that may be anything.
     """
 
     is_checkpoint: bool = False

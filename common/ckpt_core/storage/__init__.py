@@ -4,7 +4,7 @@ from ckpt_core.storage._base import ALIGNMENT, Lock, RangeReader, SpreadReader, 
 from ckpt_core.storage._keys import RangeStream
 from ckpt_core.storage._layered import LayeredStorage
 from ckpt_core.storage._memory import MemoryStorage
-from ckpt_core.storage._open import open_storage, unwritable
+from ckpt_core.storage._open import is_in_bucket, open_storage, unwritable
 from ckpt_core.storage._putting import Pace, Progress, ReadAt
 from ckpt_core.storage._small import BIGGEST_SMALL_FILE, ForeignFileError, read_intact, read_small
 from ckpt_core.storage._throttle import Throttle
@@ -30,6 +30,7 @@ __all__ = [
     "StorageEntry",
     "Throttle",
     "excludes_others",
+    "is_in_bucket",
     "open_storage",
     "read_intact",
     "read_small",

@@ -63,6 +63,12 @@ def open_storage(
     return ObjectStorage(text, **options)
 
 
+def is_in_bucket(place: str) -> bool:
+    """Return whether a place is a URL of S3, GCS or Azure: the same for every process."""
+    protocol, separator, _ = place.partition("://")
+    return bool(separator) and protocol in _WITH_BUCKETS
+
+
 def unwritable(url: str, error: OSError) -> ConfigError:
     """Return the error of a root that a job cannot write to."""
     return ConfigError(f"checkpoints cannot be written to {url}: {error}. {_remedy(url, error)}")

@@ -23,7 +23,7 @@ from ckpt_core import messages
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, CorruptCheckpointError
 from ckpt_core.options import Upload
-from ckpt_core.storage import LocalStorage, Storage
+from ckpt_core.storage import LocalStorage, Storage, is_in_bucket
 from ckpt_core.tiers._copy import CheckpointCopy
 from ckpt_core.tiers._copy_service import CopyRoute, CopyTask
 from ckpt_core.tiers._copy_terms import CopyTerms
@@ -36,8 +36,6 @@ _LEAST_BYTES: Final = 64 << 20
 _START_SECONDS: Final = 60.0
 _END_SECONDS: Final = 2.0
 _LOOK_SECONDS: Final = 0.1
-_REMOTE: Final = ("s3://", "s3a://", "gs://", "gcs://", "az://", "abfs://")
-"""Other URLs may name something of this process, such as `memory://`."""
 
 # A scheduler may signal every process of a job; this one ends with its parent, which is asked to end.
 _PROGRAM: Final = """
@@ -90,10 +88,10 @@ class CopyProcess:
             return None
         if type(target) is LocalStorage:
             place = target.url
-        elif isinstance(upload.to, str) and upload.to.startswith(_REMOTE):
+        elif isinstance(upload.to, str) and is_in_bucket(upload.to):
             place = upload.to
         else:
-            return None
+            return None  # another URL may name something of this process, such as `memory://`
         route = CopyRoute(
             source=source.own.url,
             target=place,

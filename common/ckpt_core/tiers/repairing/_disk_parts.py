@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, final
 
-from ckpt_core.commit import MAX_SIGNATURE_BYTES, Manifest, Marker
+from ckpt_core.commit import MAX_MARKER_BYTES, MAX_SIGNATURE_BYTES, Manifest, Marker
 from ckpt_core.errors import CheckpointError, CorruptCheckpointError
 from ckpt_core.formats.checksums import Checksum, combine_crc32, crc32_text, crc32_value
 from ckpt_core.names import EVERY_GROUP, MANIFEST, MARKER, SIGNATURE, twin_name
@@ -17,7 +17,6 @@ from ckpt_core.storage import Storage, StorageEntry, read_small
 from ckpt_core.tiers._checked_reader import damaged
 from ckpt_core.types import CheckpointInfo, FileEntry
 
-_MOST_MARKER_BYTES: Final = 1 << 20
 _BLOCK_BYTES: Final = 4 << 20
 _RANGE_BYTES: Final = 256 << 20
 """Of one request to a disk, during which the look cannot be stopped."""
@@ -213,7 +212,7 @@ class PartLook:
         """Return the marker of the other parts: it says on how many disks they were saved."""
         for disk in disks:
             with suppress(CheckpointError, OSError):
-                content = read_small(disk, f"{self._name}/{MARKER}", _MOST_MARKER_BYTES)
+                content = read_small(disk, f"{self._name}/{MARKER}", MAX_MARKER_BYTES)
                 marker = Marker.from_bytes(content)
                 # One of one group is on a disk that had it all, as on a job's only node.
                 if self._is_ours(marker) and marker.groups > 1:
