@@ -16,14 +16,10 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = (ROOT / "common" / "ckpt_core", ROOT / "lightning_ckpt", ROOT / "accelerate_ckpt")
 MODULES = sorted(path for package in PACKAGES for path in package.rglob("*.py"))
 
-MAX_MODULE_LINES = 500
-MAX_BODY_LINES = 50
-MAX_METHODS = 15
-# A storage is one contract: split, every backend would have to be put together again.
-WIDE = {
-    *("Storage", "GroupedStorage", "PeerStorage", "LayeredStorage", "LocalStorage", "MemoryStorage"),
-    *("ObjectStorage", "FaultyStorage", "CheckpointManager"),
-}
+# The whole, as `wc -l` counts it. It only falls, but for what a feature is granted.
+MAX_SHIPPED_LINES = 72_970
+MAX_MODULE_LINES = 900
+MAX_BODY_LINES = 80
 MAX_PARAMETERS = 6
 MAX_MODULES = 16
 MAX_FIRST_LINE = 80
@@ -147,6 +143,10 @@ def refused_words() -> set[str]:
     return {word for row in rows for word in re.findall(r"`(\w+)`", row.rstrip("| ").rsplit("|", 1)[1])}
 
 
+def test_the_house_keeps_its_budget(modules):
+    assert sum(len(m.lines) for m in modules) <= MAX_SHIPPED_LINES
+
+
 def test_modules_fit_on_a_few_screens(modules):
     long = [f"{m.at(m.tree)}: {len(m.lines)} lines" for m in modules if len(m.lines) > MAX_MODULE_LINES]
     refuse(long)
@@ -155,21 +155,6 @@ def test_modules_fit_on_a_few_screens(modules):
 def test_functions_fit_on_one_screen(modules):
     found = ((m, f, body_lines(f)) for m in modules for f in m.nodes(ast.FunctionDef, ast.AsyncFunctionDef))
     refuse([f"{m.at(f)}: {size} lines" for m, f, size in found if size > MAX_BODY_LINES])
-
-
-def test_classes_do_one_thing(modules):
-    def methods(node: ast.AST) -> set[str]:
-        """Without dunders, properties (they read as data) and the tests of a shipped suite."""
-        children = [child for child in ast.iter_child_nodes(node) if isinstance(child, Function)]
-        defined = {
-            c.name for c in children if not any("property" in ast.unparse(d) for d in c.decorator_list)
-        }
-        return {name for name in defined if not name.startswith(("__", "test_"))}
-
-    found = ((m, c, len(methods(c))) for m in modules for c in m.nodes(ast.ClassDef))
-    refuse(
-        [f"{m.at(c)}: {count} methods" for m, c, count in found if count > MAX_METHODS and c.name not in WIDE]
-    )
 
 
 def test_functions_take_few_parameters(modules):
