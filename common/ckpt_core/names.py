@@ -29,10 +29,11 @@ TWIN_SUFFIX = ".replica"
 _STEP = re.compile(r"(step-([0-9]{9,}))(?:\.run-[0-9a-f]{8,32})?")
 _DATA = re.compile(rf"__([0-9]{{1,9}})_[0-9]+{re.escape(DATA_SUFFIX)}")
 _OWN_JSON = re.compile(r"(?:rank|local|chunks)-([0-9]{5,})\.json")
-# Because of the dot they match neither `checkpoint-*` nor `*.ckpt` and the like, by which hosts and scripts
-# find checkpoints. The forms with the name in front are those of earlier versions.
+# Hosts and scripts find checkpoints by `checkpoint-*`, `*.ckpt` and the like: because of the dot in front and
+# the tilde at the end these match neither, also where `*` stands for a dot (`Path.glob`). The forms with the
+# name in front are those of earlier versions.
 _RESERVED = re.compile(
-    r"\.(?P<kind>incomplete|trash|corrupt|replaced|aside)-(?P<id>[0-9a-f]{8,32})-(?P<name>.+)", re.DOTALL
+    r"\.(?P<kind>incomplete|trash|corrupt|replaced|aside)-(?P<id>[0-9a-f]{8,32})-(?P<name>.+?)~?", re.DOTALL
 )
 _FORMER = re.compile(r"(?P<name>.+)\.(?P<kind>incomplete|trash|corrupt)-(?P<id>[0-9a-f]{8,32})", re.DOTALL)
 _FORMER_ASIDE = re.compile(r"(?P<name>.+)\.incomplete-(?P<id>[0-9a-f]{8,32})\.exchange", re.DOTALL)
@@ -62,27 +63,27 @@ def run_name(name: str, lineage_id: str) -> str:
 
 def incomplete_name(name: str, save_id: str) -> str:
     """Return the name of checkpoint `name` before its commit."""
-    return f".incomplete-{save_id}-{name}"
+    return f".incomplete-{save_id}-{name}~"
 
 
 def trash_name(name: str, prune_id: str) -> str:
     """Return the name of checkpoint `name` during its deletion."""
-    return f".trash-{prune_id}-{name}"
+    return f".trash-{prune_id}-{name}~"
 
 
 def corrupt_name(name: str, quarantine_id: str) -> str:
     """Return the name of a damaged checkpoint `name` moved aside; it never counts."""
-    return f".corrupt-{quarantine_id}-{name}"
+    return f".corrupt-{quarantine_id}-{name}~"
 
 
 def replaced_name(name: str, replace_id: str) -> str:
     """Return the name of a user's directory that a checkpoint replaced at `name`."""
-    return f".replaced-{replace_id}-{name}"
+    return f".replaced-{replace_id}-{name}~"
 
 
 def aside_name(name: str, exchange_id: str) -> str:
     """Return the name of checkpoint `name` while another one replaces it."""
-    return f".aside-{exchange_id}-{name}"
+    return f".aside-{exchange_id}-{name}~"
 
 
 def is_corrupt(name: str) -> bool:

@@ -25,6 +25,7 @@ from ckpt_core import (
     KeepLatest,
     OnPreemption,
 )
+from ckpt_core.names import original_name
 from lightning_ckpt import ShardedCheckpoint, ShardedCheckpointIO
 from tests.adapters.lightning_jobs import Job, Model, committed, fit, loader_of, make_trainer
 
@@ -245,7 +246,7 @@ def test_a_stock_file_with_the_name_of_a_checkpoint_is_set_aside(tmp_path, caplo
     before = {name: (tmp_path / name).read_bytes() for name in ("same.ckpt", "last.ckpt")}
     trained(4, ShardedCheckpoint())
 
-    aside = {each.name.partition("-")[2].partition("-")[2]: each for each in tmp_path.glob(".replaced-*")}
+    aside = {original_name(each.name): each for each in tmp_path.glob(".replaced-*")}
     assert {name: aside[name].read_bytes() for name in aside} == before
     assert "stood in the way" in caplog.text
     assert steps(tmp_path) == [4, 4]

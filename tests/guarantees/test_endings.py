@@ -99,4 +99,4 @@ def test_preemption_signal_saves_once_and_stops(ended):
 def test_a_process_whose_write_hangs_can_end_without_closing_anything(ended):
     done = ended["hangs_in_a_write"]
     assert done.returncode == 0, done.stderr
-    assert list(done.root.glob(".incomplete-*-step-000000001")), "nothing was begun"
+    assert list(done.root.glob(".incomplete-*-step-000000001~")), "nothing was begun"

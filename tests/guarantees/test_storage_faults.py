@@ -178,7 +178,7 @@ def test_a_working_directory_that_is_removed_under_a_save_costs_that_save_only(t
     root = tmp_path / "run"
 
     def remove(_: object) -> None:
-        for working in root.glob(".incomplete-*-step-000000002"):
+        for working in root.glob(".incomplete-*-step-000000002~"):
             shutil.rmtree(working)
 
     fault = Fault(method="sync_directory", key="*step-000000002*", nth=0, before=remove)
@@ -242,7 +242,7 @@ def test_a_name_that_could_not_be_made_durable_is_told_as_in_doubt_and_what_it_r
         assert caught.value.in_doubt
         assert "was not saved" not in str(caught.value)
         # After a power cut that name may mean the old one: so that one is still there, whole.
-        (old,) = root.glob(f".incomplete-*-{name}")
+        (old,) = root.glob(f".incomplete-*-{name}~")
         assert (old / "COMMITTED").exists()
         calls.inject(())
         with pytest.raises(SaveError):

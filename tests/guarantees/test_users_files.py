@@ -524,7 +524,7 @@ def test_a_link_of_the_users_never_counts_as_a_checkpoint_and_is_never_why_a_run
         "step-000000009",
     }
     for step in (4, 9):
-        assert next(root.glob(f".replaced-*-step-00000000{step}")).is_symlink()
+        assert next(root.glob(f".replaced-*-step-00000000{step}~")).is_symlink()
 
 
 def test_a_fresh_start_beside_links_to_checkpoints_is_told(tmp_path, caplog):

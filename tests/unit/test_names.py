@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -65,6 +67,20 @@ def test_the_names_of_earlier_versions_are_still_known(former, kind):
 def test_a_name_in_flight_of_a_name_in_flight_is_of_the_checkpoint():
     torn = names.incomplete_name("last.ckpt", "0123abcd")
     assert names.original_name(names.trash_name(torn, "4567abcd")) == "last.ckpt"
+
+
+@pytest.mark.parametrize(
+    "name", ["lit_model.pth", "last.ckpt", "checkpoint-8", "epoch=1-step=8.ckpt", "step-000000005"]
+)
+def test_no_pattern_by_which_others_look_for_checkpoints_finds_one_in_flight(tmp_path, name):
+    makers = (
+        *(names.incomplete_name, names.trash_name, names.corrupt_name, names.replaced_name, names.aside_name),
+    )
+    for make in makers:
+        (tmp_path / "run" / make(name, "0123abcd")).mkdir(parents=True)
+    suffix = Path(name).suffix or "-8"
+    for pattern in (f"*{suffix}", f"**/*{suffix}", "checkpoint*", "step-*", "epoch=*", f"*/{name}"):
+        assert not list(tmp_path.rglob(pattern)), pattern
 
 
 @pytest.mark.parametrize("name", ["x" * 255, "\udcff" * 100, "\u6a21" * 85])

@@ -4,7 +4,7 @@ The one rule: no `COMMITTED`, no checkpoint. A crash at any point leaves either 
 the new one, because exactly one operation, atomic on its storage, moves between them:
 
     POSIX                                    after a crash here, on disk is
-    1. make `.incomplete-<id>-<name>`        a torn directory, ignored by everyone
+    1. make `.incomplete-<id>-<name>~`       a torn directory, ignored by everyone
     2. every rank writes and fsyncs files    a torn directory
     3. manifest.json, then COMMITTED, fsync  a torn directory, complete, but under a name that never counts
     4. rename onto `<name>`                  the checkpoint, or (power loss before 5) the torn directory of 3

@@ -14,7 +14,7 @@ from tests.reliability.sampling import sample
 pytestmark = [pytest.mark.reliability, pytest.mark.slow]
 
 RENAMES = [
-    f"{sweep}: {when} rename .incomplete-*step-000000002 -> step-000000002 (0) on node {node}"
+    f"{sweep}: {when} rename .incomplete-*step-000000002~ -> step-000000002 (0) on node {node}"
     for sweep, when, node in (
         ("2 nodes, all killed", "after", 0),
         ("2 nodes, all killed", "before", 1),

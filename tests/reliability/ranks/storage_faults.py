@@ -25,7 +25,7 @@ Who = Literal["one worker", "the coordinator", "all"]
 Verdict = Literal["refused", "in doubt", "saved", "not loaded", "passed over"]
 
 _NEW: Final = "step-000000003"
-_WORK: Final = f".incomplete-*-{_NEW}"
+_WORK: Final = f".incomplete-*-{_NEW}~"
 
 PLACES: Final[dict[str, tuple[tuple[str, str], ...]]] = {
     "take the root": (
@@ -40,7 +40,7 @@ PLACES: Final[dict[str, tuple[tuple[str, str], ...]]] = {
         ("write", f"{_WORK}/rank-*.json"),
         ("fsync", f"{_WORK}/chunks-*.json"),
     ),
-    "rank's directory": (("fsync", f".incomplete-{'?' * 24}-{_NEW}"),),
+    "rank's directory": (("fsync", f".incomplete-{'?' * 24}-{_NEW}~"),),
     ".metadata": (
         ("create", f"{_WORK}/.metadata"),
         ("write", f"{_WORK}/.metadata"),
@@ -60,8 +60,8 @@ PLACES: Final[dict[str, tuple[tuple[str, str], ...]]] = {
     "root after the rename": (("fsync", ""),),
     "prune": (
         ("rename", "step-000000001 -> *"),
-        ("unlink", ".trash-*-step-000000001/*"),
-        ("rmdir", ".trash-*-step-000000001"),
+        ("unlink", ".trash-*-step-000000001~/*"),
+        ("rmdir", ".trash-*-step-000000001~"),
     ),
     "load: look": (("list", ""), ("read", "step-000000002/COMMITTED")),
     "load: small files": (("open", "step-000000002/manifest.json"), ("read", "step-000000002/chunks-*.json")),
@@ -266,7 +266,7 @@ class _FailingCalls(Trouble):
     def before_saving(self) -> None:
         if self._case.place == "root after the rename":
             rename = Fault(
-                method="rename", key=".incomplete-*-step-* -> step-*", after=lambda _: self._inject()
+                method="rename", key=".incomplete-*-step-*~ -> step-*", after=lambda _: self._inject()
             )
             self._calls.inject([rename])
         elif not self._case.reloads:

@@ -61,7 +61,7 @@ def test_ls_shows_the_committed_and_names_the_torn(ckpt, root):
         r"100   step-000000100  2023-11-14 22:15:00  14\.9 KiB  2      val_loss=0\.9  paper", lines[1]
     )
     assert lines[4].startswith(f"3 committed in {root}")
-    assert lines[5:] == ["torn or being written: .incomplete-deadbeef-step-000000400"]
+    assert lines[5:] == ["torn or being written: .incomplete-deadbeef-step-000000400~"]
 
 
 def test_ls_as_json(ckpt_json, root):
@@ -72,7 +72,7 @@ def test_ls_as_json(ckpt_json, root):
         (200, None),
         (300, None),
     ]
-    assert listed["torn"] == [".incomplete-deadbeef-step-000000400"]
+    assert listed["torn"] == [".incomplete-deadbeef-step-000000400~"]
 
 
 def test_ls_names_what_was_not_ours_and_made_way(ckpt, ckpt_json, root):
@@ -140,7 +140,7 @@ def test_show_accepts_the_current_directory(ckpt, root, monkeypatch):
 
 
 def test_show_of_something_uncommitted_is_exit_code_1(ckpt, root):
-    code, out, _ = ckpt("show", root / ".incomplete-deadbeef-step-000000400")
+    code, out, _ = ckpt("show", root / ".incomplete-deadbeef-step-000000400~")
     assert code == 1
     assert "not a committed checkpoint" in out
 
@@ -316,7 +316,7 @@ def test_prune_damaged_deletes_the_marked_and_nothing_else(ckpt, ckpt_json, root
     assert (code, "dropped 1 checkpoints" in out) == (0, True)
     assert re.search(r"^left +100 .*pinned: paper$", out, flags=re.MULTILINE)
     assert steps(root) == [100, 200]
-    assert (root / ".incomplete-deadbeef-step-000000400").is_dir()
+    assert (root / ".incomplete-deadbeef-step-000000400~").is_dir()
     marks = json.loads((root / "damaged.json").read_bytes())["checkpoints"]
     assert list(marks) == ["step-000000100"]
 
@@ -352,7 +352,7 @@ def test_prune_damaged_refuses_to_run_beside_a_live_job(ckpt, root):
 
 
 def test_a_torn_directory_does_not_verify(ckpt, root):
-    code, out, _ = ckpt("verify", root / ".incomplete-deadbeef-step-000000400")
+    code, out, _ = ckpt("verify", root / ".incomplete-deadbeef-step-000000400~")
     assert code == 1
     assert "COMMITTED: missing" in out
 
@@ -444,7 +444,7 @@ def test_a_dry_run_says_what_would_go_and_touches_nothing(ckpt, ckpt_json, root)
     assert code == 0
     assert [info["step"] for info in planned["drop"]] == [200]
     assert {kept["step"] for kept in planned["keep"]} == {100, 300}
-    assert planned["torn"] == [".incomplete-deadbeef-step-000000400"]
+    assert planned["torn"] == [".incomplete-deadbeef-step-000000400~"]
     code, out, _ = ckpt("prune", root, "--keep-latest", 1, "--dry-run")
     assert "would drop 1 checkpoints" in out
     assert sorted(root.rglob("*")) == before

@@ -142,7 +142,7 @@ def test_the_marker_is_written_last_and_everything_is_synced_around_the_rename()
     save(storage, 7)
     durable = ("close", "sync_directory", "rename")
     order = [(o.method, o.key) for o in storage.operations if o.method in durable]
-    working = ".incomplete-00000007-step-000000007"
+    working = ".incomplete-00000007-step-000000007~"
     assert order[-6:] == [
         ("close", f"{working}/manifest.json"),
         ("close", f"{working}/COMMITTED"),
