@@ -1,0 +1,196 @@
+"""The hosts' own tests, run without ours and through ours: what passes alone must pass with us.
+
+Their sources are not ours to keep: `--sources DIR` holds checkouts, named as on GitHub, and in `site-packages`
+what they import beyond our own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suite:
+    """A host's tests, and how ours gets into them.
+
+    Attributes:
+        folder: where pytest starts, below the folder of sources.
+        door: of `injection`.
+        paths: files or folders of tests, below it.
+        expression: which of them, as pytest's `-k`.
+    """
+
+    folder: str
+    door: str
+    paths: Sequence[str]
+    expression: str = ""
+
+
+_CHECKPOINTING = (
+    "checkpointing",
+    "callbacks/test_model_checkpoint_additional_cases.py",
+    "callbacks/test_model_checkpoint_edge_cases.py",
+    "callbacks/test_model_checkpoint_manual_opt.py",
+    "callbacks/test_model_checkpoint_step_interval_val_metric.py",
+    "trainer/connectors/test_checkpoint_connector.py",
+    "models/test_restore.py",
+    "plugins/test_checkpoint_io_plugin.py",
+)
+_STATE = tuple(
+    f"callbacks/test_{name}.py"
+    for name in (
+        *("callbacks", "early_stopping", "finetuning_callback", "gradient_accumulation_scheduler"),
+        *("lambda_function", "pruning", "stochastic_weight_avg", "timer", "weight_averaging"),
+    )
+)
+_LOOPS = ("loops", "trainer/optimization", "models/test_hooks.py")
+_LIGHTNING = "pytorch-lightning/tests"
+
+
+def _lightning(door: str, paths: Sequence[str]) -> Suite:
+    # Files of former versions' checkpoints are not in the repository.
+    return Suite(
+        folder=_LIGHTNING,
+        door=door,
+        paths=[f"tests_pytorch/{path}" for path in paths],
+        expression="not legacy",
+    )
+
+
+SUITES: Mapping[str, Suite] = {
+    "lightning-checkpointing": _lightning("plugin", _CHECKPOINTING),
+    "lightning-state": _lightning("plugin", _STATE),
+    "lightning-loops": _lightning("plugin", _LOOPS),
+    "lightning-callback": _lightning("callback", (*_CHECKPOINTING, *_STATE)),
+    "accelerate": Suite(
+        folder="accelerate",
+        door="accelerate",
+        paths=[
+            f"tests/test_{name}.py"
+            for name in ("state_checkpointing", "accelerator", "scheduler", "optimizer")
+        ],
+    ),
+    "trainer": Suite(
+        folder="transformers",
+        door="trainer",
+        paths=["tests/trainer/test_trainer.py"],
+        expression="resume or checkpoint or best_model or save or rotation or interrupt",
+    ),
+    "dcp": Suite(
+        folder="pytorch",
+        door="dcp",
+        paths=["test/distributed/checkpoint"],
+    ),
+}
+
+DOCUMENTED: Mapping[str, str] = {
+    "a checkpoint is a directory": r"IsADirectoryError|os\.path\.isfile|is_file\(\)|\.st_size|is a directory",
+    "files of ours in listings": r"writer\.json\.lock|history\.jsonl|events\.jsonl",
+    "torch.save is not called": r"<(Magic)?Mock name='(save|torch\.save)'|torch_save|Expected 'save'",
+}
+"""What the docs say is different, and how it shows in a test of theirs that does not know it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """A test that passes without ours and fails with it."""
+
+    test: str
+    message: str
+
+    @property
+    def documented(self) -> str | None:
+        found = (what for what, pattern in DOCUMENTED.items() if re.search(pattern, self.message))
+        return next(found, None)
+
+
+def outcomes(suite: Suite, sources: Path, *, door: str, extra: Sequence[str] = ()) -> dict[str, str | None]:
+    """Run a suite; the message of each test that failed, None of each that passed, nothing of the skipped."""
+    folder = sources / suite.folder
+    with tempfile.TemporaryDirectory() as scratch:
+        report = Path(scratch) / "report.xml"
+        command = [
+            *(
+                sys.executable,
+                "-m",
+                "pytest",
+                "-q",
+                "-p",
+                "no:cacheprovider",
+                "-p",
+                "tests.outside.injection",
+            ),
+            *(
+                "--continue-on-collection-errors",
+                "-W",
+                "ignore",
+                f"--junitxml={report}",
+                "-o",
+                "junit_logging=no",
+            ),
+            *(["-k", suite.expression] if suite.expression else []),
+            *extra,
+            *suite.paths,
+        ]
+        paths = [str(folder), str(ROOT), str(ROOT / "common"), str(sources / "site-packages")]
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]),
+            "CKPT_OUTSIDE": door,
+        }
+        environment |= {"OMP_NUM_THREADS": "1", "CKPT_SUITE_CODE_VERSION": "", "HF_HUB_OFFLINE": "1"}
+        with (Path(scratch) / "output").open("w+") as output:
+            subprocess.run(command, cwd=folder, env=environment, stdout=output, stderr=output, check=False)
+            output.seek(0)
+            if not report.exists():
+                raise SystemExit(output.read()[-4000:])
+        return dict(_read(report))
+
+
+def _read(report: Path) -> Iterator[tuple[str, str | None]]:
+    for case in ElementTree.parse(report).iter("testcase"):
+        if case.find("skipped") is not None:
+            continue
+        failed = next((case.find(kind) for kind in ("failure", "error") if case.find(kind) is not None), None)
+        text = None if failed is None else f"{failed.get('message')}\n{failed.text}"
+        yield f"{case.get('classname')}::{case.get('name')}", text
+
+
+def compare(suite: Suite, sources: Path, extra: Sequence[str] = ()) -> tuple[int, list[Difference]]:
+    """Run a suite without and with ours; how many pass without, and what fails only with ours."""
+    alone = outcomes(suite, sources, door="", extra=extra)
+    passing = {test for test, message in alone.items() if message is None}
+    with_ours = outcomes(suite, sources, door=suite.door, extra=extra)
+    lost = passing - with_ours.keys()
+    differ = [Difference(test=test, message="did not run") for test in sorted(lost)]
+    for test, message in with_ours.items():
+        if test in passing and message is not None:
+            differ.append(Difference(test=test, message=message))
+    return len(passing), differ
+
+
+def run(names: Sequence[str], sources: Path, extra: Sequence[str] = ()) -> int:
+    """Compare several suites and print a table; the number of differences that no page documents."""
+    undocumented = 0
+    print(f"{'suite':26} {'pass alone':>10} {'pass with us':>12} {'documented':>10} {'to mend':>8}")
+    for name in names or list(SUITES):
+        passing, differ = compare(SUITES[name], sources, extra)
+        ours = [each for each in differ if each.documented is None]
+        undocumented += len(ours)
+        print(
+            f"{name:26} {passing:10} {passing - len(differ):12} {len(differ) - len(ours):10} {len(ours):8}",
+            flush=True,
+        )
+        for each in ours:
+            lines = [line for line in each.message.splitlines() if line.startswith("E ")] or [each.message]
+            print(f"    {each.test}\n        {lines[-1][:200]}", flush=True)
+    return undocumented
