@@ -177,7 +177,7 @@ class CheckpointManager:
             if handle is not None:
                 self._uploads.follow(handle, number)
                 self._cadence.saved(request.step)
-                self._journal.seen(request.step)
+                self._journal.seen(request.step, began=(measured.began, measured.time))
         return handle
 
     @property
@@ -361,6 +361,7 @@ class CheckpointManager:
         require_same_process(self._pid)
         with self._meter.wait():
             self._saver.in_flight.wait()
+        self._journal.waited()
 
     def wait_staged(self) -> None:
         """Wait for staged copies, so that weights may change outside `optimizer.step()`.
