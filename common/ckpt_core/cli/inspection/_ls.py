@@ -11,8 +11,7 @@ from ckpt_core.cli._arguments import Commands
 from ckpt_core.cli._outcome import Outcome, Table, metrics_text, moment_text, time_text
 from ckpt_core.cli._tier_columns import TierColumns, open_with_tiers, tier_columns
 from ckpt_core.commit import Catalog, look_around, replaced
-from ckpt_core.disclosure import public_url
-from ckpt_core.errors import ConfigError, PartialCheckpointError
+from ckpt_core.errors import PartialCheckpointError
 from ckpt_core.hosting import root_of
 from ckpt_core.journal import read_history
 from ckpt_core.options import bytes_text
@@ -34,10 +33,6 @@ def run(arguments: Namespace) -> Outcome:
     tiers, problem = tier_columns(storage, survey, arguments)
     infos, stock_aside = survey.everything, replaced(storage)
     around = look_around(storage, known=[*survey.unreadable, *(info.name for info in infos)])
-    if around.is_checkpoint or around.is_stock:
-        raise ConfigError(
-            f"{around.advice(storage.url)[0]}; `ckpt show {public_url(arguments.root)}` shows it"
-        )
     children = [] if infos else [_run_facts(name, arguments) for name in around.runs]
     torn, quarantined = sorted({*catalog.torn(), *around.unmarked}), catalog.quarantined()
     summary = f"{len(infos)} committed in {storage.url}, {bytes_text(sum(i.size_bytes for i in infos))}"
