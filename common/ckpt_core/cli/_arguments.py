@@ -253,7 +253,7 @@ def named_checkpoint(place: str, options: Mapping[str, Any]) -> tuple[Storage, s
 
 
 def find_step(place: str, options: Mapping[str, Any]) -> tuple[Storage, int, str | None]:
-    """Find the root and the step that a place names, and its name if the place is a path.
+    """Find root and step that a place names; and the name if it is a path.
 
     Raises:
         CheckpointNotFoundError: there is no such root.

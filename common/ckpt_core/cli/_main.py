@@ -16,7 +16,7 @@ from ckpt_core.cli._arguments import OPTIONS_VARIABLE, Commands, place_of, stora
 from ckpt_core.cli._outcome import Outcome
 from ckpt_core.cli._outcome import show as show_outcome
 from ckpt_core.cli._progress_line import say
-from ckpt_core.cli.costs import bench, plan, simulate
+from ckpt_core.cli.costs import plan, simulate
 from ckpt_core.cli.inspection import diff, du, ls, report, show
 from ckpt_core.cli.upkeep import mark, pin, prune, verify
 from ckpt_core.disclosure import printable
@@ -39,7 +39,7 @@ _COMMANDS: Final[tuple[CommandModule, ...]] = (
     *(ls, show, diff, du, report),
     *(verify, _cp, _missing),
     *(prune, pin, mark),
-    *(plan, bench, simulate),
+    *(plan, simulate),
     _completion,
 )
 """In the order of `ckpt --help`."""

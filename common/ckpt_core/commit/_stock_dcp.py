@@ -67,7 +67,10 @@ def verify_stock(
 def verify_part(
     storage: Storage, part: str, *, seen: Callable[[int], None] = lambda _: None
 ) -> list[FileFailure]:
-    """Verify one directory of DCP's data, "" for that of the storage; see `verify_stock`."""
+    """Verify one directory of DCP's data, "" for the storage's own.
+
+    Arguments and result as of `verify_stock`.
+    """
     return list(_failures(storage, f"{part}/" if part else "", seen))
 
 

@@ -21,13 +21,12 @@ from ckpt_core.options._options import (
     Verify,
     VerifyManifest,
 )
-from ckpt_core.options._parsing import DEFAULT_HEADROOM, Headroom, bytes_text, parse_size
+from ckpt_core.options._parsing import Headroom, bytes_text, parse_size
 from ckpt_core.options._policies import policy_from
 from ckpt_core.options._sameness import difference, given_options, text_of
 from ckpt_core.options._uploads import Upload, Uploads, WhenBusy, upload_from
 
 __all__ = [
-    "DEFAULT_HEADROOM",
     "SECTION",
     "BackPressure",
     "CheckpointOptions",

@@ -107,7 +107,7 @@ def _link(storage: Storage, parent: Parent, names: Sequence[str]) -> ChainLink:
 def _whereabouts(
     storage: Storage, parent: Parent, names: Sequence[str]
 ) -> tuple[LinkState, CheckpointInfo | None]:
-    """Find a parent in a root by the save that wrote it; its name may be used again, or taken."""
+    """Find a parent in a root by the save that wrote it; names may be used again."""
     if parent.elsewhere:
         return "elsewhere", None
     alike = [name for name in names if original_name(name).partition(".run-")[0] == parent.name]

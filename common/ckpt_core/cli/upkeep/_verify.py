@@ -169,9 +169,9 @@ def _newest(storage: Storage) -> list[str]:
 
 
 def _below(storage: Storage, directory: str = "") -> Iterator[tuple[str, bool]]:
-    """Yield what lies at or below a directory: checkpoints of ours, and parts by stock DCP.
+    """Yield the checkpoints at or below a directory, and parts by stock DCP.
 
-    Each as its path, and whether it is of ours.
+    Each as its path, and whether it is one of ours.
     """
     children = storage.list(directory)
     files = {child.name for child in children if not child.is_directory}
