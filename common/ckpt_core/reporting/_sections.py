@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
@@ -274,7 +274,7 @@ def _checkpoints(report: Report) -> Section:
     }
     counted = "".join(f", {len(named):,} {state}" for state, named in states.items() if named)
     size = bytes_text(sum(info.size_bytes for info in infos))
-    why = _why_kept(report)
+    why = why_kept(report.events["retention"])
     return Section(
         key="checkpoints",
         title="In the root now",
@@ -296,11 +296,15 @@ def _checkpoints(report: Report) -> Section:
     )
 
 
-def _why_kept(report: Report) -> dict[int, list[str]]:
-    """Return the rules that kept each step in the root at its last prune."""
+def why_kept(events: Iterable[Mapping[str, Any]]) -> dict[int, list[str]]:
+    """Return the reasons for which each step stayed in the root at its last prune.
+
+    Args:
+        events: records of the journal, the oldest first.
+    """
     found: dict[int, list[str]] = defaultdict(list)
-    newest = next((each for each in reversed(report.events["retention"]) if _tier(each) == "root"), None)
-    for reason, steps in ((newest or {}).get("kept") or {}).items():
+    pruned = [each for each in events if each.get("kind") == "retention" and _tier(each) == "root"]
+    for reason, steps in (pruned[-1].get("kept") or {} if pruned else {}).items():
         for step in steps:
             found[step].append(reason)
     return found

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ckpt_core import CheckpointManager, ConfigError
+from ckpt_core import CheckpointManager, ConfigError, KeepBest, KeepEvery, KeepLatest
 from ckpt_core.cli import main
 from ckpt_core.cli.inspection._show import _shown
 from ckpt_core.commit import Catalog
@@ -295,3 +297,54 @@ def test_showing_one_checkpoint_does_not_read_the_others(tmp_path):
     touched = {each.key.partition("/")[0] for each in storage.operations}
     assert not {name for name in touched if name.startswith("step-") and int(name[-3:]) > 4}
     assert len(storage.operations) < 100
+
+
+def test_ls_says_why_each_checkpoint_stays(tmp_path, capsys):
+    root = tmp_path / "run"
+    keep = KeepLatest(1) | KeepEvery(4) | KeepBest("loss")
+    with CheckpointManager(root, keep=keep) as manager:
+        for step in range(1, 8):
+            manager.save(step, {"w": torch.ones(3)}, metrics={"loss": abs(step - 2)})
+            manager.wait()
+            if step == 1:
+                manager.mark(1, "spike")
+            if step == 3:
+                manager.pin(3, "paper")
+    assert told(capsys, "mark", f"{root}@4", "bad", "--reason", "spike")[0] == 0
+    best = "KeepBest(metric='loss', n=1, mode='min')"
+    listed = told(capsys, "ls", root)[1]["checkpoints"]
+    assert {each["step"]: each["kept_as"] for each in listed} == {
+        1: ["marked as bad"], 2: [best], 3: ["pinned: paper"], 4: ["marked as bad"],
+        7: ["newest", "KeepLatest(n=1)"],
+    }  # fmt: skip
+    assert told(capsys, "unpin", f"{root}@3")[0] == 0
+    assert told(capsys, "ls", root)[1]["checkpoints"][2]["kept_as"] == []
+    assert main(["ls", str(root)]) == 0
+    assert re.search(r"^2 .*loss=0 +KeepBest", capsys.readouterr().out, flags=re.MULTILINE)
+    (root / "events.jsonl").unlink()
+    assert told(capsys, "ls", root)[1]["checkpoints"][0]["kept_as"] == ["marked as bad"]
+
+
+@pytest.mark.parametrize("width", [40, 100, 400])
+@pytest.mark.parametrize("rich", [True, False])
+@pytest.mark.parametrize("command", ["ls", "report", "show"])
+def test_no_row_of_a_table_is_longer_than_the_terminal(tmp_path, capsys, monkeypatch, width, rich, command):
+    metrics = {f"eval_metric_of_long_name_{number}": 1 / (number + 3) for number in range(30)}
+    with CheckpointManager(tmp_path, keep=KeepLatest(2) | KeepBest("eval_metric_of_long_name_7")) as manager:
+        for step in (1, 2):
+            manager.save(step, {"w": torch.ones(3)}, metrics=metrics)
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    if not rich:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert main([command, str(tmp_path)]) == 0
+    written = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    tables = [
+        line for line in written.splitlines() if "  " in line.strip() and not re.match(r"[a-z ]+: ", line)
+    ]
+    assert tables
+    assert all(len(line) <= width for line in tables if not line.startswith("  "))
+    if command == "ls":  # the metric that a rule names comes first, of dozens only a few are shown
+        assert "eval_metric_of_long_name_7=0.1" in written or width < 400
+        assert "27 more" in written or width < 400
+        assert len(written.splitlines()) < 40 or width < 100
