@@ -20,6 +20,7 @@ from ckpt_core.options._options import (
     Staging,
     Verify,
     VerifyManifest,
+    signature_with_options,
 )
 from ckpt_core.options._parsing import Headroom, bytes_text, parse_size
 from ckpt_core.options._policies import policy_from
@@ -48,6 +49,7 @@ __all__ = [
     "parse_yaml",
     "policy_from",
     "read_document",
+    "signature_with_options",
     "text_of",
     "upload_from",
 ]

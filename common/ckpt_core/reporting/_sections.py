@@ -250,7 +250,7 @@ def _retention(report: Report) -> Section:
     )
 
 
-def _tier(each: dict[str, Any]) -> str:
+def _tier(each: Mapping[str, Any]) -> str:
     return str(each.get("tier") or "root")
 
 
