@@ -45,6 +45,6 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     # Accelerate users need not have transformers, which takes seconds to import; and under `python -m`
     # nothing is imported before the current directory is off the path.
-    if name not in _HOMES:
-        raise AttributeError(f"module 'accelerate_ckpt' has no attribute {name!r}")
+    if name not in _HOMES:  # a policy, or the core says what is meant
+        return getattr(import_module("ckpt_core"), name)
     return getattr(import_module(f"accelerate_ckpt.{_HOMES[name]}"), name)

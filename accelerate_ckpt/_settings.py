@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Self, final
 
@@ -25,6 +24,7 @@ from ckpt_core.state import Contents, Override, contents_problem
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Log, NumbersSink, Sink
 from ckpt_core.validation import boolean, require
+from ckpt_core.vocabulary import instead_of_option
 
 PREFIX = "CKPT_SUITE_"
 FILE_VARIABLE = f"{PREFIX}CONFIG"
@@ -122,11 +122,10 @@ class Settings:
         return (*sinks, NumbersSink(log)) if self.log_costs else sinks
 
 
-def _refuse_unknown(found: Collection[str], known: Collection[str], problem: str) -> None:
+def _refuse_unknown(found: Mapping[str, Any], known: Collection[str], problem: str) -> None:
     for name in sorted(map(str, found)):
         if name not in known:
-            near = get_close_matches(name, known, n=1)
-            meant = f" (did you mean {near[0]}?)" if near else ""
+            meant = instead_of_option(name, known, found.get(name))
             raise ConfigError(f"{problem}: {name}{meant}; there are {', '.join(known)}")
 
 
@@ -137,7 +136,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         name = variable.removeprefix(PREFIX).lower()
         if not variable.startswith(PREFIX) or variable in _OF_THE_CORE:
             continue
-        _refuse_unknown([variable], known, "no such variable")
+        _refuse_unknown({variable: text}, known, "no such variable")
         # A root may look like a number: it is a job's.
         value = text if name == "root" else parse_yaml(text, variable)
         # Accelerate's own variables are 0 or 1.

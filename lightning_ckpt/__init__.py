@@ -29,8 +29,8 @@ _FABRIC = {"FabricCheckpoints", "setup_fabric"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'lightning_ckpt' has no attribute {name!r}")
+    if name not in __all__:  # a policy, or the core says what is meant
+        return getattr(import_module("ckpt_core"), name)
     if name in _FABRIC:  # without a Trainer's package, which takes seconds to import
         return getattr(import_module("lightning_ckpt.fabric._checkpoints"), name)
     for package in ("lightning", "pytorch_lightning"):

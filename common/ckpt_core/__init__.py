@@ -128,7 +128,12 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
-        raise AttributeError(f"module 'ckpt_core' has no attribute {name!r}")
+        from ckpt_core.vocabulary import NAMES, instead_of
+
+        advice = "" if name.startswith("_") else instead_of(name, __all__)
+        # The words of an AttributeError are lost where a class is imported by its name.
+        error = ImportError if name in NAMES and name[0].isupper() else AttributeError
+        raise error(f"module 'ckpt_core' has no attribute {name!r}{advice}")
     value = getattr(import_module(f"ckpt_core.{_MODULE_OF[name]}"), name)
     globals()[name] = value
     return value

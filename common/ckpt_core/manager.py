@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self, Unpack, final
+from typing import TYPE_CHECKING, Any, Self, Unpack, final
 
 from ckpt_core.assembly import Assembly
 from ckpt_core.cadence import Counts, SaveCosts
@@ -16,7 +16,7 @@ from ckpt_core.coordination import Coordinator, require_same_process
 from ckpt_core.errors import CheckpointError, ConfigError, FileFailure, OverwrittenError
 from ckpt_core.loading import LoadRequest, Selection, narrowed
 from ckpt_core.names import step_name
-from ckpt_core.options import CheckpointOptions
+from ckpt_core.options import CheckpointOptions, signature_with_options
 from ckpt_core.retention import PrunePlan
 from ckpt_core.saving import SaveHandle, SaveRequest
 from ckpt_core.state import Override, State, as_source, checked_override, takes_all
@@ -24,6 +24,7 @@ from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Sink
 from ckpt_core.tiers.uploading import SaveNumber
 from ckpt_core.types import CapturedState, CheckpointInfo, SavedState
+from ckpt_core.vocabulary import instead_of
 
 COALESCED = "coalesced"  # the reason of a save that replaces those postponed by back-pressure
 
@@ -76,6 +77,14 @@ class CheckpointManager:
         self._saver, self._loader, self._repairer = parts.saver, parts.loader, parts.repairer
         self.fetcher, self.same_options = parts.fetcher, parts.same_options
         self._in_force, self._closed = Override(), False
+
+    if not TYPE_CHECKING:  # a checker knows what is there
+
+        def __getattr__(self, name: str) -> Any:
+            advice = "" if name.startswith("_") else instead_of(name, dir(type(self)))
+            raise AttributeError(f"'CheckpointManager' object has no attribute {name!r}{advice}")
+
+    __signature__ = signature_with_options(__init__)
 
     @property
     def preempted(self) -> bool:
@@ -177,7 +186,7 @@ class CheckpointManager:
             if handle is not None:
                 self._uploads.follow(handle, number)
                 self._cadence.saved(request.step)
-                self._journal.seen(request.step)
+                self._journal.seen(request.step, began=(measured.began, measured.time))
         return handle
 
     @property
@@ -361,6 +370,7 @@ class CheckpointManager:
         require_same_process(self._pid)
         with self._meter.wait():
             self._saver.in_flight.wait()
+        self._journal.waited()
 
     def wait_staged(self) -> None:
         """Wait for staged copies, so that weights may change outside `optimizer.step()`.

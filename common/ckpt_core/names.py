@@ -40,7 +40,6 @@ _FORMER_ASIDE = re.compile(r"(?P<name>.+)\.incomplete-(?P<id>[0-9a-f]{8,32})\.ex
 _DRAFT = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.tmp")
 _SHARED = re.compile(r"shared-([0-9]{5,9})\.json")
 _PROBE = re.compile(r"\.probe-[0-9a-z_]{8,16}")
-_BENCH = re.compile(r"\.bench-([0-9a-f]{8,10})-[0-9a-f]{8}")
 
 
 def step_name(step: int) -> str:
@@ -151,17 +150,6 @@ def drafted(name: str) -> str | None:
 def is_probe(name: str) -> bool:
     """Return whether `name` is a file by which a job tested writes to a root."""
     return _PROBE.fullmatch(name) is not None
-
-
-def bench_name(began: int, bench_id: str) -> str:
-    """Return the directory of a measurement begun at a Unix time; 8 hex digits."""
-    return f".bench-{began:08x}-{bench_id}"
-
-
-def bench_began(name: str) -> int | None:
-    """Return the Unix time of a name of `bench_name`; None for another name."""
-    match = _BENCH.fullmatch(name)
-    return None if match is None else int(match[1], 16)
 
 
 def probe_name(token: str, rank: int) -> str:

@@ -83,7 +83,7 @@ def test_a_toml_side_file_is_read_too(tmp_path: Path) -> None:
         ({}, {"CKPT_SUITE_CONFIG": "nowhere.yaml"}, "nowhere.yaml"),
         ({"stock_files": "no"}, {}, "stock_files"),
         ({"root": 7}, {}, "root must be a directory"),
-        ({}, {"CKPT_SUITE_SVAE": "5"}, "did you mean CKPT_SUITE_SAVE"),
+        ({}, {"CKPT_SUITE_SVAE": "5"}, "did you mean 'CKPT_SUITE_SAVE'"),
         ({}, {"CKPT_SUITE_STOCK_FILES": "2"}, "stock_files"),
     ],
 )
@@ -140,8 +140,8 @@ def test_the_last_of_several_configurations_counts_as_it_does_for_the_launcher()
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("ckpt: {kep: {latest: 3}}", "options.yaml: ckpt: no such option: kep .did you mean keep.."),
-        ("ckpt: {stock_file: true}", "options.yaml.*did you mean stock_files"),
+        ("ckpt: {kep: {latest: 3}}", "options.yaml: ckpt: no such option: kep .did you mean 'keep'.."),
+        ("ckpt: {stock_file: true}", "options.yaml.*did you mean 'stock_files'"),
         ("ckpt: {keep: {latets: 3}}", "options.yaml: ckpt: .*latest"),
         ("ckpt: {arenas: 7}", "options.yaml: ckpt: .*arenas"),
         ("ckpt: 3", "options.yaml: ckpt must be a mapping"),

@@ -47,7 +47,7 @@ def test_every_command_takes_a_bucket_with_its_options(s3_endpoint, tmp_path, ca
     assert [each["step"] for each in ckpt("ls", url)["checkpoints"]] == [1, 2]
     assert ckpt("show", f"{url}/step-000000001")["checkpoint"] == f"{url}/step-000000001"
     assert [each["ok"] for each in ckpt("verify", url, "--all")["checkpoints"]] == [True, True]
-    ckpt("pin", url, 2, "--reason", "paper")
+    ckpt("pin", f"{url}@2", "--reason", "paper")
     ckpt("mark", f"{url}@1", "bad", "--reason", "diverged")
     ckpt("cp", url, tmp_path / "back")
     back = Catalog(LocalStorage(tmp_path / "back"))

@@ -319,7 +319,7 @@ def test_two_processes_that_change_pins_or_marks_at_once_lose_nothing(tmp_path, 
 def test_pins_and_marks_may_be_changed_while_a_job_owns_the_root(tmp_path):
     saved(tmp_path, 1, 2)
     with Process("hold", tmp_path) as holder:
-        assert main(["pin", str(tmp_path), "1", "--reason", "paper"]) == 0
+        assert main(["pin", f"{tmp_path}@1", "--reason", "paper"]) == 0
         Catalog(LocalStorage(tmp_path)).mark_damaged("step-000000002", "a bit")
         assert main(["verify", str(tmp_path), "--all"]) == 0
         assert Owner.of(LocalStorage(tmp_path)).pid == holder.pid

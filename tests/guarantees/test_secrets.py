@@ -261,7 +261,7 @@ def test_the_command_line_tells_no_secret(capsys, monkeypatch):
         ["verify", "--all"],
     ):
         assert run([*command, url, *given], capsys)[0] == 0, command
-    assert run(["pin", url, "1", "--reason", "x", *given], capsys)[0] == 0
+    assert run(["pin", f"{url}@1", "--reason", "x", *given], capsys)[0] == 0
     assert run(["prune", url, "--keep-latest", "1", "--dry-run", *given], capsys)[0] == 0
     assert run(["mark", f"{url}@1", "bad", "--reason", "x", *given], capsys)[0] == 0
     for place in (secret_url(), f"{url}/step-000000009", "s3://", f"nowhere://me:{CANARY}@host/run"):

@@ -6,7 +6,7 @@ import json
 import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -20,9 +20,10 @@ from ckpt_core.commit import (
     refuse_as_root,
     remove_drafts,
 )
+from ckpt_core.disclosure import public_url
 from ckpt_core.errors import CheckpointNotFoundError, ConfigError, RootBusyError
 from ckpt_core.hosting import CheckpointPath, root_of
-from ckpt_core.names import DAMAGED, JOURNAL, MARKER, PINS, TIERS, WRITER, is_own_file
+from ckpt_core.names import DAMAGED, JOURNAL, MARKER, PINS, TIERS, WRITER, can_count, is_own_file
 from ckpt_core.options import parse_yaml
 from ckpt_core.storage import Storage, excludes_others, open_storage
 
@@ -31,6 +32,17 @@ OPTIONS_VARIABLE: Final = "CKPT_SUITE_STORAGE_OPTIONS"
 _COMMANDS: Final = frozenset({"ckpt cp", "ckpt prune", "ckpt upload"})
 _LOCAL: Final = ("file://", "local://")
 _MOST_DIGITS: Final = 18
+
+
+CHECKPOINT: Final[Mapping[str, Any]] = {
+    "metavar": "CHECKPOINT",
+    "help": "ROOT@STEP, or the path or URL of a checkpoint",
+}
+"""The argument of a command that takes one checkpoint."""
+ROOT_OR_CHECKPOINT: Final[Mapping[str, Any]] = {
+    "metavar": "ROOT_OR_CHECKPOINT",
+    "help": "path or URL of a run or of a checkpoint, or ROOT@STEP",
+}
 
 
 class Commands(Protocol):
@@ -102,20 +114,40 @@ def is_local(place: str) -> bool:
     return "://" not in place or place.startswith(_LOCAL)
 
 
-def open_root(root: str, options: Mapping[str, Any]) -> Storage:
-    """Open the storage of a root that holds something.
+def open_place(place: str, options: Mapping[str, Any]) -> Storage:
+    """Open the storage of a directory or prefix that holds something.
 
     Raises:
         CheckpointNotFoundError: there is nothing at that place.
         ConfigError: the place cannot be opened.
     """
-    storage = open_storage(root_of(root), options)
+    storage = open_storage(root_of(place), options)
     try:
         entries = storage.list("")
     except NotADirectoryError:
         raise file_as_root(storage.url) from None
     if not entries:
         raise nothing_at(storage.url)
+    return storage
+
+
+def open_root(root: str, options: Mapping[str, Any]) -> Storage:
+    """Open the storage of a root that holds something; touch nothing in it.
+
+    Raises:
+        CheckpointNotFoundError: there is nothing at that place.
+        ConfigError: the place cannot be opened, or is a checkpoint.
+    """
+    try:
+        storage = open_place(root, options)
+    except CheckpointNotFoundError:
+        if (found := step_in(root)) is not None:
+            raise ConfigError(
+                f"{public_url(root)} names one checkpoint, and this command takes the root of a run: give "
+                f"{public_url(found[0])}"
+            ) from None
+        raise
+    refuse_as_root(storage)
     return storage
 
 
@@ -181,16 +213,8 @@ def refuse_file_of_a_root(option: str, path: Path) -> None:
 
 
 def nothing_at(place: str) -> CheckpointNotFoundError:
-    """Return the error for an empty place; only `mark` and `cp` take ROOT@STEP."""
-    found = step_in(place)
-    if found is None:
-        return CheckpointNotFoundError(f"{place}: there is nothing")
-    root, step = found
-    return CheckpointNotFoundError(
-        f"{place}: there is nothing; ROOT@STEP is for `ckpt mark` and `ckpt cp`, elsewhere name the root and "
-        f"the step by themselves: `ckpt show {root} --step {step}`, `ckpt verify {root} --step {step}`, "
-        f"`ckpt pin {root} {step}`"
-    )
+    """Return the error for an empty place."""
+    return CheckpointNotFoundError(f"{place}: there is nothing")
 
 
 def open_checkpoint(place: str, options: Mapping[str, Any]) -> tuple[Storage, str]:
@@ -201,6 +225,51 @@ def open_checkpoint(place: str, options: Mapping[str, Any]) -> tuple[Storage, st
     """
     found = CheckpointPath.of(place)
     return open_storage(found.root, options), found.name
+
+
+def named_checkpoint(place: str, options: Mapping[str, Any]) -> tuple[Storage, str] | None:
+    """Find the checkpoint that a place names: its own path, or ROOT@STEP.
+
+    Returns the storage of its root, and its name, committed or torn; None if the place is none, but may be a
+    root. A directory whose own name ends in @STEP is that directory.
+
+    Raises:
+        CheckpointNotFoundError: the root has no such step.
+        ConfigError: the place cannot be opened.
+    """
+    found = step_in(place)
+    try:
+        storage, name = open_checkpoint(place, options)
+    except ConfigError:
+        if found is None:
+            return None  # a bucket has no parent; any other error is raised when it is opened as a root
+    else:
+        if not can_count(name) or storage.exists(f"{name}/{MARKER}"):
+            return storage, name
+        if found is None or storage.entry(name) is not None:
+            return None
+    root = open_root(found[0], options)
+    return root, Catalog(root).name_of(found[1])
+
+
+def find_step(place: str, options: Mapping[str, Any]) -> tuple[Storage, int, str | None]:
+    """Find root and step that a place names; and the name if it is a path.
+
+    Raises:
+        CheckpointNotFoundError: there is no such root.
+        ConfigError: the place names no step.
+    """
+    found = step_in(place)
+    with suppress(ConfigError):  # a bucket has no parent
+        storage, name = open_checkpoint(place, options)
+        if storage.exists(f"{name}/{MARKER}"):
+            return storage, Catalog(storage).marker(name).step, name
+        found = None if storage.entry(name) is not None else found
+    if found is None:
+        raise ConfigError(
+            f"{public_url(place)!r} names no checkpoint: write ROOT@STEP (runs/llama@1200), or its path"
+        )
+    return open_root(found[0], options), found[1], None
 
 
 def find_checkpoint(place: str, options: Mapping[str, Any], *, step: int | None) -> tuple[Storage, str]:
@@ -219,13 +288,9 @@ def find_checkpoint(place: str, options: Mapping[str, Any], *, step: int | None)
     """
     if step is not None:
         root = open_root(place, options)
-        return root, Catalog(root).find(step=step).name
-    try:
-        checkpoint = open_checkpoint(place, options)
-    except ConfigError:
-        checkpoint = None  # a bucket has no parent; any other error is raised when it is opened as a root
-    if checkpoint is not None and checkpoint[0].exists(f"{checkpoint[1]}/{MARKER}"):
-        return checkpoint
+        return root, Catalog(root).name_of(step)
+    if (named := named_checkpoint(place, options)) is not None:
+        return named
     root = open_storage(root_of(place), options)
     try:
         latest = Catalog(root).latest()
@@ -233,9 +298,10 @@ def find_checkpoint(place: str, options: Mapping[str, Any], *, step: int | None)
         raise file_as_root(root.url) from None
     if latest is not None:
         return root, latest.name
-    if checkpoint is None:
-        raise none_committed(root)
-    return checkpoint
+    try:
+        return open_checkpoint(place, options)
+    except ConfigError:
+        raise none_committed(root) from None
 
 
 def place_of(arguments: Namespace) -> str:

@@ -32,8 +32,6 @@ _ckpt() {{
         COMPREPLY=($(compgen -W "$(_ckpt_options "$command")" -- "$current"))
     elif [[ "$before" == --step || "$before" == --steps ]]; then
         COMPREPLY=($(compgen -W "$(_ckpt_steps)" -- "$current"))
-    elif [[ "$command" == pin || "$command" == unpin ]] && [ "$COMP_CWORD" -eq 3 ]; then
-        COMPREPLY=($(compgen -W "$(_ckpt_steps)" -- "$current"))
     elif [ "$command" = completion ]; then
         COMPREPLY=($(compgen -W "bash zsh fish" -- "$current"))
     else
@@ -103,5 +101,4 @@ def _fish(parsers: Mapping[str, ArgumentParser]) -> str:
             lines.append(f"complete -c ckpt {within} -l {option.removeprefix('--')}{steps}")
     lines += [f"complete -c ckpt -n __fish_use_subcommand -l {option}" for option in ("help", "version")]
     lines.append("complete -c ckpt -n '__fish_seen_subcommand_from completion' -f -a 'bash zsh fish'")
-    lines.append("complete -c ckpt -n '__fish_seen_subcommand_from pin unpin' -a '(__ckpt_steps)'")
     return "\n".join(lines) + "\n"

@@ -16,11 +16,12 @@ from ckpt_core.cli._arguments import OPTIONS_VARIABLE, Commands, place_of, stora
 from ckpt_core.cli._outcome import Outcome
 from ckpt_core.cli._outcome import show as show_outcome
 from ckpt_core.cli._progress_line import say
-from ckpt_core.cli.costs import bench, plan, simulate
+from ckpt_core.cli.costs import plan, simulate
 from ckpt_core.cli.inspection import diff, du, ls, report, show
 from ckpt_core.cli.upkeep import mark, pin, prune, verify
 from ckpt_core.disclosure import printable
 from ckpt_core.errors import CheckpointError, ConfigError
+from ckpt_core.vocabulary import COMMANDS
 
 _EXIT_CODES: Final = (
     "Exit codes: 0 all is well; 1 something is wrong with a checkpoint, or the storage failed; 2 wrong usage "
@@ -39,7 +40,7 @@ _COMMANDS: Final[tuple[CommandModule, ...]] = (
     *(ls, show, diff, du, report),
     *(verify, _cp, _missing),
     *(prune, pin, mark),
-    *(plan, bench, simulate),
+    *(plan, simulate),
     _completion,
 )
 """In the order of `ckpt --help`."""
@@ -48,7 +49,13 @@ _COMMANDS: Final[tuple[CommandModule, ...]] = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; `arguments` are those of the process if None."""
     parser = _parser()
-    parsed, unknown = parser.parse_known_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["help"]:
+        words = [*words[1:2], "--help"]
+    if words and words[0] in COMMANDS:
+        _complain(f"there is no command {words[0]!r}: {COMMANDS[words[0]]}")
+        return 2
+    parsed, unknown = parser.parse_known_args(words)
     if unknown:
         # By their names: a mistyped --storage-option may hold a password.
         named = ", ".join(word.partition("=")[0] if word.startswith("-") else "a word" for word in unknown)

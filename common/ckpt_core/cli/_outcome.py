@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
 from ckpt_core.disclosure import printable
 
 Row: TypeAlias = tuple[str, ...]
+_GAP: Final = 2
 
 
 @final
@@ -73,20 +75,41 @@ def moment_text(seconds: float) -> str | None:
         return None
 
 
-def metrics_text(metrics: Mapping[str, float]) -> str:
-    """Format metrics for people: `val_loss=1.25`."""
-    return " ".join(f"{name}={value:.6g}" for name, value in sorted(metrics.items()))
+def metrics_text(metrics: Mapping[str, float], *, most: int = 1000, first: str = "") -> str:
+    """Format metrics for people: `val_loss=1.25`.
+
+    Args:
+        metrics: by their names.
+        most: how many to show.
+        first: those whose names it quotes are shown first.
+    """
+    ordered = sorted(metrics.items(), key=lambda each: (repr(each[0]) not in first, each[0]))
+    more = f" and {len(ordered) - most} more" if len(ordered) > most else ""
+    return " ".join(f"{name}={value:.6g}" for name, value in ordered[:most]) + more
 
 
 def _show_plain(table: Table) -> None:
     lines = [tuple(map(printable, row)) for row in (table.columns, *table.rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    if sys.stdout.isatty():
+        widths = _fitted(widths, shutil.get_terminal_size().columns - _GAP * (len(widths) - 1))
     for line in lines:
-        text = "  ".join(
+        text = (" " * _GAP).join(
             cell.ljust(width) if place < table.figures else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+            for place, (cell, width) in enumerate(zip(map(_cut, line, widths), widths, strict=True))
         )
         sys.stdout.write(text.rstrip() + "\n")
+
+
+def _fitted(widths: list[int], room: int) -> list[int]:
+    """Make the widest columns narrower, until all of them have room."""
+    while sum(widths) > room and max(widths) > 1:
+        widths[widths.index(max(widths))] -= 1
+    return widths
+
+
+def _cut(cell: str, width: int) -> str:
+    return cell if len(cell) <= width else f"{cell[: width - 1]}…"
 
 
 def _show_rich(table: Table) -> bool:

@@ -4,7 +4,7 @@ The one rule of the whole suite is enforced here: no `COMMITTED`, no checkpoint.
 torch, so that listing and verifying stay fast.
 """
 
-from ckpt_core.commit._catalog import Catalog, Survey, read_manifest
+from ckpt_core.commit._catalog import Catalog, Survey, countable_names, read_all, read_manifest
 from ckpt_core.commit._index import TensorEntry, list_tensors
 from ckpt_core.commit._lease import Lease, Owner
 from ckpt_core.commit._lineage import is_same, next_lineage, on_present_line, present_lineage
@@ -22,7 +22,7 @@ from ckpt_core.commit._protocol import (
 from ckpt_core.commit._prune import collect_orphans, remove, remove_drafts
 from ckpt_core.commit._signature import MAX_SIGNATURE_BYTES, require_trusted, write_signature
 from ckpt_core.commit._soundness import Inventory, Soundness
-from ckpt_core.commit._stock_dcp import stock_parts, verify_stock
+from ckpt_core.commit._stock_dcp import stock_parts, verify_part, verify_stock
 from ckpt_core.commit._strangers import finish_merge, strangers
 from ckpt_core.commit._surroundings import (
     Surroundings,
@@ -54,6 +54,7 @@ __all__ = [
     "commit",
     "commit_copy",
     "content_of",
+    "countable_names",
     "describe",
     "file_as_root",
     "finish_merge",
@@ -65,6 +66,7 @@ __all__ = [
     "on_present_line",
     "present_lineage",
     "quarantine",
+    "read_all",
     "read_manifest",
     "refuse_as_root",
     "remove",
@@ -76,6 +78,7 @@ __all__ = [
     "stock_parts",
     "strangers",
     "verify",
+    "verify_part",
     "verify_stock",
     "whole_info",
     "working_name",

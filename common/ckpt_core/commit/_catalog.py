@@ -51,6 +51,7 @@ from ckpt_core.names import (
     is_corrupt,
     is_incomplete,
     is_trash,
+    original_name,
     parse_step_name,
     set_aside,
     step_name,
@@ -183,6 +184,16 @@ class Catalog:
             f"no committed {wanted} in {self._storage.url}; committed steps there: {there}"
             + (f"; abandoned: {abandoned}" if abandoned else "")
         )
+
+    def name_of(self, step: int) -> str:
+        """Return the name of the committed checkpoint of a step; errors as by `find`.
+
+        Other markers are read only where a name does not tell whose step it is.
+        """
+        names = countable_names(self._storage)
+        named = [name for name in names if parse_step_name(original_name(name)) in {None, step}]
+        there = [name for name in named if self._storage.exists(f"{name}/{MARKER}")]
+        return there[0] if there == [step_name(step)] else self.find(step=step).name
 
     def marker(self, name: str) -> Marker:
         """Read the commit marker of directory `name`.

@@ -60,8 +60,18 @@ def verify_stock(
     return [
         FileFailure(path=str(PurePosixPath(part).relative_to(name) / failure.path), problem=failure.problem)
         for part in parts
-        for failure in _verify_part(storage, part, seen)
+        for failure in verify_part(storage, part, seen=seen)
     ]
+
+
+def verify_part(
+    storage: Storage, part: str, *, seen: Callable[[int], None] = lambda _: None
+) -> list[FileFailure]:
+    """Verify one directory of DCP's data, "" for the storage's own.
+
+    Arguments and result as of `verify_stock`.
+    """
+    return list(_failures(storage, f"{part}/" if part else "", seen))
 
 
 def stock_parts(storage: Storage, directory: str) -> Iterator[str]:
@@ -75,9 +85,9 @@ def stock_parts(storage: Storage, directory: str) -> Iterator[str]:
             yield from stock_parts(storage, f"{directory}/{child.name}")
 
 
-def _verify_part(storage: Storage, part: str, seen: Callable[[int], None]) -> Iterator[FileFailure]:
+def _failures(storage: Storage, prefix: str, seen: Callable[[int], None]) -> Iterator[FileFailure]:
     try:
-        chunks = _read_chunks(read_small(storage, f"{part}/{METADATA}"))
+        chunks = _read_chunks(read_small(storage, f"{prefix}{METADATA}"))
     except FileNotFoundError:
         yield FileFailure(path=METADATA, problem="missing: the save did not end, DCP cannot load this")
         return
@@ -88,7 +98,7 @@ def _verify_part(storage: Storage, part: str, seen: Callable[[int], None]) -> It
         yield FileFailure(path=METADATA, problem=f"cannot be read: {type(error).__name__}: {error}")
         return
     for path, in_file in chunks.items():
-        problem = _file_problem(storage, f"{part}/{path}", in_file, seen)
+        problem = _file_problem(storage, f"{prefix}{path}", in_file, seen)
         if problem is not None:
             yield FileFailure(path=path, problem=problem)
 

@@ -14,6 +14,9 @@ _MOST_DIRECTORIES: Final = 256
 _MOST_CHILDREN: Final = 16
 """Limits of the search: on an object store each directory costs a request."""
 _SHOWN: Final = 4
+_OURS: Final = "a committed checkpoint"
+_TORN: Final = f"a checkpoint without its {MARKER}"
+_STOCK: Final = "a checkpoint that stock DCP wrote"
 _ZIP: Final = b"PK\x03\x04"
 _TORCH_SUFFIXES: Final = (".pt", ".pth", ".ckpt", ".bin")
 
@@ -45,9 +48,9 @@ class Surroundings:
         """Return advice for a user who finds no checkpoint at `url`, a line each."""
         lines: list[str] = []
         if self.is_checkpoint:
-            lines.append(_is_itself(url, "a committed checkpoint"))
+            lines.append(_is_itself(url, _OURS))
         if self.is_stock:
-            lines.append(_is_itself(url, "a checkpoint that stock DCP wrote"))
+            lines.append(_is_itself(url, _STOCK))
         if self.stock:
             lines.append(
                 f"stock DCP wrote {_some(self.stock)} there: load one by "
@@ -109,13 +112,16 @@ def describe(storage: Storage, name: str) -> str:
 
 
 def refuse_as_root(storage: Storage) -> None:
-    """Refuse to write checkpoints into a committed one.
+    """Refuse to take a checkpoint for a root, of ours or of stock DCP.
 
     Raises:
         ConfigError: the root is one.
     """
-    if storage.exists(MARKER) and storage.exists(MANIFEST):
-        raise ConfigError(_is_itself(storage.url, "a committed checkpoint"))
+    is_ours, is_dcp = storage.exists(MANIFEST), storage.exists(METADATA)
+    if is_ours and storage.exists(MARKER):
+        raise ConfigError(_is_itself(storage.url, _OURS))
+    if is_dcp:
+        raise ConfigError(_is_itself(storage.url, _TORN if is_ours else _STOCK))
 
 
 def file_as_root(url: str) -> ConfigError:
@@ -175,7 +181,7 @@ def _is_itself(url: str, what: str) -> str:
     parent, _, name = url.rpartition("/")
     return (
         f"{url} is itself {what}, not the root of a run: give {parent or '/'} as the root, and "
-        f"name={name!r} to load this one"
+        f"name={name!r} to load this one; `ckpt show {url}` shows it"
     )
 
 

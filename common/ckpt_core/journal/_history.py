@@ -136,7 +136,7 @@ def compact(history: Sequence[Record], *, most: int = MOST_RECORDS, left: int = 
     while cut > 0:
         parted = {each["run"] for each in without_end(history[:cut])}
         first = next((at for at, each in enumerate(history[:cut]) if each["run"] in parted), cut)
-        if first == cut and _time(history[cut]) > max(map(_time, history[:cut])):
+        if first == cut and min(map(_time, history[cut:])) > max(map(_time, history[:cut])):
             return [_summary(history[:cut]), *history[cut:]]
         cut = min(first, cut - 1)
     return list(history)

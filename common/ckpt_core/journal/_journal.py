@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Final, final
@@ -63,19 +64,30 @@ class Journal:
         self._opened = True
         self._recorder.begin(Tenure(run=run, ranks=ranks, check=check))
 
-    def seen(self, step: int) -> None:
-        """Note that training has come to a step. In every step: two writes to memory."""
+    def seen(self, step: int, *, began: tuple[float, float] | None = None) -> None:
+        """Note that training has come to a step. In every step: two writes to memory.
+
+        Args:
+            step: of the training.
+            began: when the save of it began, on the clock and as Unix time: training may begin with it.
+        """
         recorder = self._recorder
-        at = (step, recorder.clock())
         training = recorder.training
-        training.last = at
+        training.last = (step, recorder.clock(), time.time())
         if training.first is None:
-            training.first = at
+            training.first = training.last if began is None else (step, *began)
             recorder.wake.set()
+
+    def waited(self) -> None:
+        """Note that training has waited for a save since its last step."""
+        last = self._recorder.training.last
+        if last is not None:
+            self.seen(last[0])
 
     def resumed(self, step: int) -> None:
         """Note that the live state is that of a checkpoint."""
-        self._recorder.training.resumed.append(step)
+        training = self._recorder.training
+        training.resumed.append(((step, self._recorder.clock(), time.time()), training.last))
 
     def end(self, *, preempted: bool = False, failed: bool | None = None) -> None:
         """Note that training is over.
@@ -111,7 +123,7 @@ def _finish(recorder: Recorder, amid: int) -> None:
 
 def _note_end(recorder: Recorder, ending: str) -> None:
     if recorder.training.ending is None:
-        recorder.training.ending = ending
+        recorder.training.ending = ending, time.time()
         recorder.wake.set()
 
 

@@ -183,7 +183,7 @@ class Recorder:
             files = HistoryFile(own), EventFile(own), self._tiers
             closing = False
             while not (closing or self._stopped):
-                self.wake.wait(self.log.pause(self.clock()) if self.training.first else _IDLE_SECONDS)
+                self.wake.wait(self.log.next_look(self.clock()) if self.training.first else _IDLE_SECONDS)
                 closing = self._closing  # before anything is looked at
                 self.wake.clear()
                 while self._waiting:
@@ -226,7 +226,8 @@ class Recorder:
             RootBusyError: another job has the root.
         """
         log, now = self.log, self.clock()
-        waited = closing or log.ended or events.appends or now - self._wrote_at >= log.pause(self._wrote_at)
+        pause = log.pause(self._wrote_at, whole_run=True)
+        waited = closing or log.ended or events.appends or now - self._wrote_at >= pause
         lines_due = bool(log.lines) and waited
         files: Sequence[HistoryFile | TierHistory] = (history, *copies)
         due = [each for each in files if log.started and each.lacks(log.history)]

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, final
+from typing import Any, Final, TypeAlias, final
 
 from ckpt_core.journal._event_records import translate
 from ckpt_core.journal._history import Trail, loss, merge, trail_of, unclean, without_end
@@ -20,22 +20,26 @@ _LATEST_SECONDS: Final = 60.0
 _SAME_INTERVAL: Final = 0.1
 
 
+Moment: TypeAlias = tuple[int, float, float]
+"""A step, the time on the clock, and the Unix time."""
+
+
 @final
 @dataclass(slots=True)
 class Training:
     """Where the training thread is: each field is set in one step.
 
     Attributes:
-        first: the first step, and the moment, on the clock.
-        last: the last step, and the moment.
-        resumed: the steps that were resumed from, and not yet looked at.
-        ending: how the run ended: "end" or "preempted", "" for neither; None until it has.
+        first: the first step.
+        last: the last step.
+        resumed: the steps that were resumed from, and not yet looked at, each with the last step before.
+        ending: how the run ended, "end" or "preempted", "" for neither, and the Unix time; None until it has.
     """
 
-    first: tuple[int, float] | None = None
-    last: tuple[int, float] | None = None
-    resumed: deque[int] = field(default_factory=lambda: deque(maxlen=100))
-    ending: str | None = None
+    first: Moment | None = None
+    last: Moment | None = None
+    resumed: deque[tuple[Moment, Moment | None]] = field(default_factory=lambda: deque(maxlen=100))
+    ending: tuple[str, float] | None = None
 
 
 @final
@@ -68,7 +72,7 @@ class RunLog:
         self._committed: int | None = None
         self._resumed: int | None = None
         self._interval: float | None = None
-        self._progressed_at = -math.inf
+        self._looked_at = self._kept_at = -math.inf
 
     def begin(self, run: str, ranks: int) -> None:
         """Set the id of the run, and how many ranks it has."""
@@ -82,43 +86,54 @@ class RunLog:
 
     def provisional(self) -> list[Record]:
         """Return the history, with the ends of dead runs as far as they are known."""
-        return [*self.history, *(self._unclean(*each) for each in self._dead)]
+        return [*self.history, *(self._unclean(*each, time.time()) for each in self._dead)]
 
-    def pause(self, since: float) -> float:
+    def pause(self, at: float, *, whole_run: bool = False) -> float:
         """Return the time from one look at the training to the next.
 
-        It is as long as the training had lasted at the first one, within limits: so at most half is unknown
-        of a run that dies soon.
+        It is as long as the training had lasted at the first one since its last commit, or with `whole_run`
+        since its start, within limits: so at most half is unknown of what a run that dies has lost.
         """
-        first = self._training.first
-        lasted = _LATEST_SECONDS if first is None else since - first[1]
-        return min(max(lasted, _SOONEST_SECONDS), _LATEST_SECONDS)
+        if self._training.first is None:
+            return _LATEST_SECONDS
+        first = self._training.first[1]
+        since = first if whole_run else max(first, self._kept_at)
+        return min(max(at - since, _SOONEST_SECONDS), _LATEST_SECONDS)
+
+    def next_look(self, now: float) -> float:
+        """Return the seconds until the next look at the training is due."""
+        return max(0.0, self._looked_at + self.pause(self._looked_at) - now)
 
     def take(self, event: Event) -> None:
         """Put an event into a record, if there is one for it."""
+        if event.name in {"save.commit", "save.cost"}:
+            self._looked_at = -math.inf  # what is known of a save lies within the training that is known
         if event.name == "save.commit":
             if event.phase == "finished":
                 self._committed = event.attributes.get("step", self._committed)
+                self._kept_at = self._clock()
             return
         found = translate(event, self._root)
         if found is None:
             return
         kind, fields = found
         if kind != "cadence" or self._is_new(fields.get("interval_seconds")):
-            self.lines.append(record(kind, event.time, self._run, fields))
+            self.lines.append(record(kind, fields.get("began", event.time), self._run, fields))
 
     def look(self, *, closing: bool) -> None:
         """Put into records where training is."""
         training, now = self._training, self._clock()
         if training.first is not None and not self.started:
-            self._start()
+            self._start(training.first[2])
         while self.started and training.resumed:
-            step = training.resumed.popleft()
-            self._note("resume", step, loss(list(self._trail), step))
-        if self.started and (closing or now - self._progressed_at >= self.pause(self._progressed_at)):
-            self._progress(now)
-        if training.ending and self.started and not self.ended:
-            self._end(training.ending)
+            (step, _, moment), last = training.resumed.popleft()
+            self._progress(last)
+            self._note("resume", step, moment, loss(list(self._trail), step))
+        if self.started and (closing or self.next_look(now) <= 0):
+            self._looked_at = now
+            self._progress(training.last)
+        if training.ending is not None and training.ending[0] and self.started and not self.ended:
+            self._end(*training.ending)
 
     def _is_new(self, interval: Any) -> bool:
         """Return whether an interval is more than a tenth off the last one written."""
@@ -128,49 +143,50 @@ class RunLog:
         self._interval = before
         return False
 
-    def _start(self) -> None:
+    def _start(self, begun: float) -> None:
         """Note that training has begun, and what the runs before have lost by then."""
         self.started = True
         step, training = 0, self._training
-        if training.resumed:
-            step = self._resumed = training.resumed.pop()
-            training.resumed.clear()  # what was loaded before it was not trained from
+        before = [resumed for resumed, last in list(training.resumed) if last is None]
+        if before:
+            step = self._resumed = before[-1][0]
+            for _ in before:
+                training.resumed.popleft()  # what was loaded before it was not trained from
         self._trail.append((step, 0.0))
         for start, trail in self._dead:
-            self._append(self._unclean(start, trail))
+            self._append(self._unclean(start, trail, begun))
         self._dead = ()
-        self._note("start", step)
+        self._note("start", step, begun)
         if self._resumed is not None:
-            self._note("resume", step)
+            self._note("resume", step, begun)
 
-    def _unclean(self, start: Record, trail: Trail) -> Record:
-        return unclean(start, trail, self._resumed, time=time.time(), found_by=self._run)
+    def _unclean(self, start: Record, trail: Trail, moment: float) -> Record:
+        return unclean(start, trail, self._resumed, time=moment, found_by=self._run)
 
-    def _progress(self, now: float) -> None:
-        first, last = self._training.first, self._training.last
+    def _progress(self, last: Moment | None) -> None:
+        first = self._training.first
         if first is None or last is None:
             return
         point = (last[0], round(last[1] - first[1], 3))
-        if self._trail[-1] == point:
+        if self._trail[-1] == point or point[1] < self._trail[-1][1]:
             return
         self._trail.append(point)
-        self._progressed_at = now
         fields = {"step": point[0], "training_seconds": point[1]}
-        self.lines.append(record("progress", time.time(), self._run, fields))
+        self.lines.append(record("progress", last[2], self._run, fields))
 
-    def _end(self, ending: str) -> None:
-        self._progress(self._clock())
+    def _end(self, ending: str, moment: float) -> None:
+        self._progress(self._training.last)
         self.ended = True
         lost: Mapping[str, float] = {"lost_steps": 0, "lost_seconds": 0.0}
         if ending == "preempted":
             lost = loss(list(self._trail), self._resumed if self._committed is None else self._committed)
         step, seconds = self._trail[-1]
-        self._note(ending, step, {"seconds": seconds, **lost})
+        self._note(ending, step, moment, {"seconds": seconds, **lost})
 
-    def _note(self, event: str, step: int, fields: Mapping[str, Any] | None = None) -> None:
+    def _note(self, event: str, step: int, moment: float, fields: Mapping[str, Any] | None = None) -> None:
         ranks = self._ranks
         own = {"event": event, "step": step, "world_size": ranks, "devices": ranks, **(fields or {})}
-        self._append(record("run", time.time(), self._run, own))
+        self._append(record("run", moment, self._run, own))
 
     def _append(self, each: Record) -> None:
         # A new list: `provisional` may be reading the old one on another thread.

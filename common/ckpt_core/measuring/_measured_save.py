@@ -29,6 +29,7 @@ class MeasuredSave:
         name: directory name.
         reason: why it was made; "" if nobody said.
         began: time of the call.
+        time: the same as Unix time.
         handle: set by the caller; None if the save did not start.
         skipped: set by the caller if back-pressure left it out.
         stall: seconds for which calls have blocked training.
@@ -44,6 +45,7 @@ class MeasuredSave:
     name: str
     reason: str
     began: float
+    time: float
     handle: MeteredHandle | None = None
     skipped: bool = False
     stall: float = 0.0
@@ -111,6 +113,7 @@ class MeasuredSave:
             "uploaded_seconds": self.uploaded,
             "size_bytes": None if committed is None else committed.committed.result().size_bytes,
             "outcome": self.outcome,
+            "began": self.time,
         }
 
     @property

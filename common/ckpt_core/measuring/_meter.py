@@ -104,7 +104,7 @@ class CostMeter:
         """Measure a call of save; its handle is set within the block."""
         began = self._clock()
         reason = str(annotations.get("reason", ""))
-        save = MeasuredSave(step=step, name=name, reason=reason, began=began)
+        save = MeasuredSave(step=step, name=name, reason=reason, began=began, time=time.time())
         try:
             yield save
         finally:

@@ -20,14 +20,14 @@ from ckpt_core.options._options import (
     Staging,
     Verify,
     VerifyManifest,
+    signature_with_options,
 )
-from ckpt_core.options._parsing import DEFAULT_HEADROOM, Headroom, bytes_text, parse_size
+from ckpt_core.options._parsing import Headroom, bytes_text, parse_size
 from ckpt_core.options._policies import policy_from
 from ckpt_core.options._sameness import difference, given_options, text_of
 from ckpt_core.options._uploads import Upload, Uploads, WhenBusy, upload_from
 
 __all__ = [
-    "DEFAULT_HEADROOM",
     "SECTION",
     "BackPressure",
     "CheckpointOptions",
@@ -49,6 +49,7 @@ __all__ = [
     "parse_yaml",
     "policy_from",
     "read_document",
+    "signature_with_options",
     "text_of",
     "upload_from",
 ]

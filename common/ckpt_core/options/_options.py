@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -238,7 +239,7 @@ class CheckpointOptions:
             raise ConfigError(f"checkpoint options must be a mapping, not {type(mapping).__name__}")
         names = [option.name for option in fields(cls)]
         problems = Problems()
-        problems.unknown("checkpoint options", mapping, names)
+        problems.unknown("checkpoint options", mapping, names, options=True)
         values = {name: mapping[name] for name in names if name in mapping}
         for kind in ("save", "keep"):
             value = values.pop(kind, None)
@@ -264,6 +265,13 @@ class CheckpointOptions:
             return cls.from_mapping(document.get(SECTION, document))
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
+
+
+def signature_with_options(method: Callable[..., None]) -> inspect.Signature:
+    """Return the signature of a method with every option in place of `**overrides`."""
+    own, options = inspect.signature(method), inspect.signature(CheckpointOptions)
+    named = [each for each in own.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    return own.replace(parameters=[*named[1:], *options.parameters.values()])
 
 
 def _optional(name: str, value: Any, kind: type) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, final
 
 from ckpt_core.errors import ConfigError
+from ckpt_core.vocabulary import instead_of_option, similar
 
 
 @final
@@ -31,11 +31,21 @@ class Problems:
             self.add(f"{prefix}{error}")
             return None
 
-    def unknown(self, where: str, keys: Iterable[Any], allowed: Collection[str]) -> None:
-        """Record every key that is not allowed, with the most similar one that is."""
-        wrong = [key for key in keys if key not in allowed]
+    def unknown(
+        self, where: str, keys: Iterable[Any], allowed: Collection[str], *, options: bool = False
+    ) -> None:
+        """Record every key that is not allowed, with what is meant by it.
+
+        Args:
+            where: what has these keys, for the message.
+            keys: of a mapping.
+            allowed: the known ones.
+            options: whether they are options, which other libraries call otherwise.
+        """
+        wrong = {key: keys[key] if isinstance(keys, Mapping) else None for key in keys if key not in allowed}
         if wrong:
-            named = ", ".join(f"{key!r}{_hint(key, allowed)}" for key in wrong)
+            advise = instead_of_option if options else similar
+            named = ", ".join(f"{key!r}{advise(str(key), allowed, wrong[key])}" for key in wrong)
             self.add(f"{where}: unknown {named}; allowed are {', '.join(sorted(allowed))}")
 
     def raise_if_any(self, separator: str = "\n") -> None:
@@ -46,11 +56,6 @@ class Problems:
         """
         if self._found:
             raise ConfigError(separator.join(self._found))
-
-
-def _hint(key: Any, allowed: Collection[str]) -> str:
-    close = difflib.get_close_matches(str(key), allowed, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 _UNITS: dict[str, int] = {

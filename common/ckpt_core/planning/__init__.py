@@ -1,4 +1,4 @@
-"""Plans of what checkpoints cost, and what a storage can do."""
+"""Plans of what checkpoints cost."""
 
 from ckpt_core.planning._cost_plan import (
     SAVE_MODES,
@@ -20,7 +20,6 @@ from ckpt_core.planning._planned_uploads import PlannedUpload
 from ckpt_core.planning._rank_layout import STRATEGIES, RankLayout
 from ckpt_core.planning._shapes import ModelShape, ParameterGroup, with_experts
 from ckpt_core.planning._state_sizes import DTYPE_BYTES, OPTIMIZERS, TrainedState, dtype_word
-from ckpt_core.planning._storage_bench import BenchLimits, BenchResult, BenchRun, measure_storage
 from ckpt_core.planning._texts import (
     dollars_text,
     rate_of,
@@ -36,9 +35,6 @@ __all__ = [
     "SAVE_MODES",
     "STORAGES",
     "STRATEGIES",
-    "BenchLimits",
-    "BenchResult",
-    "BenchRun",
     "CostPlan",
     "ModelShape",
     "ParameterGroup",
@@ -58,7 +54,6 @@ __all__ = [
     "find_model",
     "find_storage",
     "make_plan",
-    "measure_storage",
     "option_of",
     "plan_record",
     "rate_of",

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias, final
 
 from ckpt_core.errors import ConfigError
@@ -138,52 +136,18 @@ STORAGES: Final[Mapping[str, StorageProfile]] = {
 
 
 def find_storage(text: str) -> StorageProfile:
-    """Find a storage by its name, by a URL, or by the file of `ckpt bench --json`.
+    """Find a storage by its name or by a URL.
 
     Raises:
         ConfigError: it is neither.
     """
-    if text in STORAGES:
-        return STORAGES[text]
-    kind = next((STORAGES[each] for prefix, each in _PRICED.items() if text.startswith(prefix)), None)
-    if kind is not None:
-        return kind
-    path = Path(text).expanduser()
-    if not path.is_file():
+    kind = next((each for prefix, each in _PRICED.items() if text.startswith(prefix)), text)
+    if kind not in STORAGES:
         raise ConfigError(
-            f"--storage {text!r}: is neither one of {', '.join(STORAGES)}, nor a file that `ckpt bench ROOT "
-            "--json` wrote; give rates instead: --write-gbps 5 --read-gbps 5"
+            f"--storage {text!r}: is neither one of {', '.join(STORAGES)}, nor a URL of a bucket; give rates "
+            "instead: --write-gbps 5 --read-gbps 5"
         )
-    try:
-        return _measured(json.loads(path.read_text(encoding="utf-8")), path)
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"--storage {path}: cannot be read as JSON: {error}") from error
-
-
-def _measured(values: Any, path: Path) -> StorageProfile:
-    """Build a profile from what was measured on one node."""
-    try:
-        profile = StorageProfile(
-            name=str(values["root"]),
-            write=float(values["write_bytes_per_second"]),
-            read=float(values["read_bytes_per_second"]),
-            commit_seconds=float(values["commit_seconds"]),
-            source=f"measured by `ckpt bench` on one node: {path}",
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"--storage {path}: is not what `ckpt bench ROOT --json` writes: {type(error).__name__} {error}"
-        ) from error
-    kind = next((STORAGES[each] for prefix, each in _PRICED.items() if profile.name.startswith(prefix)), None)
-    if kind is None:
-        return profile
-    return replace(
-        profile,
-        gb_month=kind.gb_month,
-        put_price=kind.put_price,
-        get_price=kind.get_price,
-        part_bytes=kind.part_bytes,
-    )
+    return STORAGES[kind]
 
 
 _PRICED: Final = {"s3://": "s3", "gs://": "gcs", "gcs://": "gcs", "az://": "azure", "abfs://": "azure"}

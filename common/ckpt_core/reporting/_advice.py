@@ -71,9 +71,9 @@ def _on_stalls(report: Report) -> Iterator[str]:
 
 def _on_failures(report: Report) -> Iterator[str]:
     dead = [run for run in report.runs if run.end == "unclean"]
-    if dead and report.balance.lost:
+    if dead:
         yield (
-            f"{len(dead):,} of {len(report.runs):,} runs ended unclean and lost "
+            f"{len(dead):,} of {len(report.runs):,} runs ended unclean and lost at least "
             f"{seconds_text(sum(run.lost_seconds for run in dead))} of training "
             f"({sum(run.lost_steps for run in dead):,} steps)."
         )

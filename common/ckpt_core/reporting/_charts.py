@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any, Final
 
 from ckpt_core.options import bytes_text
-from ckpt_core.reporting._figures import moment, seconds_text, share_text
+from ckpt_core.reporting._figures import at_least, moment, seconds_text, share_text
 from ckpt_core.reporting._report_values import A_DAY, Report, clock_of
 from ckpt_core.reporting._sections import parts_of
 
@@ -157,12 +157,14 @@ def _bands(report: Report, axis: _TimeAxis) -> str:
             continue
         place = int(axis.x(run.begin)), max(int(axis.x(run.until)) - int(axis.x(run.begin)), 1)
         rank = worst.index(run.end) if run.end in worst else 1
-        title = f"{run.run[:12]}: {run.end or 'no end known'}, {seconds_text(run.seconds)} of training"
+        training = at_least(seconds_text(run.seconds), exact=run.exact or run.seconds is None)
+        title = f"{run.run[:12]}: {run.end or 'no end known'}, {training} of training"
         bands[place] = max(bands.get(place, (-1, "")), (rank, title))
         if run.lost_seconds:
             begin = max(axis.first, run.until - run.lost_seconds)
             width = max(int(axis.x(run.until) - axis.x(begin)), 1)
-            lost[int(axis.x(begin)), width] = f"{seconds_text(run.lost_seconds)}, {run.lost_steps:,} steps"
+            text = f"{seconds_text(run.lost_seconds)}, {run.lost_steps:,} steps"
+            lost[int(axis.x(begin)), width] = at_least(text, exact=run.exact)
     kinds = ("ended", "open", "preempted", "unclean")
     drawn = [_rect((x, 6), (w, 14), kinds[rank], title) for (x, w), (rank, title) in _thinned(bands)]
     drawn += [_rect((x, 4 * _LANE + 6), (w, 14), "bad", title) for (x, w), title in _thinned(lost)]

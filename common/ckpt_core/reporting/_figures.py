@@ -28,6 +28,11 @@ def seconds_text(seconds: float | None) -> str:
     return f"{_digits(seconds)} s"
 
 
+def at_least(text: str, *, exact: bool) -> str:
+    """Return a figure, as a lower bound unless it is exact."""
+    return text if exact else f"at least {text}"
+
+
 def share_text(share: float | None) -> str:
     """Format a fraction: `0.24 %`, `97.3 %`."""
     return "?" if share is None or not math.isfinite(share) else f"{_digits(100 * share)} %"

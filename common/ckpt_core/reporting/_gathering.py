@@ -114,6 +114,7 @@ def _run(run: str, records: Sequence[Record]) -> RunFacts:
         covered=max(0.0, covered) if has_events else 0.0,
         lost_steps=int(sum(_values(losses, "lost_steps"))),
         lost_seconds=sum(_values(losses, "lost_seconds")),
+        exact=end is not None and end["event"] != "unclean",
     )
 
 
@@ -133,6 +134,7 @@ def _balance(runs: Sequence[RunFacts], events: Mapping[str, Sequence[Record]]) -
         lost=sum(run.lost_seconds for run in runs if run.run in covered),
         loading=sum(_values(loads, "seconds")),
         down=down,
+        exact=all(run.exact for run in runs if run.covered),
     )
 
 

@@ -35,6 +35,7 @@ class RunFacts:
         seconds: of training; None if unknown.
         covered: those seconds of training for which the events are there.
         lost_seconds: of training that its end, or going back in it, took.
+        exact: whether it wrote its own end: else its seconds and what it lost are at least these.
     """
 
     run: str
@@ -48,6 +49,7 @@ class RunFacts:
     covered: float
     lost_steps: int
     lost_seconds: float
+    exact: bool
 
 
 @final
@@ -90,6 +92,7 @@ class Balance:
         lost: training that was done again, or given up.
         loading: loads, which come before training.
         down: between the last sign of a run that failed and the next start; in no other figure.
+        exact: whether every run wrote its own end: else `lost` is at least, and the goodput at most, this.
     """
 
     covered: float
@@ -98,6 +101,7 @@ class Balance:
     lost: float
     loading: float
     down: float
+    exact: bool
 
     @property
     def goodput(self) -> float | None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
 from ckpt_core.journal import MOST_STEPS
 from ckpt_core.options import bytes_text
-from ckpt_core.reporting._figures import moment, seconds_text, share_text
+from ckpt_core.reporting._figures import at_least, moment, seconds_text, share_text
 from ckpt_core.reporting._report_values import Balance, Report, RunFacts
 
 _MOST_ROWS: Final = 20
@@ -65,35 +65,43 @@ def headline(report: Report) -> list[tuple[str, str]]:
     saves = [each for each in report.events["save"] if each.get("outcome") == "committed"]
     stall, durable = report.spreads.get("stall_seconds"), report.spreads.get("durable_seconds")
     return [
-        ("goodput", share_text(report.balance.goodput)),
+        ("goodput", _goodput_text(report.balance)),
         ("saves", f"{len(saves):,}"),
         ("stall, median", seconds_text(None if stall is None else stall.median)),
         ("durable, median", seconds_text(None if durable is None else durable.median)),
-        ("lost work", seconds_text(report.balance.lost)),
+        ("lost work", at_least(seconds_text(report.balance.lost), exact=report.balance.exact)),
         ("in the root", bytes_text(sum(each.size_bytes for each in report.checkpoints))),
     ]
 
 
 def parts_of(balance: Balance) -> list[tuple[str, float]]:
-    """Return where time went, in seconds; together it is all of it."""
+    """Return where time went, in seconds; together it is all that is known of it."""
     taken = [
         ("stall", balance.stall),
         ("slowdown", balance.slowdown),
-        ("lost work", balance.lost),
+        ("lost work" if balance.exact else "lost work, at least", balance.lost),
         ("loads", balance.loading),
     ]
     useful = balance.covered - balance.stall - balance.slowdown - balance.lost
     return [("training that counts", max(0.0, useful)), *taken]
 
 
+def _goodput_text(balance: Balance) -> str:
+    known = balance.exact or balance.goodput is None
+    return f"{'' if known else 'at most '}{share_text(balance.goodput)}"
+
+
 def _goodput(balance: Balance) -> Section:
     whole = balance.covered + balance.loading
     if whole <= 0:
         return Section(key="goodput", title="Goodput")
-    lines = [f"Of {seconds_text(whole)} measured, {share_text(balance.goodput)} was training that counts."]
+    lines = [f"Of {seconds_text(whole)} measured, {_goodput_text(balance)} was training that counts."]
+    if not balance.exact:
+        lines.append("A run that was killed may have trained on after its last sign: that work is lost, too.")
     if balance.down:
         lines.append(
-            f"After failures the job was down for {seconds_text(balance.down)}; that is in no other figure."
+            f"From the last signs of killed runs to the next starts went {seconds_text(balance.down)}; that "
+            "is in no other figure."
         )
     return Section(
         key="goodput",
@@ -113,9 +121,9 @@ def _runs(runs: Sequence[RunFacts]) -> Section:
             moment(run.begin),
             moment(run.until),
             "?" if run.first_step is None else f"{run.first_step:,} - {run.last_step:,}",
-            seconds_text(run.seconds),
-            f"{run.lost_steps:,}",
-            seconds_text(run.lost_seconds),
+            at_least(seconds_text(run.seconds), exact=run.exact or run.seconds is None),
+            at_least(f"{run.lost_steps:,}", exact=run.exact),
+            at_least(seconds_text(run.lost_seconds), exact=run.exact),
         )
         for run in runs[-_MOST_ROWS:][::-1]
     ]
@@ -125,7 +133,7 @@ def _runs(runs: Sequence[RunFacts]) -> Section:
         lines=[", ".join(f"{count:,} {end}" for end, count in ends.most_common()) + _more(runs)]
         if runs
         else [],
-        columns=("RUN", "END", "FROM (UTC)", "UNTIL (UTC)", "STEPS", "TRAINING", "LOST STEPS", "LOST"),
+        columns=("RUN", "END", "FROM (UTC)", "LAST SIGN (UTC)", "STEPS", "TRAINING", "LOST STEPS", "LOST"),
         rows=rows,
         figures=2,
     )
@@ -242,7 +250,7 @@ def _retention(report: Report) -> Section:
     )
 
 
-def _tier(each: dict[str, Any]) -> str:
+def _tier(each: Mapping[str, Any]) -> str:
     return str(each.get("tier") or "root")
 
 
@@ -266,7 +274,7 @@ def _checkpoints(report: Report) -> Section:
     }
     counted = "".join(f", {len(named):,} {state}" for state, named in states.items() if named)
     size = bytes_text(sum(info.size_bytes for info in infos))
-    why = _why_kept(report)
+    why = why_kept(report.events["retention"])
     return Section(
         key="checkpoints",
         title="In the root now",
@@ -288,11 +296,15 @@ def _checkpoints(report: Report) -> Section:
     )
 
 
-def _why_kept(report: Report) -> dict[int, list[str]]:
-    """Return the rules that kept each step in the root at its last prune."""
+def why_kept(events: Iterable[Mapping[str, Any]]) -> dict[int, list[str]]:
+    """Return the reasons for which each step stayed in the root at its last prune.
+
+    Args:
+        events: records of the journal, the oldest first.
+    """
     found: dict[int, list[str]] = defaultdict(list)
-    newest = next((each for each in reversed(report.events["retention"]) if _tier(each) == "root"), None)
-    for reason, steps in ((newest or {}).get("kept") or {}).items():
+    pruned = [each for each in events if each.get("kind") == "retention" and _tier(each) == "root"]
+    for reason, steps in (pruned[-1].get("kept") or {} if pruned else {}).items():
         for step in steps:
             found[step].append(reason)
     return found

@@ -350,7 +350,7 @@ def test_ls_shows_a_column_for_each_tier(ckpt, root, bucket):
         *("committed", "committed", "damaged", "uploading 40 %"),
     ]
     assert (fields["tiers"][0]["problem"], fields["tiers"][1]["checkpoints"][0]["state"]) == (None, None)
-    assert ckpt("ls", bucket)[1].splitlines()[0].split()[-1] == "PINNED"
+    assert ckpt("ls", bucket)[1].splitlines()[0].endswith("KEPT AS")
 
 
 def test_ls_lists_a_root_whose_file_of_tiers_is_damaged(ckpt, root):

@@ -89,7 +89,6 @@ def test_a_real_bash_completes_commands_options_paths_and_steps(capsys, run):
     assert ask("ckpt", "ver") == ["verify"]
     assert ask("ckpt", "prune", "--keep-l") == ["--keep-latest"]
     assert ask("ckpt", "show", str(run), "--step", "") == ["100", "200"]
-    assert ask("ckpt", "pin", str(run), "1") == ["100"]
     assert ask("ckpt", "ls", str(run.parent / "o")) == [str(run)]
     assert ask("ckpt", "completion", "f") == ["fish"]
 
@@ -99,7 +98,7 @@ def test_a_real_fish_completes_commands_options_paths_and_steps(capsys, run):
     assert main(["completion", "fish"]) == 0
     script = capsys.readouterr().out
     lines = [
-        "ckpt ver", "ckpt prune --keep-l", f"ckpt show {run} --step ", f"ckpt pin {run} 1",
+        "ckpt ver", "ckpt prune --keep-l", f"ckpt show {run} --step ",
         f"ckpt ls {run.parent}/o", "ckpt completion f", "ckpt --v",
     ]  # fmt: skip
     asked = "".join(f"complete -C '{line}'; echo ---\n" for line in lines)
@@ -111,7 +110,7 @@ def test_a_real_fish_completes_commands_options_paths_and_steps(capsys, run):
 
     assert done.stderr == ""
     assert found == [
-        ["verify"], ["--keep-latest"], ["100", "200"], ["100"], [f"{run}/"], ["fish"], ["--version"],
+        ["verify"], ["--keep-latest"], ["100", "200"], [f"{run}/"], ["fish"], ["--version"],
     ]  # fmt: skip
 
 
@@ -127,7 +126,6 @@ def test_a_real_zsh_completes_commands_options_paths_and_steps(capsys, run, tmp_
             ("ckpt prune --keep-l", "--keep-latest "),
             ("ckpt ls on", "one"),
             ("ckpt show one --step ", "100  200"),
-            ("ckpt pin one 1", "100 "),
             ("ckpt completion f", "fish "),
         ):
             zsh.type(f"{line}\t")

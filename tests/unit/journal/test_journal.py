@@ -79,9 +79,10 @@ def eventually(holds):
 def die(root, steps, *, resumed=()):
     """Leave what a job leaves that is killed after these steps, each of which takes a second."""
     recorder = Recorder(LocalStorage(root))
-    recorder.training.first = (steps[0], 0.0)
-    recorder.training.last = (steps[-1], float(len(steps) - 1))
-    recorder.training.resumed.extend(resumed)
+    begun = time.time()
+    recorder.training.first = (steps[0], 0.0, begun)
+    recorder.training.last = (steps[-1], float(len(steps) - 1), begun + len(steps) - 1)
+    recorder.training.resumed.extend(((step, 0.0, begun), None) for step in resumed)
     recorder.begin(Tenure(run="dead", ranks=1, check=lambda: None))
     recorder.finish()
 
@@ -343,7 +344,7 @@ def test_once_another_job_has_the_root_nothing_is_written(tmp_path, caplog):
 def test_in_a_bucket_many_events_are_few_requests(tmp_path):
     clock, storage = FakeClock(), FaultyStorage(ObjectStorage(f"memory://paced-{tmp_path.name}"))
     recorder = Recorder(storage, clock=clock)
-    recorder.training.first = recorder.training.last = (1, clock())
+    recorder.training.first = recorder.training.last = (1, clock(), time.time())
     recorder.begin(Tenure(run="a", ranks=1, check=lambda: None))
     eventually(lambda: storage.exists(EVENTS))
     clock.advance(600)

@@ -126,10 +126,10 @@ def test_of_a_run_that_dies_at_least_half_is_known(late):
     clock, training = FakeClock(0.0), Training()
     log = RunLog("root", training, clock)
     log.begin("a", 1)
-    training.first = (1, clock())
+    training.first = (1, clock(), clock())
     clock.advance(late)
     while clock() < 200.0:
-        training.last = (1 + round(clock() * 10), clock())
+        training.last = (1 + round(clock() * 10), clock(), clock())
         log.look(closing=False)
         known = trail_of("a", 0, log.lines)[-1][1]
         assert known >= max(clock() / 2, clock() - 60.0) - 1.1 - late

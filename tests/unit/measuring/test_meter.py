@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -315,6 +316,7 @@ def test_one_save_is_reported_once_with_what_it_cost():
         "size_bytes": 123,
         "overhead": pytest.approx((0.05 + 2.0 * (1 - 1 / 1.3)) / (run.clock() - run.started), rel=0.4),
         "outcome": "committed",
+        "began": pytest.approx(time.time(), abs=600),
     }
     run.land()
     run.meter.close()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import secrets
+import time
 from html.parser import HTMLParser
+from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
@@ -15,8 +17,12 @@ from ckpt_core.cadence import expected_overhead, optimal_interval
 from ckpt_core.cli import main
 from ckpt_core.commit import Catalog
 from ckpt_core.journal import read_events, read_history
+from ckpt_core.journal._run_log import RunLog, Training
 from ckpt_core.reporting import page, report_of, sections
+from ckpt_core.reporting._figures import seconds_text, share_text
 from ckpt_core.storage import open_storage
+from ckpt_core.telemetry import Event
+from ckpt_core.testing import FakeClock
 
 BEGIN = 1_795_000_000.0
 NOW = BEGIN + 30 * 86_400
@@ -310,3 +316,125 @@ def test_a_report_says_which_rules_kept_and_deleted_what_in_each_tier(place, tmp
     ]
     assert main(["report", place, "--html", str(tmp_path / "page.html")]) == 0
     assert "KeepEvery(steps=4)" in Page((tmp_path / "page.html").read_text()).text
+
+
+def killed_after(clock, lines, run, *, begin, last, every, seconds):
+    """Train on a clock that only this moves, write what the journal's thread writes, and stop dead."""
+    training = Training()
+    log = RunLog("root", training, clock)
+    log.begin(run, 1)
+    log.continue_from([[each for each in lines if each["kind"] == "run"]], lines)
+    if begin:
+        training.resumed.append(((begin, clock(), clock()), None))
+    training.first = training.last = (begin + 1, clock(), clock())
+    for step in range(begin + 2, last + 1):
+        for _ in range(10):
+            clock.advance(seconds / 10)
+            if log.next_look(clock()) <= 0:
+                log.look(closing=False)
+        training.last = (step, clock(), clock())
+        if step % every == 0:
+            log.take(Event(name="save.commit", phase="finished", time=clock(), attributes={"step": step}))
+            log.look(closing=False)
+    clock.advance(seconds / 3)  # in the middle of a step
+    return [*lines, *log.lines]
+
+
+@pytest.mark.parametrize(
+    ("every", "seconds", "kills"),
+    [
+        (20, 0.1, (57, 83, 131)),
+        (20, 3.0, (57, 83, 131)),
+        (5, 0.01, (6, 7, 9)),
+        (1000, 0.5, (400, 900)),
+        (7, 40.0, (20, 27)),
+    ],
+)
+def test_work_lost_by_killed_runs_is_a_bound_below_the_truth_and_not_far_below(
+    tmp_path, capsys, every, seconds, kills
+):
+    clock, lines, lost, begin = FakeClock(BEGIN), [], [], 0
+    for number, last in enumerate(kills):
+        lines = killed_after(
+            clock, lines, f"run{number}", begin=begin, last=last, every=every, seconds=seconds
+        )
+        begin = last // every * every
+        lost.append(last - max(begin, 0))
+    lines = killed_after(clock, lines, "last", begin=begin, last=begin + 3, every=every, seconds=seconds)
+    root = tmp_path / "run"
+    report = report_of(written(root, lines), NOW)
+    dead = report.runs[:-1]
+
+    assert [run.end for run in report.runs] == ["unclean"] * len(kills) + [""]
+    for run, truly in zip(dead, lost, strict=True):
+        assert not run.exact
+        assert run.lost_steps <= truly
+        # Known to half, to a second or a minute, and to a step; the first step has no time.
+        truth = truly * seconds
+        assert truth - 1.5 * seconds - max(1.0, min(60.0, truth / 2)) <= run.lost_seconds <= truth + 0.001
+        assert run.until - run.begin >= run.seconds - 0.001
+    assert main(["report", str(root)]) == 0
+    text = capsys.readouterr().out
+    known = sum(run.lost_steps for run in dead)
+    assert (
+        f"lost at least {seconds_text(sum(run.lost_seconds for run in dead))} of training ({known:,}" in text
+    )
+    assert f"measured, at most {share_text(report.balance.goodput)} was training that counts" in text
+    for run in dead:
+        row = next(line for line in text.splitlines() if line.startswith(f"{run.run} "))
+        assert row.count("at least") == 3  # the time trained, steps lost, time lost
+    shown = page(report)
+    assert shown.count("at least") >= 3 * len(dead) + 2
+    assert "<dd>at most" in shown
+    assert main(["report", str(root), "--json"]) == 0
+    fields = json.loads(capsys.readouterr().out)
+    assert fields["balance"]["exact"] is False
+    assert [each["exact"] for each in fields["runs"]] == [False] * len(report.runs)
+
+
+def test_a_run_that_wrote_its_own_end_has_exact_figures(tmp_path, capsys):
+    lines = run_of("aaaa", BEGIN, saves=3, end="end")
+    assert report_of(written(tmp_path / "run", lines), NOW).balance.exact
+    assert main(["report", str(tmp_path / "run")]) == 0
+    text = capsys.readouterr().out
+    assert "at least" not in text
+    assert "at most" not in text
+
+
+@pytest.mark.parametrize("object_store", [False, True])
+@pytest.mark.parametrize("way", ["decides", "saves without asking", "waits for each", "dies"])
+def test_each_record_has_the_time_of_its_event_and_figures_agree(tmp_path, way, object_store):
+    place = f"memory://{secrets.token_hex(6)}/run" if object_store else str(tmp_path / "run")
+    asked, state = {}, {"w": torch.zeros(256)}
+
+    def train():
+        with CheckpointManager(place, save=EverySteps(1)) as manager:
+            for step in range(1, 9):
+                before = time.time()
+                if way == "saves without asking":
+                    manager.save(step, state)
+                else:
+                    manager.maybe_save(step, state)
+                asked[step] = before, time.time()
+                if way == "waits for each":
+                    manager.wait()
+            if way == "dies":
+                manager.wait()
+                raise RuntimeError("out of memory")
+
+    if way == "dies":
+        with pytest.raises(RuntimeError, match="out of memory"):
+            train()
+    else:
+        train()
+    report = report_of(open_storage(place), time.time())
+    (run,) = report.runs
+    saves = report.events["save"]
+    assert [each["step"] for each in saves] == list(asked)
+    for each in saves:
+        before, after = asked[each["step"]]
+        assert before - 0.001 <= each["time"] <= after + 0.001
+        assert run.begin - 0.001 <= each["time"] <= run.until + 0.001
+    assert run.until - run.begin >= run.seconds - 0.002
+    assert report.balance.stall <= report.balance.covered + 0.001
+    assert report.optimum.interval >= min(b[0] - a[1] for a, b in pairwise(asked.values()))

@@ -1,7 +1,6 @@
-"""Commands about what checkpoints cost, before a training and of a storage."""
+"""Commands about what checkpoints cost, before a training."""
 
-from ckpt_core.cli.costs import _bench as bench
 from ckpt_core.cli.costs import _plan as plan
 from ckpt_core.cli.costs import _simulate as simulate
 
-__all__ = ["bench", "plan", "simulate"]
+__all__ = ["plan", "simulate"]

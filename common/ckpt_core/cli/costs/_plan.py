@@ -125,8 +125,8 @@ def _add_storage(command: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--storage",
         default="s3",
-        metavar="NAME_OR_FILE",
-        help=f"one of {', '.join(STORAGES)}, or what `ckpt bench ROOT --json` wrote (s3)",
+        metavar="NAME",
+        help=f"one of {', '.join(STORAGES)}, or the URL of a bucket (s3)",
     )
     group.add_argument("--write-gbps", metavar="RATE", help='GB/s, or text such as "5 GiB/s"')
     group.add_argument("--read-gbps", metavar="RATE", help="the same")

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, final
 
 from ckpt_core.cli._outcome import Table, moment_text, time_text
-from ckpt_core.commit import Catalog, Manifest
+from ckpt_core.commit import Catalog, Manifest, countable_names, read_all
 from ckpt_core.errors import CheckpointError
+from ckpt_core.names import original_name
 from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo, DataPosition, Parent, Provenance
 
@@ -78,22 +79,22 @@ def chain_of(storage: Storage, name: str, manifest: Manifest, *, most: int) -> I
         most: parents to follow.
     """
     yield ChainLink(name=name, step=manifest.step, manifest=manifest)
-    found = Catalog(storage).survey().everything if manifest.provenance.parent is not None and most else ()
+    names = countable_names(storage) if manifest.provenance.parent is not None and most else ()
     seen = {manifest.save_id}
     for _ in range(most):
         parent = manifest.provenance.parent
         if parent is None or parent.save_id in seen:  # no save makes a circle
             return
         seen.add(parent.save_id)
-        link = _link(storage, parent, found)
+        link = _link(storage, parent, names)
         yield link
         if link.manifest is None:
             return
         manifest = link.manifest
 
 
-def _link(storage: Storage, parent: Parent, found: Sequence[CheckpointInfo]) -> ChainLink:
-    state, info = _whereabouts(parent, found)
+def _link(storage: Storage, parent: Parent, names: Sequence[str]) -> ChainLink:
+    state, info = _whereabouts(storage, parent, names)
     if info is None:
         return ChainLink(name=parent.name, step=parent.step, state=state)
     try:
@@ -103,10 +104,14 @@ def _link(storage: Storage, parent: Parent, found: Sequence[CheckpointInfo]) -> 
     return ChainLink(name=info.name, step=manifest.step, manifest=manifest)
 
 
-def _whereabouts(parent: Parent, found: Sequence[CheckpointInfo]) -> tuple[LinkState, CheckpointInfo | None]:
+def _whereabouts(
+    storage: Storage, parent: Parent, names: Sequence[str]
+) -> tuple[LinkState, CheckpointInfo | None]:
     """Find a parent in a root by the save that wrote it; names may be used again."""
     if parent.elsewhere:
         return "elsewhere", None
+    alike = [name for name in names if original_name(name).partition(".run-")[0] == parent.name]
+    found, _ = read_all(alike, lambda name: Catalog(storage).marker(name).info(name))
     info = next((each for each in found if each.save_id == parent.save_id), None)
     if info is None:
         return ("replaced" if any(each.name == parent.name for each in found) else "pruned"), None

@@ -37,7 +37,9 @@ def add(commands: Commands, shared: ArgumentParser) -> None:
         epilog="Exit codes: 0 the states are equal; 1 they differ; 2 they could not be compared; "
         "130 interrupted.",
     )
-    command.add_argument("place", metavar="A", help="path or URL of a checkpoint; of a root its newest")
+    command.add_argument(
+        "place", metavar="A", help="ROOT@STEP, or a place as of `show`; of a root its newest"
+    )
     command.add_argument("other", metavar="B", nargs="?", help="the same")
     command.add_argument(
         "--steps", nargs=2, type=int, metavar=("A", "B"), help="compare these steps of the root A"

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ckpt_core.cli._arguments import Commands, none_committed, open_root
+from ckpt_core.cli._arguments import ROOT_OR_CHECKPOINT, Commands, named_checkpoint, none_committed, open_root
 from ckpt_core.cli._outcome import Outcome, Table
 from ckpt_core.commit import Catalog, list_tensors
 from ckpt_core.errors import CheckpointError
@@ -22,19 +22,20 @@ def add(commands: Commands, shared: ArgumentParser) -> None:
     command = commands.add_parser(
         "du",
         parents=[shared],
-        help="show what takes the space of a root",
+        help="show what takes the space of a root, or of one checkpoint",
         description="Sums sizes by lineage (an unbroken line of saves) and by item (model, optimizer, …), "
         "with what is damaged, bad, abandoned or pinned, and what crashes and prunes have left.",
     )
-    command.add_argument("root", metavar="ROOT", help="path or URL of a run")
+    command.add_argument("place", **ROOT_OR_CHECKPOINT)
     command.set_defaults(command=run)
 
 
 def run(arguments: Namespace) -> Outcome:
-    """Sum the sizes of a root."""
-    storage = open_root(arguments.root, arguments.storage_options)
-    infos = Catalog(storage).survey().everything
-    left = dict(_left_over(storage))
+    """Sum the sizes of a root, or of one checkpoint."""
+    named = named_checkpoint(arguments.place, arguments.storage_options)
+    storage = open_root(arguments.place, arguments.storage_options) if named is None else named[0]
+    infos = [info for info in Catalog(storage).survey().everything if named is None or info.name == named[1]]
+    left = {} if named is not None else dict(_left_over(storage))
     if not infos and not left:
         raise none_committed(storage)
     lineages, items, states = _by_lineage(infos), _by_item(storage, infos), _by_state(infos)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -11,13 +12,15 @@ from ckpt_core.cli._arguments import Commands
 from ckpt_core.cli._outcome import Outcome, Table, metrics_text, moment_text, time_text
 from ckpt_core.cli._tier_columns import TierColumns, open_with_tiers, tier_columns
 from ckpt_core.commit import Catalog, look_around, replaced
-from ckpt_core.disclosure import public_url
-from ckpt_core.errors import ConfigError, PartialCheckpointError
+from ckpt_core.errors import PartialCheckpointError
 from ckpt_core.hosting import root_of
-from ckpt_core.journal import read_history
+from ckpt_core.journal import Record, read_events, read_history
 from ckpt_core.options import bytes_text
+from ckpt_core.reporting import why_kept
 from ckpt_core.storage import open_storage
 from ckpt_core.types import CheckpointInfo
+
+_MOST_METRICS = 3
 
 
 def add(commands: Commands, shared: ArgumentParser) -> None:
@@ -33,11 +36,11 @@ def run(arguments: Namespace) -> Outcome:
     catalog, survey = Catalog(storage), Catalog(storage).survey()
     tiers, problem = tier_columns(storage, survey, arguments)
     infos, stock_aside = survey.everything, replaced(storage)
+    events: list[Record] = []
+    with suppress(OSError):  # a journal that cannot be read is no reason to list nothing
+        events = read_events(storage)
+    why = why_kept(events)
     around = look_around(storage, known=[*survey.unreadable, *(info.name for info in infos)])
-    if around.is_checkpoint or around.is_stock:
-        raise ConfigError(
-            f"{around.advice(storage.url)[0]}; `ckpt show {public_url(arguments.root)}` shows it"
-        )
     children = [] if infos else [_run_facts(name, arguments) for name in around.runs]
     torn, quarantined = sorted({*catalog.torn(), *around.unmarked}), catalog.quarantined()
     summary = f"{len(infos)} committed in {storage.url}, {bytes_text(sum(i.size_bytes for i in infos))}"
@@ -46,7 +49,10 @@ def run(arguments: Namespace) -> Outcome:
     return Outcome(
         fields={
             "root": storage.url,
-            "checkpoints": [asdict(info) | {"created_utc": moment_text(info.created)} for info in infos],
+            "checkpoints": [
+                asdict(info) | {"created_utc": moment_text(info.created), "kept_as": _kept_as(info, why)}
+                for info in infos
+            ],
             "unreadable": [
                 {"name": name, "problem": str(error)} for name, error in survey.unreadable.items()
             ],
@@ -60,7 +66,7 @@ def run(arguments: Namespace) -> Outcome:
             **({} if tiers is None else {"tiers": tiers.fields}),
         },
         parts=[
-            *_info_table(infos, tiers),
+            *_info_table(infos, tiers, why),
             *_run_table(children),
             summary,
             *([] if tiers is None else tiers.lines),
@@ -134,13 +140,29 @@ def _unreadable(name: str, error: Exception) -> str:
     return f"marker cannot be read: {name}: {error}"
 
 
-def _info_table(infos: Sequence[CheckpointInfo], tiers: TierColumns | None) -> list[Table]:
+def _kept_as(info: CheckpointInfo, why: Mapping[int, Sequence[str]]) -> list[str]:
+    """Return why a checkpoint stays: as of the last prune, and by what is set now."""
+    remarks = {
+        f"pinned: {info.pinned}": info.pinned is not None,
+        "marked as damaged": info.damaged is not None,
+        "marked as bad": info.bad is not None,
+        "abandoned": info.abandoned,
+    }
+    by_policy = why.get(info.step, ()) if info.usable and not info.abandoned else ()
+    found = [reason for reason in by_policy if reason != "KeepAll()" and not reason.startswith("pinned: ")]
+    return [*found, *(remark for remark, holds in remarks.items() if holds)]
+
+
+def _info_table(
+    infos: Sequence[CheckpointInfo], tiers: TierColumns | None, why: Mapping[int, Sequence[str]]
+) -> list[Table]:
     """Return the table of checkpoints; none without any."""
     shown = infos if tiers is None else tiers.united.infos
     columns = [] if tiers is None else tiers.columns
+    rules = " ".join({reason for reasons in why.values() for reason in reasons})
     table = Table(
         columns=(
-            *("STEP", "NAME", "COMMITTED (UTC)", "SIZE", "RANKS", "METRICS", "PINNED"),
+            *("STEP", "NAME", "COMMITTED (UTC)", "SIZE", "RANKS", "METRICS", "KEPT AS"),
             *(column.label for column in columns),
         ),
         rows=[
@@ -150,8 +172,8 @@ def _info_table(infos: Sequence[CheckpointInfo], tiers: TierColumns | None) -> l
                 time_text(info.created),
                 bytes_text(info.size_bytes),
                 str(info.world_size),
-                metrics_text(info.metrics),
-                info.pinned or "",
+                metrics_text(info.metrics, most=_MOST_METRICS, first=rules),
+                ", ".join(_kept_as(info, why)),
                 *(column.state(info) for column in columns),
             )
             for info in shown

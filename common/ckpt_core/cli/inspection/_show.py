@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Final
 
-from ckpt_core.cli._arguments import Commands, find_checkpoint, nothing_at, number_in
+from ckpt_core.cli._arguments import ROOT_OR_CHECKPOINT, Commands, find_checkpoint, nothing_at, number_in
 from ckpt_core.cli._outcome import Outcome, Table, metrics_text, moment_text, time_text
 from ckpt_core.cli.inspection._chain import chain_of, chain_table, code_text, data_text
 from ckpt_core.commit import (
@@ -38,7 +38,7 @@ def add(commands: Commands, shared: ArgumentParser) -> None:
         help="show what one checkpoint holds",
         description="Shows a checkpoint: the one named, or of a root the newest that can be used.",
     )
-    command.add_argument("place", metavar="ROOT_OR_CHECKPOINT", help="path or URL")
+    command.add_argument("place", **ROOT_OR_CHECKPOINT)
     command.add_argument("--step", type=int, help="show this step of the root")
     command.add_argument(
         "--tensors",

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from ckpt_core.cli._arguments import Commands, open_root, step_in
+from ckpt_core.cli._arguments import CHECKPOINT, Commands, find_step
 from ckpt_core.cli._outcome import Outcome
 from ckpt_core.commit import Catalog
-from ckpt_core.disclosure import public_url
 from ckpt_core.errors import CheckpointNotFoundError, ConfigError
 from ckpt_core.types import CheckpointInfo
 
@@ -21,7 +20,7 @@ def add(commands: Commands, shared: ArgumentParser) -> None:
         description="A bad checkpoint is passed over by every resume and counts for nothing in retention, so "
         "that to roll back past it is one command. It is not deleted; see `prune --bad`.",
     )
-    command.add_argument("checkpoint", metavar="ROOT@STEP", help="path or URL of a run, and a step of it")
+    command.add_argument("checkpoint", **CHECKPOINT)
     command.add_argument("verdict", choices=("bad", "good"))
     command.add_argument("--reason", help="why it is bad")
     command.add_argument(
@@ -32,13 +31,12 @@ def add(commands: Commands, shared: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> Outcome:
     """Mark a step as bad or good; with `--and-later`, all that follow it, too."""
-    root, step = _place(arguments.checkpoint)
     bad = arguments.verdict == "bad"
     if bad and not (arguments.reason or "").strip():
         raise ConfigError("give the reason why it is bad: --reason TEXT")
-    storage = open_root(root, arguments.storage_options)
+    storage, step, name = find_step(arguments.checkpoint, arguments.storage_options)
     catalog = Catalog(storage)
-    infos = _chosen(catalog, step, and_later=arguments.and_later)
+    infos = _chosen(catalog, step, name, and_later=arguments.and_later)
     for info in infos:
         if bad:
             catalog.mark_bad(info.name, arguments.reason)
@@ -60,23 +58,15 @@ def run(arguments: Namespace) -> Outcome:
     )
 
 
-def _place(text: str) -> tuple[str, int]:
-    found = step_in(text)
-    if found is None:
-        raise ConfigError(
-            f"{public_url(text)!r} names no step of a root: write ROOT@STEP, such as runs/llama@1200"
-        )
-    return found
-
-
-def _chosen(catalog: Catalog, step: int, *, and_later: bool) -> list[CheckpointInfo]:
-    """Return the checkpoints of a step, and of later ones if asked for.
+def _chosen(catalog: Catalog, step: int, name: str | None, *, and_later: bool) -> list[CheckpointInfo]:
+    """Return the checkpoints of a step, or of a name, and of later ones if asked for.
 
     Those of the present lineage are preferred.
     """
     infos = catalog.committed(abandoned=True)
     present = [info for info in infos if not info.abandoned]
     of_step = [i for i in present if i.step == step] or [i for i in infos if i.step == step]
+    of_step = [i for i in infos if i.name == name] or of_step
     later = [info for info in present if info.step > step] if and_later else []
     if not of_step and not later:
         catalog.find(step=step)  # raises, with what is there

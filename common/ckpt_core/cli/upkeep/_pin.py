@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from ckpt_core.cli._arguments import Commands, open_root
+from ckpt_core.cli._arguments import CHECKPOINT, Commands, find_step
 from ckpt_core.cli._outcome import Outcome
 from ckpt_core.commit import Catalog
 from ckpt_core.errors import ConfigError
@@ -13,14 +13,12 @@ from ckpt_core.errors import ConfigError
 def add(commands: Commands, shared: ArgumentParser) -> None:
     """Add the commands to those of `ckpt`."""
     command = commands.add_parser("pin", parents=[shared], help="protect a step from pruning")
-    command.add_argument("root", metavar="ROOT", help="path or URL of a run")
-    command.add_argument("step", metavar="STEP", type=int)
+    command.add_argument("checkpoint", **CHECKPOINT)
     command.add_argument("--reason", required=True, help="why it must stay")
     command.set_defaults(command=pin)
 
     command = commands.add_parser("unpin", parents=[shared], help="let a step be pruned again")
-    command.add_argument("root", metavar="ROOT", help="path or URL of a run")
-    command.add_argument("step", metavar="STEP", type=int)
+    command.add_argument("checkpoint", **CHECKPOINT)
     command.set_defaults(command=unpin)
 
 
@@ -28,19 +26,19 @@ def pin(arguments: Namespace) -> Outcome:
     """Protect a step from pruning."""
     if not arguments.reason.strip():
         raise ConfigError("give the reason why it must stay: --reason TEXT")
-    storage = open_root(arguments.root, arguments.storage_options)
-    Catalog(storage).pin(arguments.step, arguments.reason)
+    storage, step, _ = find_step(arguments.checkpoint, arguments.storage_options)
+    Catalog(storage).pin(step, arguments.reason)
     return Outcome(
-        fields={"root": storage.url, "step": arguments.step, "pinned": arguments.reason},
-        parts=[f"step {arguments.step} is pinned: {arguments.reason}"],
+        fields={"root": storage.url, "step": step, "pinned": arguments.reason},
+        parts=[f"step {step} is pinned: {arguments.reason}"],
     )
 
 
 def unpin(arguments: Namespace) -> Outcome:
     """Remove the protection of a step."""
-    storage = open_root(arguments.root, arguments.storage_options)
-    Catalog(storage).unpin(arguments.step)
+    storage, step, _ = find_step(arguments.checkpoint, arguments.storage_options)
+    Catalog(storage).unpin(step)
     return Outcome(
-        fields={"root": storage.url, "step": arguments.step, "pinned": None},
-        parts=[f"step {arguments.step} is not pinned"],
+        fields={"root": storage.url, "step": step, "pinned": None},
+        parts=[f"step {step} is not pinned"],
     )

@@ -4,29 +4,38 @@ from __future__ import annotations
 
 import re
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, final
 
-from ckpt_core.cli._arguments import Commands, nothing_at, open_checkpoint, open_root
+from ckpt_core.cli._arguments import (
+    ROOT_OR_CHECKPOINT,
+    Commands,
+    named_checkpoint,
+    none_committed,
+    nothing_at,
+    open_place,
+    open_root,
+)
 from ckpt_core.cli._outcome import Outcome
 from ckpt_core.cli._progress_line import ProgressLine
-from ckpt_core.commit import Catalog, stock_parts, strangers, verify, verify_stock, whole_info
+from ckpt_core.commit import Catalog, strangers, verify, verify_part, whole_info
 from ckpt_core.errors import (
     ArchivedError,
     CheckpointError,
-    CheckpointNotFoundError,
     ConfigError,
     FileFailure,
     PartialCheckpointError,
     lost,
 )
-from ckpt_core.names import MANIFEST, MARKER, is_corrupt, is_incomplete, is_trash, step_name
-from ckpt_core.storage import Storage
+from ckpt_core.hosting import root_of
+from ckpt_core.names import DATA_SUFFIX, MANIFEST, MARKER, METADATA, can_count, step_name
+from ckpt_core.storage import Storage, open_storage
 
 _MOST_SHOWN: Final = 5
 _REPAIR: Final = "REPAIR"
 """The state of a checkpoint with damage for which twins make up: it loads."""
+_NO_MANIFEST: Final = FileFailure(path=MANIFEST, problem="missing: stock DCP writes none")
 _SHA256: Final = re.compile("[0-9a-f]{64}")
 
 
@@ -74,13 +83,14 @@ def add(commands: Commands, shared: ArgumentParser) -> None:
         "verify",
         parents=[shared],
         help="read checkpoints back and compare them with what was committed",
-        description="Verifies a checkpoint, the newest of a root, or a directory written by stock DCP. One "
-        "that is damaged is marked, so that no resume relies on it; one that verifies loses its mark.",
+        description="Verifies a checkpoint, the newest of a root, a directory written by stock DCP, or what "
+        "lies below a directory: the newest of each run, and all that stock DCP wrote. One that is damaged "
+        "is marked, so that no resume relies on it; one that verifies loses its mark.",
     )
-    command.add_argument("place", metavar="ROOT_OR_CHECKPOINT", help="path or URL")
+    command.add_argument("place", **ROOT_OR_CHECKPOINT)
     which = command.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, help="verify this step of the root")
-    which.add_argument("--all", action="store_true", help="verify every checkpoint of the root")
+    which.add_argument("--all", action="store_true", help="verify every checkpoint that lies there")
     command.add_argument(
         "--strict",
         action="store_true",
@@ -95,18 +105,34 @@ def add(commands: Commands, shared: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> Outcome:
-    """Verify a checkpoint, chosen ones of a root, or what stock DCP wrote."""
-    wants_root = arguments.step is not None or arguments.all
-    digest = _digest(arguments)
-    if not wants_root and (found := _one_checkpoint(arguments, digest)) is not None:
-        return found
-    storage = open_root(arguments.place, arguments.storage_options)
-    if arguments.all:
-        return _every_one(storage, strict=arguments.strict)
-    names = _names(storage, arguments)
-    if names:
-        return outcome(storage, names, strict=arguments.strict, digest=digest)
-    return _stock(arguments, digest)
+    """Verify a checkpoint, chosen ones of a root, or all that lie below a directory."""
+    digest, options, strict = _digest(arguments), arguments.storage_options, arguments.strict
+    if arguments.step is not None:
+        storage = open_root(arguments.place, options)
+        return outcome(storage, [_name_of(storage, arguments.step)], strict=strict, digest=digest)
+    named = None if arguments.all else named_checkpoint(arguments.place, options)
+    if named is not None:
+        storage, name = named
+        if not storage.list(name):
+            raise nothing_at(f"{storage.url}/{name}")
+        return outcome(storage, [name], strict=strict, digest=digest)
+    storage = (open_root if arguments.all else open_place)(arguments.place, options)
+    if not arguments.all and (newest := _newest(storage)):
+        return outcome(storage, newest, strict=strict, digest=digest)
+    found = list(_below(storage))
+    roots = sorted({path.rpartition("/")[0] for path, ours in found if ours})
+    if digest is not None and roots:
+        raise ConfigError("--manifest-sha256 is of one checkpoint: name it")
+    results = [result for root in roots for result in _of_root(arguments, root)]
+    stock = [_stock(storage, path) for path, ours in found if not ours]
+    if digest is not None:
+        stock = [replace(each, failures=[_NO_MANIFEST, *each.failures]) for each in stock]
+    if not results and not stock:
+        raise none_committed(storage)
+    empty = [root for root in roots if not any(each.name.startswith(f"{root}/") for each in results)]
+    reported = _reported(storage, [*results, *stock], strict=strict)
+    lines = [f"nothing is committed in {storage.url}/{root}" for root in empty if root]
+    return replace(reported, parts=[*reported.parts, *lines])
 
 
 def _digest(arguments: Namespace) -> str | None:
@@ -125,25 +151,15 @@ def _digest(arguments: Namespace) -> str | None:
     return digest
 
 
-def _one_checkpoint(arguments: Namespace, digest: str | None) -> Outcome | None:
-    """Verify a checkpoint, committed or torn; None if the place is none."""
+def _name_of(storage: Storage, step: int) -> str:
     try:
-        storage, name = open_checkpoint(arguments.place, arguments.storage_options)
-    except ConfigError:
-        return None  # a bucket has no parent; any other error is raised when it is opened as a root
-    if is_incomplete(name) or is_trash(name) or is_corrupt(name) or storage.exists(f"{name}/{MARKER}"):
-        if not storage.list(name):
-            raise nothing_at(f"{storage.url}/{name}")
-        return outcome(storage, [name], strict=arguments.strict, digest=digest)
-    return None
+        return Catalog(storage).name_of(step)
+    except PartialCheckpointError:
+        return step_name(step)
 
 
-def _names(storage: Storage, arguments: Namespace) -> list[str]:
-    if arguments.step is not None:
-        try:
-            return [Catalog(storage).find(step=arguments.step).name]
-        except PartialCheckpointError:
-            return [step_name(arguments.step)]
+def _newest(storage: Storage) -> list[str]:
+    """Return the name of the newest checkpoint of a root; none of what is no root."""
     survey = Catalog(storage).survey()
     survey.log_unreadable(storage.url)
     found = survey.committed or sorted(survey.parts, key=lambda info: info.step)
@@ -152,30 +168,49 @@ def _names(storage: Storage, arguments: Namespace) -> list[str]:
     return [info.name for info in found[-1:]]
 
 
-def _every_one(storage: Storage, *, strict: bool) -> Outcome:
-    """Verify every checkpoint of a root; one whose marker cannot be read fails."""
+def _below(storage: Storage, directory: str = "") -> Iterator[tuple[str, bool]]:
+    """Yield the checkpoints at or below a directory, and parts by stock DCP.
+
+    Each as its path, and whether it is one of ours.
+    """
+    children = storage.list(directory)
+    files = {child.name for child in children if not child.is_directory}
+    if directory and files & {MARKER, MANIFEST}:
+        yield directory, True
+        return
+    if METADATA in files or any(file.endswith(DATA_SUFFIX) for file in files):
+        yield directory, False
+    for child in children:
+        if child.is_directory and not child.is_link and can_count(child.name):
+            yield from _below(storage, f"{directory}/{child.name}".lstrip("/"))
+
+
+def _of_root(arguments: Namespace, path: str) -> Iterator[_Result]:
+    """Verify a root below the place: its newest checkpoint, or all of them.
+
+    One whose marker cannot be read fails.
+    """
+    place = root_of(arguments.place).rstrip("/")
+    storage = open_storage(f"{place}/{path}".rstrip("/"), arguments.storage_options)
     survey = Catalog(storage).survey()
-    results = [_verified(storage, info.name) for info in survey.everything]
-    results += [_verified(storage, info.name) for info in survey.parts]
+    every = [*survey.everything, *survey.parts]
     unreadable = survey.unreadable.keys() - {info.name for info in survey.parts}
+    if not arguments.all:
+        every, unreadable = (survey.committed or every)[-1:], unreadable if not every else set()
+    results = [_verified(storage, info.name) for info in every]
     for name, error in sorted((name, survey.unreadable[name]) for name in unreadable):
         failures = getattr(error, "failures", ()) or [FileFailure(path=MARKER, problem=str(error))]
         results.append(_Result(name=name, failures=failures, note=" (its marker cannot be read)"))
-    if not results:
-        raise CheckpointNotFoundError(f"{storage.url}: no checkpoint is committed there")
-    return _reported(storage, results, strict=strict)
+    for result in results:
+        yield replace(result, name=f"{path}/{result.name}".strip("/"))
 
 
-def _stock(arguments: Namespace, digest: str | None) -> Outcome:
-    storage, name = open_checkpoint(arguments.place, arguments.storage_options)
-    parts = list(stock_parts(storage, name))
-    total = sum(each.size_bytes for part in parts for each in storage.list(part))
-    with ProgressLine(f"verifying {name}", total) as progress:
-        failures = verify_stock(storage, name, seen=progress.add)
-    if digest is not None:
-        failures = [FileFailure(path=MANIFEST, problem="missing: stock DCP writes none"), *failures]
-    result = _Result(name=name, failures=failures, note=" (stock DCP, by its CRC32s)")
-    return _reported(storage, [result])
+def _stock(storage: Storage, path: str) -> _Result:
+    """Verify one directory that stock DCP wrote."""
+    total = sum(each.size_bytes for each in storage.list(path))
+    with ProgressLine(f"verifying {path or storage.url}", total) as progress:
+        failures = verify_part(storage, path, seen=progress.add)
+    return _Result(name=path, failures=failures, note=" (stock DCP, by its CRC32s)")
 
 
 def outcome(
@@ -279,7 +314,7 @@ def _size_of(catalog: Catalog, name: str) -> int:
 def _reported(storage: Storage, results: Sequence[_Result], *, strict: bool = False) -> Outcome:
     parts: list[str] = []
     for result in results:
-        parts.append(f"{result.verdict:<8}{storage.url}/{result.name}{result.note}")
+        parts.append(f"{result.verdict:<8}{storage.url}/{result.name}".rstrip("/") + result.note)
         parts += [f"  {failure}" for failure in result.failures]
         if result.verdict == _REPAIR:
             parts.append(
