@@ -117,13 +117,16 @@ class _Killed:
 def _be_rank(case: Case, kills: Sequence[Kill], folder: Path) -> None:
     """Train as one rank of one attempt."""
     torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as in a process that torchrun starts; this one has the agent's
     attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
     if case.backend == "static":  # whose agent keeps one store for all attempts
         master = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
         store = dist.PrefixStore(f"attempt-{attempt}", master)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     line = _Killed(rank, kills[attempt] if attempt < len(kills) else None, folder)
-    job = Job(host=case.host, steps=_STEPS, every=2)
+    # Who heeds SIGTERM and waits for a dead rank is killed by the agent after 30 s, which is not waited for here.
+    signals = {} if case.moments == "all at once" else {"signals": ("SIGUSR1",)}
+    job = Job(host=case.host, steps=_STEPS, every=2, save=signals)
     result = train_under(case.host)(job, folder / "run", line, resume=True)
     told = {"attempt": attempt, "step": result["step"], "weights": result["weights"], "began": result["began"]}
     (folder / f"rank-{rank}.json").write_text(json.dumps(told))
@@ -148,7 +151,7 @@ def launch(case: Case, kills: Sequence[Kill], folder: Path) -> list[dict[str, An
         config = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=RANKS, run_id=folder.name, max_restarts=len(kills),
             rdzv_backend=case.backend, rdzv_endpoint=f"127.0.0.1:{port if static else 0}",
-            rdzv_configs=static, monitor_interval=0.05, start_method="fork", shutdown_timeout=2,
+            rdzv_configs=static, monitor_interval=0.05, start_method="fork",
         )  # fmt: skip
         elastic_launch(config, _be_rank)(case, kills, folder)
 
