@@ -85,6 +85,9 @@ class Assembly:
             coordinator,
             listen=listen,
             measured=meter,
+            upload_seconds=next(
+                (each.deadline_seconds for each in options.uploads[:1] if each.on_preemption == "upload"), 0.0
+            ),
             failures=lambda: journal.failures(coordinator.world_size),
         )
         cadence.report = partial(telemetry.point, "cadence")

@@ -458,7 +458,13 @@ class CheckpointManager:
             ending.callback(self._cadence.close)
             ending.callback(self._saver.release)
             ending.callback(self._meter.close)
-            ending.callback(self._uploads.close, leave=not wait_for_uploads, preempted=self.preempted)
+            ending.callback(
+                lambda: self._uploads.close(
+                    leave=not wait_for_uploads,
+                    preempted=self.preempted,
+                    seconds_left=self._cadence.seconds_left,
+                )
+            )
             ending.callback(self._journal.end, preempted=self.preempted)
             self._saver.close()
 

@@ -104,9 +104,7 @@ class _Killed:
         return FaultyStorage(
             LocalStorage(root),
             [
-                Fault(
-                    method="create", key="*.distcp", before=lambda _: self.point(f"write {next(writes)}")
-                ),
+                Fault(method="create", key="*.distcp", before=lambda _: self.point(f"write {next(writes)}")),
                 Fault(
                     method="create", key="*/COMMITTED", before=lambda _: self.point(f"commit {next(commits)}")
                 ),
@@ -117,7 +115,9 @@ class _Killed:
 def _be_rank(case: Case, kills: Sequence[Kill], folder: Path) -> None:
     """Train as one rank of one attempt."""
     torch.set_num_threads(1)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as in a process that torchrun starts; this one has the agent's
+    signal.signal(
+        signal.SIGTERM, signal.SIG_DFL
+    )  # as in a process that torchrun starts; this one has the agent's
     attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
     if case.backend == "static":  # whose agent keeps one store for all attempts
         master = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
@@ -128,7 +128,12 @@ def _be_rank(case: Case, kills: Sequence[Kill], folder: Path) -> None:
     signals = {} if case.moments == "all at once" else {"signals": ("SIGUSR1",)}
     job = Job(host=case.host, steps=_STEPS, every=2, save=signals)
     result = train_under(case.host)(job, folder / "run", line, resume=True)
-    told = {"attempt": attempt, "step": result["step"], "weights": result["weights"], "began": result["began"]}
+    told = {
+        "attempt": attempt,
+        "step": result["step"],
+        "weights": result["weights"],
+        "began": result["began"],
+    }
     (folder / f"rank-{rank}.json").write_text(json.dumps(told))
 
 
