@@ -124,7 +124,7 @@ def _be_rank(case: Case, kills: Sequence[Kill], folder: Path) -> None:
         store = dist.PrefixStore(f"attempt-{attempt}", master)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     line = _Killed(rank, kills[attempt] if attempt < len(kills) else None, folder)
-    # Who heeds SIGTERM and waits for a dead rank is killed by the agent after 30 s, which is not waited for here.
+    # Who heeds SIGTERM and waits for a dead rank is killed by the agent after 30 s: not waited for here.
     signals = {} if case.moments == "all at once" else {"signals": ("SIGUSR1",)}
     job = Job(host=case.host, steps=_STEPS, every=2, save=signals)
     result = train_under(case.host)(job, folder / "run", line, resume=True)

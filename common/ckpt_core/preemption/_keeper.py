@@ -37,7 +37,7 @@ _MARGIN: Final = 2.0
 _END_SECONDS: Final = 10.0
 """For the end of the program after its last save."""
 _UNKNOWN_SECONDS, _UNKNOWN_SHARE = 300.0, 0.25
-"""What a save is taken to need before one was measured: so long, at most so much of the time until the end."""
+"""What a save needs before one was measured: so long, at most so much of the time from start to end."""
 _SAVE, _STOP = 1, 2
 _ANNOUNCED, _NONE = frozenset({PREEMPTION}), frozenset[str]()
 _COUNTS: Final = "counts"
@@ -81,7 +81,6 @@ class CadenceKeeper:
         listen: whether to install signal handlers now; otherwise at the first check, so that without checks
             no signal is swallowed.
         measured: the costs of saves, for policies that need them; those of the coordinator count.
-        upload_seconds: the longest wait for the upload of the last save; 0 if it is not waited for.
         failures: asks the coordinator how often the job fails, once the root is taken; for policies that need
             it.
 
@@ -89,6 +88,7 @@ class CadenceKeeper:
         preempted: whether training must stop, as of the last check.
         pending: whether a preemption still needs its save.
         extra: whether the last decision was to save for a preemption alone.
+        upload_seconds: the longest wait for the upload of the last save; 0 if it is not waited for.
         report: called on the coordinator with the interval that the policy finds, when costs have changed.
     """
 
@@ -101,12 +101,10 @@ class CadenceKeeper:
         *,
         listen: bool = True,
         measured: MeasuredCosts | None = None,
-        upload_seconds: float = 0.0,
         failures: Callable[[], FailureRate] | None = None,
     ) -> None:
         self._policy = policy
         self._measured = measured if policy is not None and policy.needs_costs else None
-        self._upload_seconds = upload_seconds
         self._ask_failures = failures if policy is not None and policy.needs_failures else None
         self._heeds_preemptions = policy is not None and bool(policy.preemptions)
         self._collective = policy is not None and (policy.needs_agreement or policy.needs_costs)
@@ -134,6 +132,7 @@ class CadenceKeeper:
         self.pending = self.preempted = self.extra = False
         self._reported: SaveCosts | None = None
         self.report: Callable[..., None] | None = None
+        self.upload_seconds = 0.0
 
     def check_preemption(self, **counts: Unpack[Counts]) -> str | None:
         """Return "preemption" if a save or stop is due. Collective if the policy has any.
@@ -334,7 +333,7 @@ class CadenceKeeper:
         if costs is None:
             needed = min(_UNKNOWN_SECONDS, (end - sources.began) * _UNKNOWN_SHARE)
         else:
-            save = max(costs.durable, min(costs.uploaded or 0.0, self._upload_seconds))
+            save = max(costs.durable, min(costs.uploaded or 0.0, self.upload_seconds))
             # One in flight is finished first, and ranks agree at the end of a step, up to a second late.
             rest = costs.durable if self._in_flight else 0.0
             needed = _MARGIN * (save + rest + costs.step) + _MOST_SECONDS

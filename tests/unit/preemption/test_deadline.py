@@ -39,9 +39,8 @@ def stopped(deadline: object, costs: SaveCosts | None = COSTS, **facts: object) 
     """Whether the job is to stop at its second step, with costs that all ranks know by then."""
     upload = facts.pop("upload_seconds", 0.0)
     measured = Measured(costs, **facts)
-    cadence = CadenceKeeper(
-        OnPreemption((), deadline=deadline), Solo(), measured=measured, upload_seconds=upload
-    )
+    cadence = CadenceKeeper(OnPreemption((), deadline=deadline), Solo(), measured=measured)
+    cadence.upload_seconds = upload
     try:
         cadence.due(1)
         if costs is not None:
