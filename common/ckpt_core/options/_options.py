@@ -238,7 +238,9 @@ class CheckpointOptions:
             ConfigError: it is given.
         """
         if self.on_exception is not None:
-            raise ConfigError(f"on_exception={self.on_exception!r}: {host} does not see what ends the training")
+            raise ConfigError(
+                f"on_exception={self.on_exception!r}: {host} does not see what ends the training"
+            )
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
