@@ -133,14 +133,15 @@ class CheckpointManager:
         return handle
 
     def note_step(self, step: int, state: State | CapturedState, **arguments: Any) -> None:
-        """Note a whole step for `on_exception="save"`, with arguments of its `save`; `maybe_save` does."""
+        """Note a whole step for `on_exception`, with arguments for `save`."""
         if self.options.on_exception is not None:
             self._last_step.note(step, lambda: as_captured(state), **arguments)
 
     def save_last_step(self, error: BaseException) -> None:
-        """Commit the step that was noted last, if `on_exception` says so and all ranks come here within 10 s.
+        """Commit the step that was noted last, if `on_exception` says so.
 
-        Leaving a `with` block by an exception does. What came of it is noted in `error`; nothing is raised.
+        Leaving a `with` block by an exception does, and `maybe_save` notes steps. All ranks must come here
+        within 10 s. What came of it is noted in `error`; nothing is raised.
         """
         if self.options.on_exception is None or self._closed or isinstance(error, CheckpointError):
             return
@@ -158,8 +159,9 @@ class CheckpointManager:
             if not problem:
                 if newest is None or newest.step != last.step:
                     self._saver.in_flight.settle()  # back-pressure must not leave it out
-                    noted = {**(last.arguments.get("annotations") or {}), "reason": "exception"}
-                    newest = self.save(last.step, last.state, **{**last.arguments, "annotations": noted})
+                    arguments = dict(last.arguments)
+                    noted = {**(arguments.pop("annotations", None) or {}), "reason": "exception"}
+                    newest = self.save(last.step, last.state, annotations=noted, **arguments)
                 self.wait()
                 failed = "it could not begin" if newest is None else newest.committed.exception()
                 problem = str(failed or "")

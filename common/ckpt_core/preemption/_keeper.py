@@ -251,7 +251,7 @@ class CadenceKeeper:
 
     @property
     def seconds_left(self) -> float:
-        """The seconds until the job ends, as far as this rank knows, less those that its end takes."""
+        """The seconds until this rank must end, for the job ends then."""
         end = None if self._sources is None else self._sources.ends_at
         return math.inf if end is None else end - time.time() - _END_SECONDS
 
@@ -326,7 +326,7 @@ class CadenceKeeper:
         return _SAVE if sources.count > self._known else 0
 
     def _is_ending(self, sources: PreemptionSources) -> bool:
-        """Return whether the job ends so soon that its last save must begin; see `seconds_left`."""
+        """Return whether the end is so near that the last save must begin."""
         end, costs = sources.ends_at, self._known_costs
         if end is None or self.preempted:
             return False

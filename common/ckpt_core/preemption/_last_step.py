@@ -16,7 +16,7 @@ from ckpt_core.types import CapturedState
 
 @final
 class LastStep:
-    """What a save of the last whole step needs: its small values, and whether its tensors are as they were.
+    """The small values of the last step, and whether its tensors are as they were.
 
     Data position, generators, schedules and other small values are copied at every step. Tensors are not: an
     optimizer step that has begun since, or any change in place, such as of batch statistics in the forward of
@@ -35,15 +35,16 @@ class LastStep:
         self._hooks: list[Any] = []
 
     def note(self, step: int, capture: Callable[[], CapturedState], **arguments: Any) -> None:
-        """Keep a step; the first state of each, for later ones may be within an accumulation window."""
+        """Keep the first state of a step."""
         if step == self.step:
-            return
+            return  # perhaps within an accumulation window
         state = capture()
         if [*state.optimizers] != [*self.state.optimizers]:
             self.close()
             self._hooks = [each.register_step_pre_hook(self._before_step) for each in state.optimizers]
-        small = copy.deepcopy({"per_rank": state.per_rank, "shared": state.shared})
-        self.step, self.state, self.arguments = step, replace(state, **small), arguments
+        per_rank, shared = copy.deepcopy((state.per_rank, state.shared))
+        self.step, self.arguments = step, arguments
+        self.state = replace(state, per_rank=per_rank, shared=shared)
         self._problem, self._changes = "", _changes(state)
 
     def problem(self) -> str:

@@ -1,4 +1,4 @@
-"""Sources of preemptions of this rank: signals, files, functions, and when the job ends."""
+"""Sources of preemptions of this rank: signals, files, functions, deadlines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, cast, final
+from typing import Any, Final, final
 
 from ckpt_core.cadence import OnPreemption
 from ckpt_core.disclosure import logger_of
@@ -65,7 +65,7 @@ class PreemptionSources:
             self._ends["seconds"] = self.began + given
         elif given is not None:
             text = f"deadline {given}"
-            return {text: partial(self._ask_deadline, text, imported("OnPreemption", cast("Any", given)))}
+            return {text: partial(self._ask_deadline, text, imported("OnPreemption", given))}
         return {}
 
     def _ask_deadline(self, text: str, ask: Callable[[], float | None]) -> bool:
