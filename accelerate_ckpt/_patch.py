@@ -109,6 +109,7 @@ def attach(
             accelerator.distributed_type.value,
         )
         return
+    settings.options.refuse_on_exception("an Accelerator")
     attached = AcceleratorCheckpoints(accelerator, settings, sinks, implicit=implicit)
     shadows = _shadows(accelerator, attached)
     accelerator.__dict__.update({**shadows, _ATTACHED: attached})

@@ -111,7 +111,7 @@ class LifeCycle:
             self._session.pacing.end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Note the exception; start no save: the other ranks may be anywhere."""
+        """Note the exception; save if `on_exception` says so and all ranks are here."""
         del trainer, pl_module
         if self._session is not None:
             self._session.failed(exception)

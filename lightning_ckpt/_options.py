@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self, final
+from typing import Any, Literal, Self, final
 
 from fsspec.registry import known_implementations
 
@@ -45,7 +45,7 @@ _HERE = {
     "every_n_epochs": "save=EveryEpochs(n)",
     "train_time_interval": "save=EverySeconds(900)",
     "save_on_train_epoch_end": 'keep=KeepBest("accuracy") for a metric of the epoch, or EveryEpochs(1)',
-    "save_on_exception": "nothing: what an exception interrupts is resumed from the last save before it",
+    "save_on_exception": 'on_exception="save"',
     "save_weights_only": "nothing: lightning_ckpt.load_from_checkpoint() reads the weights alone",
     "filename": _NAMED_BY_STEP,
     "auto_insert_metric_name": _NAMED_BY_STEP,
@@ -183,6 +183,8 @@ class Configured:
         sinks: receivers of telemetry events.
         log_costs: whether the loggers receive `checkpoint/stall_ms`, `durable_s`, `bytes` and `overhead` of
             every save.
+        on_exception: `save` commits the last whole step when an exception ends the fit on all ranks; for it
+            the state is collected at every step, and hooks such as `on_save_checkpoint` are called.
 
     Raises:
         ConfigError: an option is wrong; the message lists every offender.
@@ -236,6 +238,7 @@ class Configured:
         storage_options: dict[str, Any] | None = None,
         sinks: Sequence[Sink] = (),
         log_costs: bool = True,
+        on_exception: Literal["save"] | None = None,
     ) -> None:
         require(
             type(self).__name__,
@@ -274,6 +277,7 @@ class Configured:
             "job_name": job_name,
             "journal": journal,
             "storage_options": storage_options or {},
+            "on_exception": on_exception,
         }
         self.settings = Settings(
             own=None if dirpath is None else RunRoot.of(dirpath),

@@ -21,6 +21,7 @@ from lightning_ckpt.loops import (
     SignalTakeover,
     TrainingCounts,
     ValidationExit,
+    job_note,
     requeue_signal,
 )
 
@@ -186,6 +187,17 @@ class Pacing:
             self._save(reason)
         elif self._evaluated and not self.preempted and self._evaluations.among_best():
             self._save(_BEST)
+        if self._settings.options.on_exception is not None:
+            self.counts.add_up()
+            metrics, state = self._evaluations.note(), self._state()
+            self._manager.note_step(step, state, metrics=metrics, annotations=job_note())
+
+    def failed(self, error: BaseException) -> None:
+        """Save the last whole step, if that is wanted and possible on all ranks."""
+        self._manager.save_last_step(error)
+
+    def _state(self) -> LightningState:
+        return LightningState(self._trainer, running=self._running, contents=self._settings.contents)
 
     def end(self) -> None:
         """Save the last step of a training that has ended; look for a preemption."""
@@ -227,7 +239,7 @@ class Pacing:
         handle = self._roots.save(
             self._root,
             step,
-            LightningState(self._trainer, running=self._running, contents=self._settings.contents),
+            self._state(),
             name=None if replaced is None else replaced.name,
             metrics=metrics,
             reason=reason,

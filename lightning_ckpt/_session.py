@@ -234,6 +234,8 @@ class Session:
     def failed(self, error: BaseException) -> None:
         """Note the exception that ends this run, so that `finish` does not hide it."""
         self._error = error
+        if self.pacing is not None:
+            self.pacing.failed(error)
 
     def finish(self) -> None:
         """Wait for saves in flight, while the process group is still there.

@@ -152,7 +152,7 @@ class TrainerCheckpoints:
             state.best_model_checkpoint = self._session.path_of(name)
         handle = self.manager.save(
             state.global_step,
-            TrainingState(self._trainer, self._stock, self._arguments, progress=self._data.progress()),
+            self._state(),
             metrics=metrics_at(state.log_history, state.global_step),
             annotations={"framework": "transformers", "reason": self.events.reason},
             name=name,
@@ -200,6 +200,18 @@ class TrainerCheckpoints:
             self._stock.maybe_log_save_evaluate(*args, **kwargs)
         finally:
             self.events.own_evaluation = False
+        state = self._trainer.state
+        if self.manager.options.on_exception is not None:
+            self.manager.note_step(
+                state.global_step,
+                self._state(),
+                metrics=metrics_at(state.log_history, state.global_step),
+                annotations={"framework": "transformers"},
+                name=f"checkpoint-{state.global_step}",
+            )
+
+    def _state(self) -> TrainingState:
+        return TrainingState(self._trainer, self._stock, self._arguments, progress=self._data.progress())
 
 
 def enable_trainer(

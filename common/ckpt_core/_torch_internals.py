@@ -64,6 +64,11 @@ def own_part(value: Any) -> Any:
     return value._local_tensor if isinstance(value, DTensor) else value
 
 
+def changes_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was changed in place, on this rank."""
+    return int(own_part(tensor)._version)
+
+
 def placed_like(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return the tensor that has `part` on this rank, spread over ranks as `like`."""
     if not isinstance(like, DTensor):

@@ -88,6 +88,8 @@ class Assembly:
             failures=lambda: journal.failures(coordinator.world_size),
         )
         cadence.report = partial(telemetry.point, "cadence")
+        waited_for = (each.deadline_seconds for each in options.uploads if each.on_preemption == "upload")
+        cadence.upload_seconds = next(waited_for, 0.0)
         return cls(
             job=job,
             same_options=SameOptions(coordinator, {"root": _place(storage), **given_options(options)}),

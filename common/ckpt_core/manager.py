@@ -13,19 +13,23 @@ from ckpt_core.assembly import Assembly
 from ckpt_core.cadence import Counts, SaveCosts
 from ckpt_core.collective import agreed_place, agreed_step, agreed_values, checked_step
 from ckpt_core.coordination import Coordinator, require_same_process
+from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, ConfigError, FileFailure, OverwrittenError
 from ckpt_core.loading import LoadRequest, Selection, narrowed
 from ckpt_core.names import step_name
 from ckpt_core.options import CheckpointOptions, signature_with_options
+from ckpt_core.preemption import LastStep
 from ckpt_core.retention import PrunePlan
 from ckpt_core.saving import SaveHandle, SaveRequest
-from ckpt_core.state import Override, State, as_source, checked_override, takes_all
+from ckpt_core.state import Override, State, as_captured, as_source, checked_override, takes_all
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Sink
 from ckpt_core.tiers.uploading import SaveNumber
 from ckpt_core.types import CapturedState, CheckpointInfo, SavedState
 from ckpt_core.vocabulary import instead_of
 
+_logger = logger_of(__name__)
+_FAILED_SECONDS = 10.0
 COALESCED = "coalesced"  # the reason of a save that replaces those postponed by back-pressure
 
 
@@ -77,6 +81,7 @@ class CheckpointManager:
         self._saver, self._loader, self._repairer = parts.saver, parts.loader, parts.repairer
         self.fetcher, self.same_options = parts.fetcher, parts.same_options
         self._in_force, self._closed = Override(), False
+        self._last_step = LastStep()
 
     if not TYPE_CHECKING:  # a checker knows what is there
 
@@ -129,9 +134,51 @@ class CheckpointManager:
         **counts: Unpack[Counts],
     ) -> SaveHandle | None:
         """Save if the save policy requires it, else return None; see `due` and `save`."""
-        if (reason := self.due(step, total_steps=total_steps, **counts)) is None:
-            return None
-        return self.save(step, state, metrics=metrics, annotations={"reason": reason, **(annotations or {})})
+        handle, reason = None, self.due(step, total_steps=total_steps, **counts)
+        if reason is not None:
+            noted = {"reason": reason, **(annotations or {})}
+            handle = self.save(step, state, metrics=metrics, annotations=noted)
+        self.note_step(step, state, metrics=metrics, annotations=annotations)
+        return handle
+
+    def note_step(self, step: int, state: State | CapturedState, **arguments: Any) -> None:
+        """Note a whole step for `on_exception`, with arguments for `save`."""
+        if self.options.on_exception is not None:
+            self._last_step.note(step, lambda: as_captured(state), **arguments)
+
+    def save_last_step(self, error: BaseException) -> None:
+        """Commit the step that was noted last, if `on_exception` says so.
+
+        Leaving a `with` block by an exception does, and `maybe_save` notes steps. All ranks must come here
+        within 10 s. What came of it is noted in `error`; nothing is raised.
+        """
+        if self.options.on_exception is None or self._closed or isinstance(error, CheckpointError):
+            return
+        last = self._last_step
+        try:
+            found = self._coordinator.gather(
+                (last.step, last.problem()),
+                what="saving the last whole step after an exception",
+                deadline_seconds=min(_FAILED_SECONDS, self.options.deadline_seconds),
+            )
+            problem = next((each for _, each in found if each), "")
+            if not problem and len(set(found)) > 1:
+                problem = f"ranks are at different steps: {sorted({each for each, _ in found})}"
+            newest = self._saver.in_flight.latest
+            if not problem:
+                if newest is None or newest.step != last.step:
+                    self._saver.in_flight.settle()  # back-pressure must not leave it out
+                    arguments = dict(last.arguments)
+                    noted = {**(arguments.pop("annotations", None) or {}), "reason": "exception"}
+                    newest = self.save(last.step, last.state, annotations=noted, **arguments)
+                self.wait()
+                failed = "it could not begin" if newest is None else newest.committed.exception()
+                problem = str(failed or "")
+        except (CheckpointError, RuntimeError) as failure:
+            problem = str(failure)
+        told = f"the last whole step was not saved: {problem}" if problem else f"step {last.step} is saved"
+        error.add_note(told)
+        _logger.warning("after %s, %s", type(error).__name__, told)
 
     def save(
         self,
@@ -466,9 +513,16 @@ class CheckpointManager:
             if self._owns_coordinator:
                 ending.callback(self._coordinator.close)
             ending.callback(self._cadence.close)
+            ending.callback(self._last_step.close)
             ending.callback(self._saver.release)
             ending.callback(self._meter.close)
-            ending.callback(self._uploads.close, leave=not wait_for_uploads, preempted=self.preempted)
+            ending.callback(
+                lambda: self._uploads.close(
+                    leave=not wait_for_uploads,
+                    preempted=self.preempted,
+                    seconds_left=self._cadence.seconds_left,
+                )
+            )
             ending.callback(self._journal.end, preempted=self.preempted)
             self._saver.close()
 
@@ -490,6 +544,8 @@ class CheckpointManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if error is not None:
+            self.save_last_step(error)
         try:
             self.close(wait_for_uploads=error is None)
         except CheckpointError as failure:

@@ -85,6 +85,7 @@ def setup_fabric(
         contents=contents,
         log_costs=log_costs,
     )
+    settings.options.refuse_on_exception("Fabric")
     attached: FabricCheckpoints | None = fabric.__dict__.get(_ATTACHED)
     if attached is not None:
         attached.close()

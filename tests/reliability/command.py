@@ -47,6 +47,7 @@ PARTS: Final = {
     "ranks": "tests.reliability.ranks.rank_failures",
     "training": "tests.reliability.training.campaigns",
     "preemption": "tests.reliability.preemption.experiment",
+    "restarts": "tests.reliability.restarts",
     "referee": "tests.reliability.referee.hearing",
     "neighbours": "tests.reliability.neighbours",
     "damage": "tests.reliability.damage",

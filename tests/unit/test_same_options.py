@@ -57,6 +57,7 @@ MUST_BE_THE_SAME: dict[str, Any] = {
     "allow_pickle": True,
     "deadline_seconds": 77.5,
     "journal": False,
+    "on_exception": "save",
 }
 MAY_DIFFER: dict[str, Any] = {
     "staging_memory": "1 GiB",

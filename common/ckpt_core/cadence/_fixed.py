@@ -5,25 +5,29 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from fractions import Fraction
 from pathlib import PurePath
-from typing import ClassVar, Literal, cast, final
+from typing import Any, ClassVar, Literal, TypeAlias, cast, final
 
 from ckpt_core.cadence._algebra import SavePolicy
 from ckpt_core.cadence._cadence_context import PREEMPTION, CadenceContext
 from ckpt_core.errors import ConfigError
 from ckpt_core.validation import (
     boolean,
+    duration,
     function,
     instances,
     integer,
     integers,
     positive,
     require,
+    seconds_of,
     take_duration,
     text,
 )
 
+Deadline: TypeAlias = float | str | timedelta | datetime | Callable[[], float | None]
 _UNCATCHABLE = frozenset({"SIGKILL", "SIGSTOP"})
 _SMALLEST_FRACTION = Fraction(1, 1_000_000)
 
@@ -205,20 +209,35 @@ class OnPreemption(SavePolicy):
             a second on a separate thread, and announces a preemption by True.
         stop: whether training must end after that save; else it continues, and each further announcement
             leads to another save. An announcement to several ranks, one after another, counts once.
+        deadline: when the job ends, so that the last save begins early enough by what saves have cost:
+            `slurm`, for the end that SLURM gives the job; a `datetime`; seconds from the start of the run, as
+            a number, a `timedelta` or text such as "12h"; a function, or its name, that returns seconds
+            since the epoch, or None, and is called as `when` is. That of rank 0 counts.
     """
 
     signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1")
     file: str | PurePath | None = field(default=None, kw_only=True)
     when: Callable[[], bool] | str | None = field(default=None, kw_only=True)
     stop: bool = field(default=True, kw_only=True)
+    deadline: Deadline | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        elsewhere = self.file is not None or self.when is not None
+        elsewhere = self.file is not None or self.when is not None or self.deadline is not None
         signals = None if self.signals == () and elsewhere else _signals(self.signals)
         file = None if self.file is None or isinstance(self.file, PurePath) else text("file", self.file)
         when = None if self.when is None else function("when", self.when)
-        require("OnPreemption", signals, file, when, boolean("stop", self.stop))
-        # A path and its text make equal policies.
+        # Equal policies are written in several ways.
+        if isinstance(self.deadline, timedelta):
+            object.__setattr__(self, "deadline", self.deadline.total_seconds())
+        object.__setattr__(self, "deadline", seconds_of(self.deadline))
+        require(
+            "OnPreemption",
+            signals,
+            file,
+            when,
+            boolean("stop", self.stop),
+            _deadline(self.deadline, self.stop),
+        )
         object.__setattr__(self, "file", None if self.file is None else str(self.file))
 
     def decide(self, context: CadenceContext) -> str | None:
@@ -227,6 +246,25 @@ class OnPreemption(SavePolicy):
     @property
     def preemptions(self) -> tuple[OnPreemption, ...]:
         return (self,)
+
+    @property
+    def needs_costs(self) -> bool:
+        return self.deadline is not None
+
+
+def _deadline(value: Any, stop: Any) -> str | None:
+    if value is None:
+        return None
+    if stop is False:
+        return "deadline is for the last save of a job, and stop=False goes on: give it a policy of its own"
+    if value == "slurm" or isinstance(value, datetime) or function("deadline", value) is None:
+        return None
+    if duration("deadline", value) is None:
+        return None
+    return (
+        'deadline must be "slurm", a datetime, seconds from the start ("12h"), or a function or '
+        f'"package.module:function" that returns seconds since the epoch, not {value!r}'
+    )
 
 
 def _signals(names: tuple[str, ...]) -> str | None:

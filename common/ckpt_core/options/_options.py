@@ -41,7 +41,7 @@ _MANNER: Final = frozenset(
     {
         *("back_pressure", "arenas", "staging", "staging_memory", "write_bandwidth", "headroom", "on_error"),
         *("sign_manifest", "verify_manifest", "verify", "read_once", "deadline_seconds", "job_name"),
-        *("storage_options", "replicas", "upload", "journal"),
+        *("storage_options", "replicas", "upload", "journal", "on_exception"),
     }
 )
 """Options that say how saves and loads are done, not what they hold."""
@@ -118,6 +118,8 @@ class CheckpointOptions:
             loads and prunes cost, and how runs ended. No save waits for them, or fails with them.
         storage_options: passed to the filesystem behind a URL, e.g. an endpoint; `request_seconds` and
             `conditional_writes` belong to `ObjectStorage`. No repr, error or log shows their values.
+        on_exception: `save` commits the last whole step when an exception ends the training on all ranks, at
+            the cost of a capture of the state at every step; None leaves it to the last save before.
     """
 
     save: SavePolicy | None = None
@@ -145,6 +147,7 @@ class CheckpointOptions:
     job_name: str | None = None
     journal: bool = True
     storage_options: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False)
+    on_exception: Literal["save"] | None = None
 
     def __post_init__(self) -> None:
         require(
@@ -174,6 +177,7 @@ class CheckpointOptions:
             _job_name(self.job_name),
             boolean("journal", self.journal),
             option_keys("storage_options", self.storage_options),
+            None if self.on_exception is None else one_of("on_exception", self.on_exception, ("save",)),
         )
 
     @property
@@ -227,6 +231,17 @@ class CheckpointOptions:
         own = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _MANNER}
         stock = type(self)()
         return {name: value for name, value in own.items() if value != getattr(stock, name)}
+
+    def refuse_on_exception(self, host: str) -> None:
+        """Refuse `on_exception` for a host that does not see what ends the training.
+
+        Raises:
+            ConfigError: it is given.
+        """
+        if self.on_exception is not None:
+            raise ConfigError(
+                f"on_exception={self.on_exception!r}: {host} does not see what ends the training"
+            )
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:

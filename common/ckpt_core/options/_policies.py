@@ -152,7 +152,7 @@ def _on_preemption(value: Any) -> SavePolicy | None:
         return cadence.OnPreemption() if value else None
     arguments = value if isinstance(value, Mapping) else {"signals": value}
     problems = Problems()
-    problems.unknown("arguments", arguments, ("signals", "file", "when", "stop"))
+    problems.unknown("arguments", arguments, ("signals", "file", "when", "stop", "deadline"))
     problems.raise_if_any()
     signals = arguments.get("signals")
     given = {**arguments, "signals": tuple(signals)} if isinstance(signals, list) else arguments

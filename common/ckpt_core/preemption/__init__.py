@@ -1,5 +1,6 @@
 """Cadence and preemption: facts for a save policy, and one decision on all ranks."""
 
 from ckpt_core.preemption._keeper import CadenceKeeper
+from ckpt_core.preemption._last_step import LastStep
 
-__all__ = ["CadenceKeeper"]
+__all__ = ["CadenceKeeper", "LastStep"]

@@ -18,8 +18,11 @@ from ckpt_core.cadence import (
     needed_counts,
 )
 from ckpt_core.coordination import Coordinator
+from ckpt_core.disclosure import logger_of
 from ckpt_core.preemption._sources import PreemptionSources
 from ckpt_core.validation import integer, one_of, plain_integer, require
+
+_logger = logger_of(__name__)
 
 _MICROSECONDS = 1_000_000
 _SAME_SECONDS = 30.0
@@ -29,6 +32,12 @@ _MOST_SECONDS: Final = 1.0
 _MOST_STEPS: Final = 16
 _USUAL: Final = 3
 """So many saves of a run count instead of what the run before it knew; the first cost more than usual."""
+_MARGIN: Final = 2.0
+"""The last save of a planned end may take so many times as long as usual."""
+_END_SECONDS: Final = 10.0
+"""For the end of the program after its last save."""
+_UNKNOWN_SECONDS, _UNKNOWN_SHARE = 300.0, 0.25
+"""What a save needs before one was measured: so long, at most so much of the time from start to end."""
 _SAVE, _STOP = 1, 2
 _ANNOUNCED, _NONE = frozenset({PREEMPTION}), frozenset[str]()
 _COUNTS: Final = "counts"
@@ -79,6 +88,7 @@ class CadenceKeeper:
         preempted: whether training must stop, as of the last check.
         pending: whether a preemption still needs its save.
         extra: whether the last decision was to save for a preemption alone.
+        upload_seconds: the longest wait for the upload of the last save; 0 if it is not waited for.
         report: called on the coordinator with the interval that the policy finds, when costs have changed.
     """
 
@@ -122,6 +132,7 @@ class CadenceKeeper:
         self.pending = self.preempted = self.extra = False
         self._reported: SaveCosts | None = None
         self.report: Callable[..., None] | None = None
+        self.upload_seconds = 0.0
 
     def check_preemption(self, **counts: Unpack[Counts]) -> str | None:
         """Return "preemption" if a save or stop is due. Collective if the policy has any.
@@ -238,6 +249,12 @@ class CadenceKeeper:
             return own or earlier
         return earlier._replace(lost=own.lost)
 
+    @property
+    def seconds_left(self) -> float:
+        """The seconds until this rank must end, for the job ends then."""
+        end = None if self._sources is None else self._sources.ends_at
+        return math.inf if end is None else end - time.time() - _END_SECONDS
+
     def close(self) -> None:
         """Restore signal handlers and stop polling."""
         if self._sources is not None:
@@ -302,11 +319,31 @@ class CadenceKeeper:
     def _announced(self, sources: PreemptionSources) -> int:
         if not self._heeds_preemptions:
             return 0
-        if sources.stop:
+        if sources.stop or (self._coordinator.is_coordinator and self._is_ending(sources)):
             return _STOP
         if 0 <= self._now - self._announced_at < _SAME_SECONDS:
             self._known = sources.count
         return _SAVE if sources.count > self._known else 0
+
+    def _is_ending(self, sources: PreemptionSources) -> bool:
+        """Return whether the end is so near that the last save must begin."""
+        end, costs = sources.ends_at, self._known_costs
+        if end is None or self.preempted:
+            return False
+        if costs is None:
+            needed = min(_UNKNOWN_SECONDS, (end - sources.began) * _UNKNOWN_SHARE)
+        else:
+            save = max(costs.durable, min(costs.uploaded or 0.0, self.upload_seconds))
+            # One in flight is finished first, and ranks agree at the end of a step, up to a second late.
+            rest = costs.durable if self._in_flight else 0.0
+            needed = _MARGIN * (save + rest + costs.step) + _MOST_SECONDS
+        left = self.seconds_left
+        if left <= needed:
+            _logger.warning(
+                "the job ends in %.0f s: its last save begins now, for which %.0f s are planned%s",
+                left + _END_SECONDS, needed + _END_SECONDS, "" if costs else ", as no save was measured yet",
+            )  # fmt: skip
+        return left <= needed
 
 
 def _as_integers(costs: SaveCosts | None) -> Sequence[int]:

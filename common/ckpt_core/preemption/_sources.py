@@ -1,12 +1,16 @@
-"""Sources of preemptions of this rank: signals, files, functions."""
+"""Sources of preemptions of this rank: signals, files, functions, deadlines."""
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import final
+from typing import Any, Final, final
 
 from ckpt_core.cadence import OnPreemption
 from ckpt_core.disclosure import logger_of
@@ -15,6 +19,7 @@ from ckpt_core.validation import imported
 
 _logger = logger_of(__name__)
 _PERIOD_SECONDS = 1.0
+_SLURM_END: Final = "SLURM_JOB_END_TIME"
 
 
 @final
@@ -29,13 +34,44 @@ class PreemptionSources:
     """
 
     def __init__(self, policies: Sequence[OnPreemption], *, period_seconds: float = _PERIOD_SECONDS) -> None:
+        self.began = time.time()
+        self._ends: dict[str, float | None] = {}
         self._stopping = frozenset(name for each in policies if each.stop for name in each.signals)
         self._others = frozenset(name for each in policies for name in each.signals) - self._stopping
         sources = {text: ask for each in policies for text, ask in _sources(each).items()}
+        sources |= {text: ask for each in policies for text, ask in self._deadline(each.deadline).items()}
         self._stopping_sources = frozenset(t for each in policies if each.stop for t in _sources(each))
         self._poller = Poller(sources, period_seconds=period_seconds)
         self._signals = SignalCounter(self._stopping | self._others)
         self._logged = False
+
+    @property
+    def ends_at(self) -> float | None:
+        """When the job ends, in seconds since the epoch; None if that is not known."""
+        return min((end for end in self._ends.copy().values() if end is not None), default=None)
+
+    def _deadline(self, given: Any) -> dict[str, Callable[[], bool]]:
+        """Note a deadline; return the function to poll for it, if it is one."""
+        if given == "slurm":
+            end = os.environ.get(_SLURM_END, "")
+            self._ends[given] = float(end) if end.isdecimal() else None
+            if not end.isdecimal():
+                _logger.warning(
+                    'deadline="slurm": %s is not set, so the last save is not planned', _SLURM_END
+                )
+        elif isinstance(given, datetime):
+            self._ends["moment"] = given.timestamp()
+        elif isinstance(given, int | float):
+            self._ends["seconds"] = self.began + given
+        elif given is not None:
+            text = f"deadline {given}"
+            return {text: partial(self._ask_deadline, text, imported("OnPreemption", given))}
+        return {}
+
+    def _ask_deadline(self, text: str, ask: Callable[[], float | None]) -> bool:
+        end = ask()
+        self._ends[text] = None if end is None else float(end)
+        return False  # what is planned by it is decided with what saves cost
 
     @property
     def stop(self) -> bool:

@@ -91,7 +91,8 @@ def digest(weights: dict[str, Any]) -> str:
 
 def train(job: Job, root: Path, line: Line, *, resume: bool) -> dict[str, Any]:
     """A plain loop over the core."""
-    dist.init_process_group("gloo")
+    if not dist.is_initialized():  # else what starts the rank has done it
+        dist.init_process_group("gloo")
     net: Any = network()
     if job.strategy == "fsdp2":
         fully_shard(net)

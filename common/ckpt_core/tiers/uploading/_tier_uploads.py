@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
@@ -134,30 +135,31 @@ class TierUploads:
         due = [each for each in self._uploaders if self._rule.is_due(save.step, number, each.upload.every)]
         save.committed.add_done_callback(partial(self._committed, save.uploaded, due))
 
-    def close(self, *, leave: bool, preempted: bool) -> None:
+    def close(self, *, leave: bool, preempted: bool, seconds_left: float = math.inf) -> None:
         """Wait for uploads, each up to its deadline, and give the tiers back.
 
         Args:
             leave: whether to leave what is not there to the next run.
             preempted: whether this job is being stopped.
+            seconds_left: until it is; what is not there by then is left to the next run.
 
         Raises:
             UploadError: one has failed, and is to stop training.
         """
         began, uploaders = time.monotonic(), self._uploaders
+        deadlines = [began + min(each.upload.deadline_seconds, max(0.0, seconds_left)) for each in uploaders]
         for uploader in uploaders:
             uploader.ending = True
             if leave or (preempted and uploader.upload.on_preemption == "leave"):
                 uploader.stop()
-        for uploader in uploaders:
-            self._wait(uploader, began + uploader.upload.deadline_seconds)
+        for uploader, deadline in zip(uploaders, deadlines, strict=True):
+            self._wait(uploader, deadline)
         # Only now: whether the last checkpoint is there must be known on every rank alike.
         for index, uploader in enumerate(uploaders):
             self._add_newest(index, uploader)
             uploader.line.close()
-        for uploader in uploaders:
-            self._wait(uploader, began + uploader.upload.deadline_seconds)
-        deadlines = (began + uploader.upload.deadline_seconds for uploader in uploaders)
+        for uploader, deadline in zip(uploaders, deadlines, strict=True):
+            self._wait(uploader, deadline)
         self._end(uploaders, max(deadlines, default=began))
         self._uploaders = []
         if (failure := _take_failure(uploaders)) is not None:
