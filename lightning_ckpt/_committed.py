@@ -8,8 +8,9 @@ which they pass over; those that shall log models get a reference to it instead.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MethodType
 from typing import Any, Final, final
 
 import torch
@@ -61,6 +62,34 @@ def newest_of(settings: Settings) -> str:
     """Return the path of the newest committed checkpoint, or ""."""
     committed = committed_of(settings)
     return f"{settings.root}/{committed[-1].name}" if committed else ""
+
+
+@final
+class TakenNames:
+    """`file_exists` of one `ModelCheckpoint`, which counts saves in flight as well.
+
+    It asks which names are free; one that was given to a save in flight would be given again.
+
+    Args:
+        callback: the `ModelCheckpoint`, which copies and pickles with its own method.
+        taken: whether a save was accepted under a path; collective.
+    """
+
+    def __init__(self, callback: Any, taken: Callable[[str], bool]) -> None:
+        self._callback = callback
+        self._taken = taken
+        callback.file_exists = self
+
+    def __call__(self, filepath: str, trainer: Any) -> bool:
+        there = type(self._callback).file_exists(self._callback, filepath, trainer)
+        return self._taken(filepath) or there
+
+    def __reduce__(self) -> Any:
+        return MethodType, (type(self._callback).file_exists, self._callback)
+
+    def give_back(self) -> None:
+        """Let the callback ask the file system alone again."""
+        self._callback.__dict__.pop("file_exists", None)
 
 
 @final

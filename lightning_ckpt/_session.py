@@ -18,6 +18,7 @@ from ckpt_core.errors import (
 )
 from ckpt_core.hosting import CheckpointPath, Kind
 from ckpt_core.state import Override, unwrap_optimizer
+from lightning_ckpt._committed import TakenNames
 from lightning_ckpt._options import Settings
 from lightning_ckpt._pacing import Pacing, weights_may_change
 from lightning_ckpt._resume import DataResume
@@ -64,6 +65,7 @@ class Session:
         self._error: BaseException | None = None
         self._data: DataResume | None = None
         self._change: Override | None = None
+        self._names: list[TakenNames] = []
 
     def start(self, stage: str, ckpt_path: str | None) -> None:
         """Begin a run of the Trainer, which may load `ckpt_path`."""
@@ -75,6 +77,11 @@ class Session:
         if ckpt_path is None:  # also a second fit of the same Trainer: its optimizers are new
             _require_no_change(self.settings)
         self._forget_other_training(ckpt_path)
+        self._names = [
+            TakenNames(each, self._is_taken)
+            for each in self.trainer.checkpoint_callbacks
+            if hasattr(each, "file_exists")
+        ]
         self._training = Running(self.trainer)
         if self.settings.root is not None:
             self._roots.training = True
@@ -190,6 +197,9 @@ class Session:
             saved = state.loaded.saved
             self._roots.loaded(CheckpointPath(place.root, saved.name), saved.step)
 
+    def _is_taken(self, path: str) -> bool:
+        return self._roots.once(lambda: self._roots.is_taken(path_of(path)))
+
     def remove(self, path: str | os.PathLike[str], remove_file: Callable[[], None]) -> None:
         """Remove a checkpoint or a stock file once its successor is committed."""
         self._roots.remove(path_of(path), remove_file)
@@ -242,6 +252,8 @@ class Session:
             SaveError: a save failed, and the run ended without another error.
         """
         self._running = False
+        while self._names:
+            self._names.pop().give_back()
         pacing, self.pacing = self.pacing, None
         if self._training is not None:
             self._training.loops.release()
