@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MethodType
 from typing import Any, Final, final
 
 import torch
@@ -85,7 +84,7 @@ class TakenNames:
         return self._taken(filepath) or there
 
     def __reduce__(self) -> Any:
-        return MethodType, (type(self._callback).file_exists, self._callback)
+        return getattr, (self._callback, "file_exists")
 
     def give_back(self) -> None:
         """Let the callback ask the file system alone again."""

@@ -67,6 +67,10 @@ class Session:
         self._change: Override | None = None
         self._names: list[TakenNames] = []
 
+    def __reduce__(self) -> Any:
+        # What belongs to a Trainer is not copied with the callback or the strategy that holds it.
+        return type(None), ()
+
     def start(self, stage: str, ckpt_path: str | None) -> None:
         """Begin a run of the Trainer, which may load `ckpt_path`."""
         self._running, self._error = True, None

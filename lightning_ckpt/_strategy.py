@@ -12,7 +12,7 @@ it keeps its name, for logs.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -53,6 +53,11 @@ def _subclass(stock: type[Any]) -> type[Any]:
     return type(stock.__name__, (stock,), {**names, **_OVERRIDES})
 
 
+def reduce_to_stock(self: Any, protocol: Any) -> Any:
+    """Pickle and copy an object of the stock class, which another Trainer may attach."""
+    return object.__new__, (getattr(type(self), _MARK),), *_stock(self).__reduce_ex__(protocol)[2:]
+
+
 def _stock(strategy: Any) -> Any:
     return super(type(strategy), strategy)
 
@@ -70,7 +75,12 @@ def _lets_lightning_load_optimizers(strategy: Any) -> bool:
     session = _session(strategy)
     if session is None or session.loaded is None:
         return bool(_stock(strategy).lightning_restore_optimizer)
-    return True
+    return _trains(strategy.optimizers) or bool(session.loaded.checkpoint.get("optimizer_states"))
+
+
+def _trains(optimizers: Sequence[Any]) -> bool:
+    """Return whether there are parameters to train; Lightning has a mock of `None`."""
+    return any(optimizer.param_groups for optimizer in optimizers)
 
 
 def lightning_module_state_dict(self: Any) -> dict[str, Any]:
@@ -80,7 +90,7 @@ def lightning_module_state_dict(self: Any) -> dict[str, Any]:
 
 def optimizer_state_of(self: Any, optimizer: Any) -> dict[str, Any]:
     """Return the live optimizer state by parameter name."""
-    if _session(self) is None:
+    if _session(self) is None or not _trains([optimizer]):
         return dict(_stock(self).optimizer_state(optimizer))
     return optimizer_state(self.model, optimizer)
 
@@ -199,4 +209,5 @@ _OVERRIDES: dict[str, Callable[..., Any] | property] = {
     "process_dataloader": process_dataloader,
     "on_train_start": on_train_start,
     "teardown": teardown,
+    "__reduce_ex__": reduce_to_stock,
 }
