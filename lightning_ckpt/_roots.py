@@ -142,7 +142,7 @@ class Roots:
         return handle
 
     def is_taken(self, place: CheckpointPath) -> bool:
-        """Return whether a name is in use, also by a save in flight or a link to one; coordinator only."""
+        """Return whether a name is in use, also in flight; coordinator only."""
         if place in self._accepted:
             return True
         if "://" not in place.root:

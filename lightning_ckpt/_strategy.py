@@ -27,13 +27,14 @@ _SESSION = "_ckpt_session"
 _MARK = "_ckpt_stock_class"
 
 
-def attach(strategy: Any, session: Session) -> None:
-    """Make `strategy` save and load through `session`.
+def attach(strategy: Any, session: Session | None) -> None:
+    """Make `strategy` save and load through `session`, as soon as there is one.
 
     Raises:
         ConfigError: it hides its state from checkpoints.
     """
-    refuse_hidden_shards(strategy)
+    if session is not None:
+        refuse_hidden_shards(strategy)
     setattr(strategy, _SESSION, session)
     if not hasattr(type(strategy), _MARK):
         strategy.__class__ = _attached_class(type(strategy))
@@ -81,6 +82,14 @@ def _lets_lightning_load_optimizers(strategy: Any) -> bool:
 def _trains(optimizers: Sequence[Any]) -> bool:
     """Return whether there are parameters to train; Lightning has a mock of `None`."""
     return any(optimizer.param_groups for optimizer in optimizers)
+
+
+def launcher(self: Any) -> Any:
+    """Return the stock launcher, once a plugin has joined the Trainer that asks."""
+    plugin = self._checkpoint_io
+    if hasattr(plugin, "join_trainer_of"):
+        plugin.join_trainer_of(self)
+    return _stock(self).launcher
 
 
 def lightning_module_state_dict(self: Any) -> dict[str, Any]:
@@ -198,6 +207,7 @@ def teardown(self: Any) -> None:
 
 
 _OVERRIDES: dict[str, Callable[..., Any] | property] = {
+    "launcher": property(launcher),
     "lightning_restore_optimizer": property(_lets_lightning_load_optimizers),
     "lightning_module_state_dict": lightning_module_state_dict,
     "optimizer_state": optimizer_state_of,

@@ -253,7 +253,7 @@ class ByHand(pl.LightningModule):
             self.manual_backward(loss)
             with torch.no_grad():
                 for weight in self.net.parameters():
-                    weight -= 0.01 * weight.grad
+                    weight.sub_(0.01 * weight.grad)
         return loss
 
     def on_train_epoch_end(self) -> None:
