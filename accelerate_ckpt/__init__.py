@@ -6,6 +6,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from ckpt_core._version import __version__
+
 if find_spec("accelerate") is None:
     raise ModuleNotFoundError(
         "accelerate_ckpt needs accelerate: pip install 'ckpt-suite[accelerate]'", name="accelerate"
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AcceleratorCheckpoints",
     "TrainerCheckpoints",
+    "__version__",
     "checkpoints",
     "disable",
     "disable_trainer",
@@ -48,3 +51,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:  # a policy, or the core says what is meant
         return getattr(import_module("ckpt_core"), name)
     return getattr(import_module(f"accelerate_ckpt.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -13,6 +13,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from ckpt_core._version import __version__
+
 if TYPE_CHECKING:
     from lightning_ckpt.fabric._checkpoints import FabricCheckpoints, setup_fabric
     from lightning_ckpt.lightning import ShardedCheckpoint, ShardedCheckpointIO, load_from_checkpoint
@@ -21,6 +23,7 @@ __all__ = [
     "FabricCheckpoints",
     "ShardedCheckpoint",
     "ShardedCheckpointIO",
+    "__version__",
     "load_from_checkpoint",
     "setup_fabric",
 ]

@@ -8,7 +8,7 @@ which they pass over; those that shall log models get a reference to it instead.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -38,12 +38,12 @@ def committed_of(settings: Settings, *, further: bool = False) -> Sequence[Check
     return RunCatalog(open_tiers(storage, settings.options)).committed()
 
 
-def best_of(settings: Settings, *, further: bool = False) -> CheckpointInfo | None:
+def best_of(settings: Settings, *, further: bool) -> CheckpointInfo | None:
     """Return the best committed checkpoint; of equals the newer, as in retention."""
     policy = settings.best
-    if policy is None:
-        return None
     committed = committed_of(settings, further=further)
+    if policy is None:
+        return committed[-1] if committed else None
     steps = policy.keep(committed, 0.0)
     sign = 1 if policy.mode == "min" else -1
     # Of one step there may be several, of which some were saved before the metric was measured.
@@ -51,73 +51,131 @@ def best_of(settings: Settings, *, further: bool = False) -> CheckpointInfo | No
     return min(ranked, key=lambda info: (sign * info.metrics[policy.metric], -info.step), default=None)
 
 
-def path_of_best(settings: Settings, *, further: bool = False) -> str:
-    """Return the path of the best committed checkpoint, or ""."""
-    best = best_of(settings, further=further)
-    return "" if best is None else f"{settings.root}/{best.name}"
-
-
-def newest_of(settings: Settings) -> str:
-    """Return the path of the newest committed checkpoint, or ""."""
-    committed = committed_of(settings)
-    return f"{settings.root}/{committed[-1].name}" if committed else ""
-
-
 @final
-class LoggedCheckpoints:
-    """What loggers read of a `ModelCheckpoint`, for the checkpoints of a run.
+class TakenNames:
+    """`file_exists` of one `ModelCheckpoint`, which counts saves in flight as well.
+
+    It asks which names are free; one that was given to a save in flight would be given again.
+
+    Args:
+        callback: the `ModelCheckpoint`, which copies and pickles with its own method.
+        taken: whether a save was accepted under a path; collective.
+    """
+
+    def __init__(self, callback: Any, taken: Callable[[str], bool]) -> None:
+        self._callback = callback
+        self._taken = taken
+        callback.file_exists = self
+
+    def __call__(self, filepath: str, trainer: Any) -> bool:
+        there = type(self._callback).file_exists(self._callback, filepath, trainer)
+        return self._taken(filepath) or there
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._callback, "file_exists")
+
+    def give_back(self) -> None:
+        """Let the callback ask the file system alone again."""
+        self._callback.__dict__.pop("file_exists", None)
+
+
+class AsModelCheckpoint:
+    """What users and loggers read of a `ModelCheckpoint`.
+
+    Without a `KeepBest` the newest is the best, as for a `ModelCheckpoint` without a monitor.
 
     Attributes:
-        dirpath: the root.
-        last_model_path: path of the checkpoint that is announced.
-        current_score: its ranking metric.
+        settings: of the run.
         save_top_k: -1, as retention is not by number.
-        save_last: whether the last step is saved.
         save_weights_only: False.
     """
 
+    settings: Settings
     save_top_k = -1
     save_weights_only = False
 
-    def __init__(self, settings: Settings) -> None:
-        self.dirpath = str(settings.root)
-        self.save_last = settings.save_last
-        self.last_model_path = ""
-        self.current_score: torch.Tensor | None = None
-        self._settings = settings
+    @property
+    def looks_further(self) -> bool:
+        """Whether the best may be in a further tier only; not while a training runs."""
+        return False
+
+    @property
+    def dirpath(self) -> str | None:
+        """The run's root."""
+        return self.settings.root
+
+    @property
+    def save_last(self) -> bool:
+        """Whether the last step of a training is saved."""
+        return self.settings.save_last
 
     @property
     def monitor(self) -> str | None:
         """The metric of `KeepBest`."""
-        return None if self._settings.best is None else self._settings.best.metric
+        return None if self.settings.best is None else self.settings.best.metric
 
     @property
     def mode(self) -> str:
         """Whether the least or the greatest value is the best."""
-        return "min" if self._settings.best is None else self._settings.best.mode
+        return "min" if self.settings.best is None else self.settings.best.mode
 
     @property
     def best_model_path(self) -> str:
         """Path of the best committed checkpoint, or ""."""
-        return path_of_best(self._settings)
+        best = best_of(self.settings, further=self.looks_further)
+        return "" if best is None else f"{self.dirpath}/{best.name}"
+
+    @best_model_path.setter
+    def best_model_path(self, value: str) -> None:
+        """Ignore what Lightning's spawn launcher hands over: storage has the same."""
 
     @property
     def best_model_score(self) -> torch.Tensor | None:
         """The metric of the best checkpoint."""
-        best = best_of(self._settings)
-        return None if best is None else self.score(best.metrics)
+        best = best_of(self.settings, further=self.looks_further)
+        return None if best is None else self._score(best.metrics)
 
     @property
     def best_k_models(self) -> dict[str, torch.Tensor | None]:
         """Path and score of the checkpoints that are there because they are the best."""
-        policy, infos = self._settings.best, committed_of(self._settings)
+        policy, infos = self.settings.best, committed_of(self.settings)
         steps = frozenset[int]() if policy is None else policy.keep(infos, 0.0)
-        return {f"{self.dirpath}/{i.name}": self.score(i.metrics) for i in infos if i.step in steps}
+        return {f"{self.dirpath}/{i.name}": self._score(i.metrics) for i in infos if i.step in steps}
 
-    def score(self, metrics: Mapping[str, float]) -> torch.Tensor | None:
-        """Return the ranking metric among `metrics`."""
+    @property
+    def last_model_path(self) -> str:
+        """Path of the newest committed checkpoint, or ""."""
+        newest = self._newest()
+        return "" if newest is None else f"{self.dirpath}/{newest.name}"
+
+    @property
+    def current_score(self) -> torch.Tensor | None:
+        """The metric of the newest checkpoint."""
+        newest = self._newest()
+        return None if newest is None else self._score(newest.metrics)
+
+    def _newest(self) -> CheckpointInfo | None:
+        return next(reversed(committed_of(self.settings)), None)
+
+    def _score(self, metrics: Mapping[str, float]) -> torch.Tensor | None:
         value = metrics.get(self.monitor or "")
         return None if value is None else torch.tensor(value)
+
+
+@final
+class LoggedCheckpoints(AsModelCheckpoint):
+    """The checkpoints of a run, as loggers hear of them.
+
+    Attributes:
+        announced: the one that they hear of now, which is the newest for them.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.announced: CheckpointInfo | None = None
+
+    def _newest(self) -> CheckpointInfo | None:
+        return self.announced
 
 
 @final
@@ -154,8 +212,7 @@ class Announcements:
 
     def _announce(self, info: CheckpointInfo, *, last: bool) -> None:
         self._newest = info
-        self._logged.last_model_path = f"{self._logged.dirpath}/{info.name}"
-        self._logged.current_score = self._logged.score(info.metrics)
+        self._logged.announced = info
         for logger in self._trainer.loggers:
             try:
                 kinds = {cls.__name__ for cls in type(logger).__mro__}

@@ -3,36 +3,52 @@
 from __future__ import annotations
 
 import os
-from abc import abstractmethod
-from typing import Any, ClassVar, Self
-from weakref import WeakSet
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+from typing import Any, ClassVar
 
 from ckpt_core.errors import ConfigError
-from lightning_ckpt._committed import best_of, newest_of, path_of_best
-from lightning_ckpt._options import Configured, Settings
+from lightning_ckpt._committed import AsModelCheckpoint, committed_of
+from lightning_ckpt._connector import chosen
+from lightning_ckpt._options import Configured, Settings, missing_attribute
 from lightning_ckpt._session import Session
 from lightning_ckpt._strategy import attach
+from lightning_ckpt._weights import read_our_directories
 
-_plugins: WeakSet[PluginOptions] = WeakSet()
 
-
-class LifeCycle:
+class LifeCycle(AsModelCheckpoint):
     """The hooks of a callback, to be joined with Lightning's own base class.
+
+    That is a `ModelCheckpoint` which does nothing by itself: Lightning asks no other for `ckpt_path="last"`.
 
     Attributes:
         trainer_type: the Trainer of that namespace.
+        saving: the module of that namespace that reads checkpoints for `load_from_checkpoint`.
+        tell: tells the terminal of rank 0, as Lightning does.
         module_name: where its users import from.
-        selected_path: what the current run of the Trainer loads; noted before `setup`.
     """
 
     trainer_type: ClassVar[type[Any]]
+    saving: ClassVar[Any]
+    tell: ClassVar[Any]
     module_name: ClassVar[str]
-    selected_path: str | None = None
     _session: Session | None = None
+    _last: bool = False
 
-    @abstractmethod
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(missing_attribute(type(self).__name__, name))
+
     def settings_for(self, trainer: Any) -> Settings | None:
         """Return the settings for `trainer`, or None to leave it alone."""
+        del trainer
+        return self.settings
+
+    @property
+    def looks_further(self) -> bool:
+        """Whether no run is going on, so that there is time for further tiers."""
+        return self._session is None or not self._session.is_running
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Attach to the strategy, before Lightning loads anything.
@@ -45,10 +61,33 @@ class LifeCycle:
         if settings is None:
             return
         self._refuse_strangers(trainer)
+        read_our_directories(self.saving)
         if self._session is None or self._session.trainer is not trainer:
             self._session = Session(trainer, settings)
         attach(trainer.strategy, self._session)
-        self._session.start(stage, self.selected_path)
+        self._session.start(stage)
+        trainer._checkpoint_connector.resume_start = partial(self._resume, trainer)
+
+    def _find_last_checkpoints(self, trainer: Any) -> set[str]:
+        """Answer `ckpt_path="last"` by any path; `_resume` knows the true one."""
+        settings = self.settings_for(trainer)
+        if settings is None or settings.root is None:
+            return set()
+        others = [each for each in trainer.checkpoint_callbacks if not isinstance(each, LifeCycle)]
+        self._last = bool(committed_of(settings, further=True)) or not others
+        return {os.devnull} if self._last else set()
+
+    def _resume(self, trainer: Any, checkpoint_path: Any = None, *arguments: Any, **options: Any) -> None:
+        """Begin with the checkpoint that is meant; called for every run, also without one."""
+        connector = trainer._checkpoint_connector
+        del connector.resume_start
+        last, self._last = self._last, False
+        if self._session is not None:
+            checkpoint_path = chosen(checkpoint_path, self._session.settings, trainer, last=last)
+            self._session.choose(checkpoint_path)
+        connector.resume_start(checkpoint_path, *arguments, **options)
+        if self._session is not None and self._session.origin is not None:
+            self.tell(self._session.origin)
 
     def _refuse_strangers(self, trainer: Any) -> None:
         if not isinstance(trainer, self.trainer_type):
@@ -113,6 +152,7 @@ class LifeCycle:
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Note the exception; save if `on_exception` says so and all ranks are here."""
         del trainer, pl_module
+        self._last = False
         if self._session is not None:
             self._session.failed(exception)
 
@@ -125,87 +165,89 @@ class LifeCycle:
 class CheckpointHooks(LifeCycle, Configured):
     """The hooks of a checkpoint callback with options of its own."""
 
+
+class PluginHooks(LifeCycle):
+    """The callback behind a plugin, in the Trainer that has it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
     def settings_for(self, trainer: Any) -> Settings | None:
-        """Return the callback's own options."""
-        del trainer
-        return self.settings
-
-    @property
-    def best_model_path(self) -> str:
-        """Path of the best committed checkpoint by the `KeepBest` metric, or ""."""
-        return path_of_best(self.settings)
-
-    @best_model_path.setter
-    def best_model_path(self, value: str) -> None:
-        """Ignore what Lightning's spawn launcher hands over: storage has the same."""
-
-    @property
-    def best_model_score(self) -> float | None:
-        """The metric of the best checkpoint."""
-        best = best_of(self.settings)
-        return None if best is None or self.settings.best is None else best.metrics[self.settings.best.metric]
-
-    @property
-    def last_model_path(self) -> str:
-        """Path of the newest committed checkpoint; "" if there is none."""
-        return newest_of(self.settings)
+        """Return the options of the Trainer's plugin."""
+        return self.settings if isinstance(trainer.strategy._checkpoint_io, PluginOptions) else None
 
 
 class PluginOptions(Configured):
     """A `CheckpointIO` that carries our options, to be joined with Lightning's own.
 
-    Attached strategies never call it. Lightning's spawn and fork launchers do, for the temporary files that
-    pass the weights to the main process: those stay plain files.
+    Attached strategies never call it in a run of the Trainer. Lightning's spawn and fork launchers do, for
+    the temporary files that pass the weights to the main process: those stay plain files.
+
+    Lightning never tells a plugin whose it is. It asks whether there is one right before it hands it to its
+    strategy, and asks the strategy for a launcher before it chooses a checkpoint: both times the one who asks
+    is on the stack.
 
     Attributes:
-        attached: whether a Trainer's strategy saves and loads through us on behalf of this plugin.
+        strategy_type: the strategies of that namespace.
+        callback_type: the callback to put into the Trainer.
+        attached: whether a Trainer's strategy has this plugin.
     """
 
+    strategy_type: ClassVar[type[Any]]
+    callback_type: ClassVar[type[PluginHooks]]
     attached = False
 
-    def __new__(cls, *arguments: Any, **options: Any) -> Self:
-        """Register the plugin, which some Trainer will want attached."""
-        plugin = super().__new__(cls, *arguments, **options)
-        _plugins.add(plugin)
-        return plugin
+    def __bool__(self) -> bool:
+        connector = _on_the_stack(lambda each: vars(each).get("checkpoint_io") is self)
+        strategy = None if connector is None else vars(connector).get("strategy")
+        if isinstance(strategy, self.strategy_type):
+            self.attached = True
+            attach(strategy, None)
+        elif strategy is not None:
+            raise ConfigError(
+                "ShardedCheckpointIO serves a Trainer. With Fabric, leave it out and call "
+                "lightning_ckpt.setup_fabric(fabric, root)"
+            )
+        return True
+
+    def join_trainer_of(self, strategy: Any) -> None:
+        """Put our callback into the Trainer that is about to run; idempotent."""
+        kind = self.callback_type.trainer_type
+        trainer = _on_the_stack(lambda each: isinstance(each, kind) and "callbacks" in vars(each))
+        if trainer is None or trainer.strategy is not strategy:
+            return
+        if any(isinstance(each, PluginHooks) for each in trainer.callbacks):
+            return
+        # Lightning asks the first checkpoint callback for the best, and has all of them at the end.
+        behind = 0 if self.settings.best is None else len(trainer.checkpoint_callbacks)
+        trainer.callbacks.insert(len(trainer.callbacks) - behind, self.callback_type(self.settings))
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Write a launcher's plain file.
+        """Write a plain file, for a launcher or a Trainer that has not run yet.
 
         Raises:
-            ConfigError: nothing is attached to a strategy, so this is no launcher.
+            ConfigError: no Trainer has this plugin.
         """
         if not self.attached:
             raise ConfigError(
-                "ShardedCheckpointIO serves a Trainer, and is attached to none. With Fabric, leave it out "
-                "and call lightning_ckpt.setup_fabric(fabric, root). With a Trainer, Lightning did not call "
-                "our entry point: install ckpt-suite instead of putting it on the path, or use "
+                "no Trainer has this ShardedCheckpointIO: give it as "
+                "Trainer(plugins=[ShardedCheckpointIO(...)]), not inside another plugin or alone; or use "
                 "ShardedCheckpoint as a callback"
             )
         super().save_checkpoint(checkpoint, path, storage_options=storage_options)  # type: ignore[misc]
 
 
-class PluginHooks(LifeCycle):
-    """The callback behind a plugin: inert in every Trainer without one."""
-
-    def settings_for(self, trainer: Any) -> Settings | None:
-        """Return the options of the Trainer's plugin."""
-        plugin = trainer.strategy._checkpoint_io
-        return plugin.settings if isinstance(plugin, PluginOptions) else None
-
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Attach to the strategy on behalf of the plugin."""
-        super().setup(trainer, pl_module, stage)
-        plugin = trainer.strategy._checkpoint_io
-        if isinstance(plugin, PluginOptions):
-            plugin.attached = True
-
-
-def plugins_alive() -> bool:
-    """Return whether this process holds a plugin of ours."""
-    return len(_plugins) > 0
+def _on_the_stack(wanted: Callable[[Any], bool]) -> Any | None:
+    """Return the nearest wanted object whose method is being called."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        candidate = frame.f_locals.get("self")
+        if hasattr(candidate, "__dict__") and wanted(candidate):
+            return candidate
+        frame = frame.f_back
+    return None
 
 
 def life_cycles(trainer: Any) -> list[LifeCycle]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import json
 import os
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, Self, final
+from typing import Any, Literal, Never, TypedDict, Unpack, cast, final
 
 from fsspec.registry import known_implementations
 
@@ -36,22 +38,18 @@ from ckpt_core.tiers import read_through
 from ckpt_core.validation import boolean, location, require
 from lightning_ckpt.loops import TokensInBatch, tokens_in_batch
 
-_NAMED_BY_STEP = "nothing: checkpoints are called step-000000500, and `ckpt ls` shows their metrics"
-_HERE = {
-    "monitor": 'keep=KeepBest("val_loss")',
-    "mode": 'keep=KeepBest("accuracy", mode="max")',
-    "save_top_k": 'keep=KeepBest("val_loss", n=3) or keep=KeepLatest(3); without keep= all stay',
-    "every_n_train_steps": "save=EverySteps(500)",
-    "every_n_epochs": "save=EveryEpochs(n)",
-    "train_time_interval": "save=EverySeconds(900)",
-    "save_on_train_epoch_end": 'keep=KeepBest("accuracy") for a metric of the epoch, or EveryEpochs(1)',
-    "save_on_exception": 'on_exception="save"',
-    "save_weights_only": "nothing: lightning_ckpt.load_from_checkpoint() reads the weights alone",
+_NAMED_BY_STEP = "checkpoints are called step-000000500, and `ckpt ls` shows their metrics"
+_NOTHING = {
+    "save_on_train_epoch_end": "KeepBest waits for its metric, and EveryEpochs(1) for the epoch's end",
+    "save_weights_only": "lightning_ckpt.load_from_checkpoint() reads the weights alone",
     "filename": _NAMED_BY_STEP,
     "auto_insert_metric_name": _NAMED_BY_STEP,
-    "enable_version_counter": "nothing: a fit that starts afresh never overwrites an earlier run",
-    "verbose": "nothing: the loggers `ckpt_core` and `lightning_ckpt` report each save",
+    "enable_version_counter": "a fit that starts afresh never overwrites an earlier run",
+    "verbose": "the loggers `ckpt_core` and `lightning_ckpt` report each save",
 }
+_KEPT = ("monitor", "mode", "save_top_k")
+_SAVED = ("every_n_train_steps", "every_n_epochs", "train_time_interval")
+_RENAMED = {"save_on_exception": 'on_exception="save"'}
 
 _UNCOUNTED = (
     "EveryTokens needs tokens=, the tokens in a batch of one rank: a number, or a function of the batch, "
@@ -190,18 +188,12 @@ class Configured:
         ConfigError: an option is wrong; the message lists every offender.
     """
 
-    def __new__(cls, *arguments: Any, **options: Any) -> Self:
-        """Refuse unknown options, with advice on those of `ModelCheckpoint`.
-
-        Not in `__init__`, whose signature defines the options of LightningCLI.
-
-        Raises:
-            ConfigError: there is no such option.
-        """
-        del arguments
-        known = inspect.signature(cls.__init__).parameters.keys() - {"self"}
-        require(cls.__name__, *unknown_options(options, known))
-        return super().__new__(cls)
+    def __init_subclass__(cls) -> None:
+        signature = inspect.signature(cls.__init__)
+        shown = [each for each in signature.parameters.values() if each.name not in {"self", "words"}]
+        cls.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+        _, blank, told = (Configured.__doc__ or "").partition("\n\n")
+        cls.__doc__ = f"{cls.__doc__}{blank}{told}"
 
     # Every argument is one that LightningCLI shows and YAML may set.
     def __init__(  # noqa: PLR0913
@@ -239,7 +231,10 @@ class Configured:
         sinks: Sequence[Sink] = (),
         log_costs: bool = True,
         on_exception: Literal["save"] | None = None,
+        **words: Never,
     ) -> None:
+        known = inspect.signature(type(self)).parameters
+        require(type(self).__name__, *advice(words, known))
         require(
             type(self).__name__,
             None if dirpath is None or isinstance(dirpath, Storage) else problem_of_root(dirpath),
@@ -293,21 +288,65 @@ class Configured:
             raise ConfigError(_UNCOUNTED)
 
 
+# LightningCLI takes the words of a `ModelCheckpoint` from YAML, so that they get the same advice there.
+_words = cast("Any", TypedDict)("Words", dict.fromkeys((*_KEPT, *_SAVED, *_RENAMED, *_NOTHING), Any), total=False)
+Configured.__init__.__annotations__["words"] = cast("Any", Unpack)[_words]
+
+
 def with_numbers(settings: Settings, log: Log) -> Sequence[Sink]:
     """Return the sinks of the managers, with one that logs what each save has cost."""
     return (*settings.sinks, NumbersSink(log)) if settings.log_costs else settings.sinks
 
 
-def unknown_options(given: Iterable[str], known: Collection[str]) -> list[str]:
-    """Return a line of advice for each unknown option."""
-    return [f"{name}= is no option here; {_advice(name, known)}" for name in given if name not in known]
+def advice(given: Mapping[str, Any], known: Collection[str]) -> list[str]:
+    """Return what to write instead of unknown options, with the values given."""
+    found: dict[str, list[str]] = {}
+    for name in given:
+        found.setdefault(_instead(name, given, known), []).append(f"{name}=")
+    verb = {1: "is no option"}
+    return [
+        f"{', '.join(names)} {verb.get(len(names), 'are no options')} here; {what}"
+        for what, names in found.items()
+    ]
 
 
-def _advice(name: str, known: Collection[str]) -> str:
-    if name in _HERE:
-        return f"write {_HERE[name]}"
+def _instead(name: str, given: Mapping[str, Any], known: Collection[str]) -> str:
+    if name in _KEPT:
+        return f"write {_kept(given)}"
+    if name in _SAVED:
+        return f"write {_saved(given)}"
+    if name in _RENAMED:
+        return f"write {_RENAMED[name]}"
+    if name in _NOTHING:
+        return f"write nothing: {_NOTHING[name]}"
     close = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {close[0]}=?" if close else f"there are {', '.join(sorted(known))}"
+
+
+def _kept(given: Mapping[str, Any]) -> str:
+    """Return the retention that `ModelCheckpoint` was asked for."""
+    metric, mode, number = (given.get(name) for name in _KEPT)
+    if metric is None and mode is None and number is not None:
+        return "nothing: without keep= all stay" if number == -1 else f"keep=KeepLatest({number})"
+    words = [json.dumps(metric or "val_loss", default=str)]
+    words += [] if number in {None, 1, -1} else [f"n={number}"]
+    words += [] if mode is None else [f"mode={json.dumps(mode, default=str)}"]
+    return ("keep=KeepAll() | " if number == -1 else "keep=") + f"KeepBest({', '.join(words)})"
+
+
+def _saved(given: Mapping[str, Any]) -> str:
+    """Return the save policy that `ModelCheckpoint` was asked for."""
+    steps, epochs, time = (given.get(name) for name in _SAVED)
+    seconds = time.total_seconds() if isinstance(time, timedelta) else time
+    values = {"EverySteps": steps, "EveryEpochs": epochs, "EverySeconds": seconds}
+    parts = [f"{name}({json.dumps(each, default=str)})" for name, each in values.items() if each]
+    return f"save={' | '.join(parts)}" if parts else "nothing: without save= only the last step is saved"
+
+
+def missing_attribute(kind: str, name: str) -> str:
+    """Return why there is no such attribute, and what there is instead."""
+    told = "settings.options.save is the policy" if name in _SAVED else _NOTHING.get(name)
+    return f"{kind!r} has no {name!r}" + (f": {told}" if told else "")
 
 
 def problem_of_root(root: str | os.PathLike[str]) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TypeVar, final
@@ -12,6 +13,7 @@ from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
 from ckpt_core.hosting import CheckpointPath, ManagersByRoot
 from ckpt_core.manager import CheckpointManager
+from ckpt_core.names import MARKER
 from ckpt_core.saving import SaveHandle
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Log
@@ -52,6 +54,7 @@ class Roots:
         deadline = settings.options.deadline_seconds
         self.managers = ManagersByRoot(self._make, deadline_seconds=deadline)
         self._written: set[str] = set()
+        self._accepted = set[CheckpointPath]()
         self._newest: SaveHandle | None = None
         self._origins: dict[str, tuple[int, str]] = {}
         self._saved: list[tuple[str, SaveHandle]] = []
@@ -135,7 +138,17 @@ class Roots:
             self._saved.append((root, handle))
             self._newest = handle
             self._written.add(root)
+            self._accepted.add(CheckpointPath(root, handle.name))
         return handle
+
+    def is_taken(self, place: CheckpointPath) -> bool:
+        """Return whether a name is in use, also in flight; coordinator only."""
+        if place in self._accepted:
+            return True
+        if "://" not in place.root:
+            return os.path.lexists(str(place))
+        # The host's own client may have cached the listing from before the commit.
+        return self._settings.storage_at(place.root).exists(f"{place.name}/{MARKER}")
 
     def _find_origin(self, root: str, step: int) -> None:
         """Continue from the newest checkpoint of a root where the host names them."""
@@ -162,6 +175,7 @@ class Roots:
                 place, place.root,
             )  # fmt: skip
             return
+        self._accepted.discard(place)
         storage = self._settings.storage_at(place.root)
         # The manager that owns the root by then, and counts what is in it.
         manager = self.managers.get(place.root)

@@ -18,6 +18,7 @@ from ckpt_core.errors import (
 )
 from ckpt_core.hosting import CheckpointPath, Kind
 from ckpt_core.state import Override, unwrap_optimizer
+from lightning_ckpt._committed import AsModelCheckpoint, TakenNames
 from lightning_ckpt._options import Settings
 from lightning_ckpt._pacing import Pacing, weights_may_change
 from lightning_ckpt._resume import DataResume
@@ -55,30 +56,46 @@ class Session:
         self.trainer = trainer
         self.settings = settings
         self.loaded: LoadedCheckpoint | None = None
+        self.origin: str | None = None
         self.pacing: Pacing | None = None
         self.preempted = False
         self._roots = Roots(settings, partial(_log, trainer))
         self._training: Running | None = None
         self._module: Any = None
-        self._running = False
+        self.is_running = False
         self._error: BaseException | None = None
         self._data: DataResume | None = None
         self._change: Override | None = None
+        self._names: list[TakenNames] = []
 
-    def start(self, stage: str, ckpt_path: str | None) -> None:
-        """Begin a run of the Trainer, which may load `ckpt_path`."""
-        self._running, self._error = True, None
-        self.loaded = self.pacing = self._data = self._change = None
-        self._require_same_choice(ckpt_path)
+    def __reduce__(self) -> Any:
+        # What belongs to a Trainer is not copied with the callback or the strategy that holds it.
+        return type(None), ()
+
+    def start(self, stage: str) -> None:
+        """Begin a run of the Trainer."""
+        self.is_running, self._error = True, None
+        self.loaded = self.origin = self.pacing = self._data = self._change = None
         if stage != "fit" or self.trainer.fast_dev_run:
             return
-        if ckpt_path is None:  # also a second fit of the same Trainer: its optimizers are new
-            _require_no_change(self.settings)
-        self._forget_other_training(ckpt_path)
+        self._names = [
+            TakenNames(each, self._is_taken)
+            for each in self.trainer.checkpoint_callbacks
+            if hasattr(each, "file_exists") and not isinstance(each, AsModelCheckpoint)
+        ]
         self._training = Running(self.trainer)
         if self.settings.root is not None:
             self._roots.training = True
             self.pacing = Pacing(self._training, self.settings, self._roots)
+
+    def choose(self, ckpt_path: str | None) -> None:
+        """Note what this run is about to load, if anything."""
+        self._require_same_choice(ckpt_path)
+        if self._training is None:
+            return
+        if ckpt_path is None:  # also a second fit of the same Trainer: its optimizers are new
+            _require_no_change(self.settings)
+        self._forget_other_training(ckpt_path)
 
     def _require_same_choice(self, ckpt_path: str | None) -> None:
         """Refuse a checkpoint that only some ranks have found.
@@ -121,7 +138,7 @@ class Session:
         )
         if weights_may_change(self.trainer):
             self._roots.settle()
-        if not self._running:
+        if not self.is_running:
             # After a fit nothing else would wait for it.
             self._roots.close()
 
@@ -169,7 +186,8 @@ class Session:
         if self._training is not None and loaded.training is not None:
             following = Following(loaded.training["following"])
             self._training.loops.resume(following, ended_epoch=loaded.ended_epoch)
-        _logger.info("loaded %s", state.loaded.saved.name)
+        saved = loaded.saved
+        self.origin = f"Restored step {saved.step} of {place.root} (checkpoint {saved.name})"
         return state.loaded.checkpoint
 
     def _load(self, place: CheckpointPath, state: LightningState) -> None:
@@ -189,6 +207,9 @@ class Session:
         if state.loaded is not None and self.trainer.state.fn == "fit":
             saved = state.loaded.saved
             self._roots.loaded(CheckpointPath(place.root, saved.name), saved.step)
+
+    def _is_taken(self, path: str) -> bool:
+        return self._roots.once(lambda: self._roots.is_taken(path_of(path)))
 
     def remove(self, path: str | os.PathLike[str], remove_file: Callable[[], None]) -> None:
         """Remove a checkpoint or a stock file once its successor is committed."""
@@ -243,7 +264,9 @@ class Session:
         Raises:
             SaveError: a save failed, and the run ended without another error.
         """
-        self._running = False
+        self.is_running = False
+        while self._names:
+            self._names.pop().give_back()
         pacing, self.pacing = self.pacing, None
         if self._training is not None:
             self._training.loops.release()

@@ -357,7 +357,7 @@ def capture(
     saved, bases = saved_part(model, rest.pop("state_dict"), contents, place=MODEL)
     tree: dict[str, Any] = {MODEL: saved}
     optimizers = rest.pop("optimizer_states", [])
-    if optimizers:
+    if any(optimizers):  # the state of Lightning's mock is empty
         tree[OPTIMIZER] = _one_or_several(optimizers)
     per_rank = _take_position(trainer, rest)
     if running is not None and (loaders := trainer.fit_loop._combined_loader) is not None:

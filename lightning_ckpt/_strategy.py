@@ -12,7 +12,7 @@ it keeps its name, for logs.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,13 +27,14 @@ _SESSION = "_ckpt_session"
 _MARK = "_ckpt_stock_class"
 
 
-def attach(strategy: Any, session: Session) -> None:
-    """Make `strategy` save and load through `session`.
+def attach(strategy: Any, session: Session | None) -> None:
+    """Make `strategy` save and load through `session`, as soon as there is one.
 
     Raises:
         ConfigError: it hides its state from checkpoints.
     """
-    refuse_hidden_shards(strategy)
+    if session is not None:
+        refuse_hidden_shards(strategy)
     setattr(strategy, _SESSION, session)
     if not hasattr(type(strategy), _MARK):
         strategy.__class__ = _attached_class(type(strategy))
@@ -53,6 +54,11 @@ def _subclass(stock: type[Any]) -> type[Any]:
     return type(stock.__name__, (stock,), {**names, **_OVERRIDES})
 
 
+def reduce_to_stock(self: Any, protocol: Any) -> Any:
+    """Pickle and copy an object of the stock class, which another Trainer may attach."""
+    return object.__new__, (getattr(type(self), _MARK),), *_stock(self).__reduce_ex__(protocol)[2:]
+
+
 def _stock(strategy: Any) -> Any:
     return super(type(strategy), strategy)
 
@@ -70,7 +76,20 @@ def _lets_lightning_load_optimizers(strategy: Any) -> bool:
     session = _session(strategy)
     if session is None or session.loaded is None:
         return bool(_stock(strategy).lightning_restore_optimizer)
-    return True
+    return _trains(strategy.optimizers) or bool(session.loaded.checkpoint.get("optimizer_states"))
+
+
+def _trains(optimizers: Sequence[Any]) -> bool:
+    """Return whether there are parameters to train; Lightning has a mock of `None`."""
+    return any(optimizer.param_groups for optimizer in optimizers)
+
+
+def launcher(self: Any) -> Any:
+    """Return the stock launcher, once a plugin has joined the Trainer that asks."""
+    plugin = self._checkpoint_io
+    if hasattr(plugin, "join_trainer_of"):
+        plugin.join_trainer_of(self)
+    return _stock(self).launcher
 
 
 def lightning_module_state_dict(self: Any) -> dict[str, Any]:
@@ -80,7 +99,7 @@ def lightning_module_state_dict(self: Any) -> dict[str, Any]:
 
 def optimizer_state_of(self: Any, optimizer: Any) -> dict[str, Any]:
     """Return the live optimizer state by parameter name."""
-    if _session(self) is None:
+    if _session(self) is None or not _trains([optimizer]):
         return dict(_stock(self).optimizer_state(optimizer))
     return optimizer_state(self.model, optimizer)
 
@@ -188,6 +207,7 @@ def teardown(self: Any) -> None:
 
 
 _OVERRIDES: dict[str, Callable[..., Any] | property] = {
+    "launcher": property(launcher),
     "lightning_restore_optimizer": property(_lets_lightning_load_optimizers),
     "lightning_module_state_dict": lightning_module_state_dict,
     "optimizer_state": optimizer_state_of,
@@ -199,4 +219,5 @@ _OVERRIDES: dict[str, Callable[..., Any] | property] = {
     "process_dataloader": process_dataloader,
     "on_train_start": on_train_start,
     "teardown": teardown,
+    "__reduce_ex__": reduce_to_stock,
 }

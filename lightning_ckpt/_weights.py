@@ -11,7 +11,7 @@ import torch
 
 from ckpt_core.coordination import Solo
 from ckpt_core.disclosure import logger_of
-from ckpt_core.errors import CheckpointError, ConfigError, UnsafeCheckpointError
+from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, ConfigError, UnsafeCheckpointError
 from ckpt_core.hosting import CheckpointPath, Kind
 from ckpt_core.manager import CheckpointManager
 from ckpt_core.state import base_names, template, under
@@ -35,6 +35,11 @@ def read_our_directories(saving: Any) -> None:
 
     @functools.wraps(stock)
     def load(path_or_url: Any, **options: Any) -> Any:
+        if path_or_url == "":
+            raise CheckpointNotFoundError(
+                'the path of the checkpoint is "", as best_model_path is while none is committed, or has the '
+                "metric of KeepBest"
+            )
         if not _is_ours(path_or_url):
             return stock(path_or_url, **options)
         allow_pickle = options.get("weights_only") is False
@@ -42,29 +47,6 @@ def read_our_directories(saving: Any) -> None:
 
     setattr(load, _WRAPPED, True)
     saving.pl_load = load
-
-
-def refuse_our_directories(torch_io: Any) -> None:
-    """Let Fabric's reader of files name what reads ours; idempotent."""
-    stock = torch_io.pl_load
-    if hasattr(stock, _WRAPPED):
-        return
-
-    @functools.wraps(stock)
-    def load(path_or_url: Any, *arguments: Any, **options: Any) -> Any:
-        if _is_ours(path_or_url):
-            place = _found(path_or_url)
-            which = f", name={place.name!r}" if place.name else ""
-            raise ConfigError(
-                f"{path_or_url} holds checkpoints of ckpt-suite or DCP, which Fabric does not read by "
-                f"itself: call lightning_ckpt.setup_fabric(fabric, {place.root!r}) before, or without "
-                f"Fabric ckpt_core.CheckpointManager({place.root!r}).load(TrainState(model=model, "
-                f"optimizer=optimizer){which})"
-            )
-        return stock(path_or_url, *arguments, **options)
-
-    setattr(load, _WRAPPED, True)
-    torch_io.pl_load = load
 
 
 def _found(path: str | os.PathLike[str]) -> CheckpointPath:

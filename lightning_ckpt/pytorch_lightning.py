@@ -5,53 +5,57 @@ from __future__ import annotations
 import os
 from typing import Any, TypeVar, cast, final
 
-from lightning_fabric.plugins.io import torch_io
 from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
-from pytorch_lightning.callbacks import Checkpoint
+from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.core import saving
 from pytorch_lightning.plugins.io import TorchCheckpointIO
-from pytorch_lightning.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from pytorch_lightning.strategies import Strategy
+from pytorch_lightning.utilities import rank_zero_info
 
-from lightning_ckpt._connector import find_our_checkpoints
-from lightning_ckpt._hooks import CheckpointHooks, PluginHooks, PluginOptions, plugins_alive
-from lightning_ckpt._weights import read_our_directories, refuse_our_directories
+from lightning_ckpt._hooks import CheckpointHooks, PluginHooks, PluginOptions
+from lightning_ckpt._weights import read_our_directories
 
-__all__ = [
-    "PluginAttacher",
-    "ShardedCheckpoint",
-    "ShardedCheckpointIO",
-    "load_from_checkpoint",
-    "plugins_alive",
-]
+__all__ = ["ShardedCheckpoint", "ShardedCheckpointIO", "load_from_checkpoint"]
 
 M = TypeVar("M", bound=LightningModule | LightningDataModule)
 
 
-@final
-class ShardedCheckpoint(CheckpointHooks, Checkpoint):
-    """Saves sharded, committed checkpoints asynchronously; resumes them exactly."""
+class _Idle(ModelCheckpoint):
+    """A `ModelCheckpoint` that does nothing by itself."""
 
     trainer_type = Trainer
+    saving = saving
+    tell = staticmethod(rank_zero_info)
     module_name = __name__
+    state_key = Callback.state_key  # pyright: ignore[reportIncompatibleMethodOverride]
+    state_dict = Callback.state_dict
+    load_state_dict = Callback.load_state_dict
+    on_train_batch_end = Callback.on_train_batch_end
+    on_train_epoch_end = Callback.on_train_epoch_end
+
+
+@final
+class ShardedCheckpoint(CheckpointHooks, _Idle):  # type: ignore[misc, override]
+    """Saves sharded, committed checkpoints asynchronously; resumes them exactly."""
+
+
+@final
+class _PluginCallback(PluginHooks, _Idle):  # type: ignore[misc, override]
+    """What a `ShardedCheckpointIO` puts into its Trainer."""
 
 
 @final
 class ShardedCheckpointIO(PluginOptions, TorchCheckpointIO):
     """`ShardedCheckpoint` as a plugin; it works beside any checkpoint callback."""
 
-
-@final
-class PluginAttacher(PluginHooks, Callback):
-    """Attaches a `ShardedCheckpointIO`; Lightning adds it by itself."""
-
-    trainer_type = Trainer
-    module_name = __name__
+    strategy_type = Strategy
+    callback_type = _PluginCallback
 
 
 def load_from_checkpoint(kind: type[M], path: str | os.PathLike[str], **options: Any) -> M:
     """Make a module with the weights and hyperparameters of a checkpoint.
 
-    It is `kind.load_from_checkpoint`, which reads checkpoints of ours as soon as this module is imported.
+    It is `kind.load_from_checkpoint`, which reads checkpoints of ours from then on.
 
     Args:
         kind: the class of the module or data module.
@@ -61,10 +65,6 @@ def load_from_checkpoint(kind: type[M], path: str | os.PathLike[str], **options:
     Raises:
         CheckpointError: it cannot be read; see `CheckpointManager.load`.
     """
+    read_our_directories(saving)
     plain = {"weights_only": True, **options}  # Lightning's own default for a URL is to unpickle anything
     return cast("M", cast("Any", kind).load_from_checkpoint(path, **plain))
-
-
-find_our_checkpoints(_CheckpointConnector)
-read_our_directories(saving)
-refuse_our_directories(torch_io)

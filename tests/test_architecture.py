@@ -25,7 +25,7 @@ MAX_MODULES = 16
 MAX_FIRST_LINE = 80
 ROLES = {
     # Modules that play one part in several places: in each adapter, kind of storage, or command.
-    *("connector", "evaluation", "factory", "hooks", "loading", "metrics", "options", "progress", "resume"),
+    *("connector", "evaluation", "hooks", "loading", "metrics", "options", "progress", "resume"),
     *(
         "base",
         "roots",
@@ -46,7 +46,8 @@ TWINS = {
         "AllOf",
         "AnyOf",
         "Not",
-        "PluginAttacher",
+        "Idle",
+        "PluginCallback",
         "ShardedCheckpoint",
         "ShardedCheckpointIO",
         "Roots",

@@ -80,6 +80,20 @@ def test_the_plugin_comes_from_yaml(config, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["callbacks", "plugins"])
+def test_the_words_of_a_model_checkpoint_in_yaml_get_the_advice_that_python_gets(config, kind):
+    plain = yaml.safe_load(EXAMPLE.read_text())
+    given = plain["trainer"].pop("callbacks")[0]
+    given["init_args"] |= {"monitor": "loss", "save_top_k": 2, "every_n_train_steps": 10}
+    given["class_path"] += "IO" if kind == "plugins" else ""
+    plain["trainer"][kind] = [given]
+    Path("old.yaml").write_text(yaml.safe_dump(plain))
+
+    with pytest.raises(Exception, match=r'save=EverySteps\(10\); .*keep=KeepBest\("loss", n=2\)'):
+        lightning_cli.main(["fit", "--config", "old.yaml"])
+
+
+@pytest.mark.slow
 def test_the_example_resumes_itself(tmp_path, capsys):
     lightning_train.main(str(tmp_path / "run"), 30)
     lightning_train.main(str(tmp_path / "run"), 45)

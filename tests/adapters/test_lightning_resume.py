@@ -7,14 +7,17 @@ import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import lightning as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
+from torch.utils.data import DataLoader
 
 from ckpt_core import AtSteps, CheckpointManager, EverySeconds, EverySteps, TrainState
 from ckpt_core.staging import _host_copies
+from lightning_ckpt import ShardedCheckpoint, ShardedCheckpointIO
 from tests.adapters.lightning_jobs import Job, Model, Outcome, committed, digest, fit, make_trainer
 
 # Lightning warns of small data sets and few workers, and torchdata of torch.
@@ -230,3 +233,60 @@ def test_a_checkpoint_of_the_core_alone_gives_weights_and_optimizer(tmp_path):
     saved, loaded = optimizer.state_dict()["state"], trainer.optimizers[0].state_dict()["state"]
     assert loaded.keys() == saved.keys()
     assert all(torch.equal(loaded[index]["exp_avg"], saved[index]["exp_avg"]) for index in saved)
+
+
+class ByHand(pl.LightningModule):
+    """Trains by its own arithmetic, or not at all."""
+
+    def __init__(self, optimizers: Any, path: Path, *, automatic: bool) -> None:
+        super().__init__()
+        self.optimizers_given, self.path = optimizers, path
+        self.automatic_optimization = automatic
+        self.net = torch.nn.Linear(2, 1)
+        self.seen = list[float]()
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        self.seen.append(float(batch[0, 0]))
+        loss = self.net(batch).pow(2).mean()
+        if not self.automatic_optimization:
+            self.net.zero_grad()
+            self.manual_backward(loss)
+            with torch.no_grad():
+                for weight in self.net.parameters():
+                    weight.sub_(0.01 * weight.grad)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        if self.current_epoch == 0:
+            self.trainer.save_checkpoint(self.path)
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizers_given
+
+
+@pytest.mark.parametrize("plugin", [True, False])
+@pytest.mark.parametrize(("automatic", "optimizers"), [(True, None), (False, None), (False, [])])
+def test_a_training_without_an_optimizer_is_saved_and_resumed(tmp_path, automatic, optimizers, plugin):
+    path = tmp_path / "run" / "first.ckpt"
+
+    def trained(**options: Any) -> ByHand:
+        torch.manual_seed(3)
+        module = ByHand(optimizers, path, automatic=automatic)
+        given = {"dirpath": tmp_path / "run", "save": EverySteps(2)}
+        ours = (
+            {"plugins": [ShardedCheckpointIO(**given)], "enable_checkpointing": False}
+            if plugin
+            else {"callbacks": [ShardedCheckpoint(**given)]}
+        )
+        trainer = pl.Trainer(
+            accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+            max_epochs=3, **ours,
+        )  # fmt: skip
+        data = torch.arange(8.0).reshape(4, 2)
+        trainer.fit(module, DataLoader(data, batch_size=1, shuffle=True), **options)
+        return module
+
+    whole = trained()
+    resumed = trained(ckpt_path=path)
+    assert resumed.seen == whole.seen[4:]
+    assert torch.equal(resumed.net.weight, whole.net.weight)
