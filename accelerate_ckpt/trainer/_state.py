@@ -36,6 +36,7 @@ from accelerate_ckpt.trainer._adapters import (
 from accelerate_ckpt.trainer._callbacks import CallbackStates
 from accelerate_ckpt.trainer._continuation import DataProgress, encoded
 from accelerate_ckpt.trainer._rank_files import progress_file
+from accelerate_ckpt.trainer._to_come import ToCome
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state import (
     Contents,
@@ -92,6 +93,7 @@ class TrainingState:
         progress: DataProgress | None = None,
         storage: Storage | None = None,
     ) -> None:
+        self.to_come = ToCome()
         self._trainer: Any = trainer  # its own annotations allow None where there is none while it trains
         self._stock = stock
         self._progress = progress
@@ -142,7 +144,7 @@ class TrainingState:
         extra = CapturedState() if trainer.args.save_only_model else callbacks.capture()
         return CapturedState(
             sharded={**sharded, **extra.sharded},
-            shared={**extra.shared, **items},
+            shared={**extra.shared, **items, **self.to_come.item()},
             files=files,
             local=local_buffers(model, state, part=part),
             stable=stable_tensors(model, optimizers),
@@ -182,7 +184,7 @@ class TrainingState:
         Raises:
             IncompatibleCheckpointError: the checkpoint lacks something, or is of another model or optimizer.
         """
-        trainer, part = self._trainer, _model_part_of(saved)
+        trainer, part, self.to_come = self._trainer, _model_part_of(saved), ToCome.of(saved)
         model = trainer.model_wrapped
         tree: dict[str, dict[str, Any]] = {}
         base = supplied(model, saved, self._contents, place=_MODEL)
