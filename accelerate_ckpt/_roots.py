@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import final
 
 from accelerate import Accelerator
 
 from accelerate_ckpt._settings import Settings
-from ckpt_core import CheckpointManager, CheckpointOptions, ConfigError, KeepLatest, LoadError
+from ckpt_core import CheckpointManager, CheckpointOptions, ConfigError, LoadError
 from ckpt_core.commit import file_as_root
 from ckpt_core.coordination import Coordinator
 from ckpt_core.disclosure import logger_of
 from ckpt_core.hosting import CheckpointPath, Kind, ManagersByRoot, RunRoot, kind_of, root_of
+from ckpt_core.retention import RetentionPolicy
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Sink
+from ckpt_core.types import CheckpointInfo
 
 _logger = logger_of(__name__)
 _AUTOMATIC = re.compile(r"checkpoint_(\d+)(?:\..*)?")
@@ -25,6 +27,29 @@ _NO_ROOT = (
     "give save_state() an output_dir, or enable() a root, or ProjectConfiguration a project_dir with "
     "automatic_checkpoint_naming=True"
 )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class KeepAsAccelerate(RetentionPolicy):
+    """Keeps the `limit` newest saves, as `total_limit` does, also those of one step.
+
+    An optimizer that was not prepared moves no step.
+    """
+
+    limit: int
+
+    def keep(self, history: Sequence[CheckpointInfo], now: float) -> frozenset[int]:
+        """Return the steps of those."""
+        del now
+        return frozenset(info.step for info in self._newest_first(history)[: self.limit])
+
+    def surplus(self, history: Sequence[CheckpointInfo]) -> Collection[str]:
+        """Return the names of all others."""
+        return {info.name for info in self._newest_first(history)[self.limit :]}
+
+    def _newest_first(self, history: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
+        return sorted(history, key=lambda info: (info.step, info.created), reverse=True)
 
 
 @final
@@ -172,7 +197,7 @@ class Roots:
         if self._options.keep is not None or limit is None:
             return self._options
         abandoned = self._options.abandoned if self._abandoned_given else "prune"
-        return replace(self._options, keep=KeepLatest(limit), abandoned=abandoned)
+        return replace(self._options, keep=KeepAsAccelerate(limit), abandoned=abandoned)
 
     def _without_upload(self, root: str) -> CheckpointOptions:
         """Return the options of a root that users name: it has no further tier.
