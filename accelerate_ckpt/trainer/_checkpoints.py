@@ -72,7 +72,7 @@ class TrainerCheckpoints:
         self._session = TrainerSession(trainer, settings, sinks)
         self._arguments = CallArguments(
             pickles=self._session.pickles,
-            stock_files=settings.stock_files if "stock_files" in settings.given else None,
+            stock_files=settings.stock_files,
             contents=settings.contents,
         )
         self._loading = TrainerLoading(trainer, self._stock, self._session, self._arguments)
@@ -291,9 +291,9 @@ def enable_trainer(
         keep: which checkpoints stay; `save_total_limit`, and the best one, if None.
         sinks: receivers of telemetry events.
         **options: `contents` ("all" of the model, or "trainable", which refers to what is frozen; the
-            default for PEFT models), `stock_files` (whether `model.safetensors` and `optimizer.pt` are
-            written too, by the main process, so that the stock Trainer reads the checkpoint; True, but with
-            PEFT and `contents="trainable"` False), `override` (hyperparameters that a resumed training
+            default for PEFT models), `stock_files` (True: `model.safetensors` and `optimizer.pt` are written,
+            too, so that the stock Trainer reads the checkpoint; False: neither; None: the weights of a model
+            that is not sharded are in `model.safetensors` alone, or in the file of PEFT), `override` (hyperparameters that a resumed training
             changes, such as `{"lr": 1e-4}`, once for all restarts), `log_costs` (whether `report_to` gets
             what each save has cost; True) and the other fields of `CheckpointOptions`.
 

@@ -58,7 +58,7 @@ def test_explicit_arguments_win_over_the_environment_and_that_over_a_file(tmp_pa
     assert settings.options.keep == KeepLatest(2)
     assert settings.options.back_pressure == "skip"
     assert settings.root == "r"
-    assert settings.stock_files
+    assert settings.stock_files is None
 
 
 def test_variables_of_the_core_are_no_settings() -> None:
@@ -122,7 +122,7 @@ def test_what_is_meant_is_understood(tmp_path: Path) -> None:
         "CKPT_SUITE_VERIFY": "0",
         "CKPT_SUITE_ROOT": "1234",
     }
-    settings = Settings.resolve({}, environment, stock_files=False)
+    settings = Settings.resolve({}, environment)
     assert settings.root == "1234", "the id of a job"
     assert settings.stock_files
     options = settings.options
