@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate_ckpt._settings import Settings
 from ckpt_core import CheckpointManager, CheckpointOptions, ConfigError, LoadError
 from ckpt_core.commit import file_as_root
-from ckpt_core.coordination import Coordinator
+from ckpt_core.coordination import Coordinator, Solo
 from ckpt_core.disclosure import logger_of
 from ckpt_core.hosting import CheckpointPath, Kind, ManagersByRoot, RunRoot, kind_of, root_of
 from ckpt_core.retention import RetentionPolicy
@@ -84,7 +84,9 @@ class Roots:
         self._of_host = settings.of_host
         self._abandoned_given = "abandoned" in settings.given
         self._sinks = settings.with_numbers(sinks, self._log)
-        self.managers = ManagersByRoot(self._make, deadline_seconds=settings.options.deadline_seconds)
+        deadline = settings.options.deadline_seconds
+        self._of_all = self.managers = ManagersByRoot(self._make, deadline_seconds=deadline)
+        self._of_one = ManagersByRoot(self._make, deadline_seconds=deadline, coordinator=Solo())
         self._ended = set[str]()
         self._given = None if settings.root is None else RunRoot.of(settings.root)
         self._project = ("", "")
@@ -140,6 +142,11 @@ class Roots:
             self._accelerator.project_configuration.iteration = number
 
     @property
+    def is_alone(self) -> bool:
+        """Whether managers are of this process alone."""
+        return self.managers is self._of_one
+
+    @property
     def preempted(self) -> bool:
         """Whether the last look found a preemption that stops training."""
         return any(manager.preempted for manager in self.managers)
@@ -155,10 +162,26 @@ class Roots:
         self._ended.update(self.managers.roots)
         self.managers.close_managers()
 
+    def part(self, *, alone: bool) -> None:
+        """Go on with managers of this process alone, or again of all ranks; idempotent.
+
+        Those in use are closed, and wait for no rank.
+        """
+        wanted = self._of_one if alone else self._of_all
+        if wanted is not self.managers or not alone:
+            origin = self.managers.origin
+            self.managers.close_managers(wait_for_uploads=False)
+            self.managers = wanted
+            if origin is not None:
+                wanted.loaded(origin)
+
     def close(self) -> None:
         """Close every manager and the coordinator; idempotent."""
         self._ended.update(self.managers.roots)
-        self.managers.close()
+        try:
+            self._of_one.close_managers()
+        finally:
+            self._of_all.close()
 
     def _automatic_root(self, output_dir: str | os.PathLike[str] | None = None) -> str | None:
         """Return the root for automatic names; None if users name the checkpoint."""

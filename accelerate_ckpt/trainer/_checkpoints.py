@@ -293,9 +293,10 @@ def enable_trainer(
         **options: `contents` ("all" of the model, or "trainable", which refers to what is frozen; the
             default for PEFT models), `stock_files` (True: `model.safetensors` and `optimizer.pt` are written,
             too, so that the stock Trainer reads the checkpoint; False: neither; None: the weights of a model
-            that is not sharded are in `model.safetensors` alone, or in the file of PEFT), `override` (hyperparameters that a resumed training
-            changes, such as `{"lr": 1e-4}`, once for all restarts), `log_costs` (whether `report_to` gets
-            what each save has cost; True) and the other fields of `CheckpointOptions`.
+            that is not sharded are in `model.safetensors` alone, or in the file of PEFT), `override`
+            (hyperparameters that a resumed training changes, such as `{"lr": 1e-4}`, once for all restarts),
+            `log_costs` (whether `report_to` gets what each save has cost; True) and the other fields of
+            `CheckpointOptions`.
 
     Raises:
         ConfigError: an option is wrong, or the Trainer is set up for something that cannot work.
