@@ -42,6 +42,10 @@ _HOMES = {
 }
 
 
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]
+
+
 def __getattr__(name: str) -> Any:
     # Accelerate users need not have transformers, which takes seconds to import; and under `python -m`
     # nothing is imported before the current directory is off the path.

@@ -253,7 +253,7 @@ class AcceleratorCheckpoints:
         self._roots.close()
 
     def _takes_part(self) -> bool:
-        """Return whether this rank saves; where others do not come, the main process alone."""
+        """Return whether this rank saves, together or alone."""
         who = self._roll_call.call()
         if who != "all" or self._roots.is_alone:
             self._roots.part(alone=who == "alone")

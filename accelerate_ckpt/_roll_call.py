@@ -1,4 +1,4 @@
-"""Which ranks come to a save: scripts for stock may save on the main process alone."""
+"""Which ranks come to a save: in scripts for stock it may be the main one alone."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class RollCall:
         return "without"
 
     def _decide(self, *, is_main: bool) -> bool:
-        """Wait for the others, or for the word of the main process; return whether all are here."""
+        """Wait for the others or the main process; return whether all are here."""
         store, others = default_store(), self._others()
         store.set(f"{self._key}/{self._accelerator.process_index}", "here")
         until, told = time.monotonic() + PATIENCE_SECONDS, False
@@ -72,7 +72,7 @@ class RollCall:
         return found == b"all"
 
     def was_missed(self) -> bool:
-        """Return whether the main process has saved alone since all ranks were together; collective."""
+        """Return whether the main process has saved alone meanwhile; collective."""
         if self._is_over() or not default_store().check([self._key]):
             return False
         self._round += 1

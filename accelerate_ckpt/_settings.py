@@ -39,6 +39,14 @@ _FLAGS = (each.name for each in fields(CheckpointOptions) if type(each.default) 
 _SWITCHES = ("stock_files", "gradients", "log_costs", "verify", *_FLAGS)
 
 
+_HINTS = {
+    **dict.fromkeys(("total_limit", "save_total_limit", "max_to_keep"), "give keep=KeepLatest(n)"),
+    **dict.fromkeys(("save_steps", "every_steps", "save_interval_steps"), "give save=EverySteps(n)"),
+    **dict.fromkeys(("output_dir", "project_dir", "dirpath", "directory"), "give root"),
+}
+"""What options of other libraries are called here."""
+
+
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
@@ -122,7 +130,8 @@ def _refuse_unknown(found: Collection[str], known: Collection[str], problem: str
     for name in sorted(map(str, found)):
         if name not in known:
             near = get_close_matches(name, known, n=1)
-            meant = f" (did you mean {near[0]}?)" if near else ""
+            meant = _HINTS.get(name) or (f"did you mean {near[0]}?" if near else "")
+            meant = meant and f" ({meant})"
             raise ConfigError(f"{problem}: {name}{meant}; there are {', '.join(known)}")
 
 

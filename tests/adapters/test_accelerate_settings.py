@@ -131,6 +131,20 @@ def test_what_is_meant_is_understood(tmp_path: Path) -> None:
     assert Settings.resolve({"save": 5, "keep": 3}, {}).options.save == EverySteps(5)
 
 
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("total_limit", "KeepLatest"),
+        ("max_to_keep", "KeepLatest"),
+        ("save_steps", "EverySteps"),
+        ("dirpath", "root"),
+    ],
+)
+def test_options_of_other_libraries_are_answered_with_ours(name: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name} \(give .*{told}"):
+        Settings.resolve({name: 3}, {})
+
+
 def test_the_last_of_several_configurations_counts_as_it_does_for_the_launcher() -> None:
     line = ["accelerate", "launch", "--config_file", "a.yaml", "--config_file=b.yaml", "train.py"]
     assert _named_in(line) == Path("b.yaml")
