@@ -6,8 +6,6 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from ckpt_core._version import __version__
-
 if find_spec("accelerate") is None:
     raise ModuleNotFoundError(
         "accelerate_ckpt needs accelerate: pip install 'ckpt-suite[accelerate]'", name="accelerate"
@@ -22,6 +20,7 @@ if TYPE_CHECKING:
         enable_trainer,
         trainer_checkpoints,
     )
+    from ckpt_core._version import __version__
 
 __all__ = [
     "AcceleratorCheckpoints",
@@ -48,7 +47,7 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     # Accelerate users need not have transformers, which takes seconds to import; and under `python -m`
     # nothing is imported before the current directory is off the path.
-    if name not in _HOMES:  # a policy, or the core says what is meant
+    if name not in _HOMES:  # a policy or the version, or the core says what is meant
         return getattr(import_module("ckpt_core"), name)
     return getattr(import_module(f"accelerate_ckpt.{_HOMES[name]}"), name)
 

@@ -13,6 +13,7 @@ from accelerate_ckpt._host_calls import StockMethods
 from accelerate_ckpt._loading import Loading
 from accelerate_ckpt._metrics import Metrics
 from accelerate_ckpt._progress import Progress
+from accelerate_ckpt._roll_call import RollCall
 from accelerate_ckpt._roots import Roots
 from accelerate_ckpt._settings import Settings
 from accelerate_ckpt._small_files import Pickles
@@ -32,8 +33,8 @@ class AcceleratorCheckpoints:
     """The checkpoints of one accelerator.
 
     - Threads: all methods on the thread that trains.
-    - Ranks: every method but `latest` and `note_metrics` is collective: call it on every process, never only
-      on the main one.
+    - Ranks: every method but `latest` and `note_metrics` is collective: call it on every process. A save that
+      the main process alone comes to is made by it alone, if models are replicas.
 
     Attributes:
         progress: follows optimizers and data loaders.
@@ -77,6 +78,7 @@ class AcceleratorCheckpoints:
             state=lambda manager: self._state(manager, self._arguments),
         )
         self._roots.continue_numbering()
+        self._roll_call = RollCall(accelerator)
 
     @property
     def manager(self) -> CheckpointManager:
@@ -141,6 +143,8 @@ class AcceleratorCheckpoints:
             SaveError: it could not start, or the save before has failed.
             ConfigError: there is no directory to save to.
         """
+        if not self._takes_part():
+            return None
         place = self._roots.place(output_dir)
         return self._save(place, metrics or {}, "call", safe=safe_serialization)
 
@@ -163,6 +167,8 @@ class AcceleratorCheckpoints:
             ConfigError: the save policy needs a count that is not given.
         """
         reason: str | None = "call"
+        if not self._takes_part():
+            return None
         if self._gated:
             root = self._roots.root(output_dir)
             if self._within_window():
@@ -199,6 +205,8 @@ class AcceleratorCheckpoints:
         """
         arguments = {"load_kwargs": dict(load_kwargs) if load_kwargs else None, **load_model_func_kwargs}
         self.wait()
+        if self._roll_call.was_missed():
+            self._roots.part(alone=False)
         self._metrics.forget()
         if input_dir is None:
             self._loading.newest(arguments)
@@ -243,6 +251,13 @@ class AcceleratorCheckpoints:
         """
         self._metrics.forget()
         self._roots.close()
+
+    def _takes_part(self) -> bool:
+        """Return whether this rank saves, together or alone."""
+        who = self._roll_call.call()
+        if who != "all" or self._roots.is_alone:
+            self._roots.part(alone=who == "alone")
+        return who != "without"
 
     def _within_window(self) -> bool:
         """Return whether gradients accumulate, in a window whose end will be seen."""

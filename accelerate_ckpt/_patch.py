@@ -77,14 +77,14 @@ def enable(
     if attached is not None and not attached.implicit:
         raise ConfigError("this accelerator is enabled already; call accelerate_ckpt.disable() first")
     disable(accelerator)
-    settings = Settings.resolve({"root": root, "save": save, "keep": keep, **options}, stock_files=False)
+    settings = Settings.resolve({"root": root, "save": save, "keep": keep, **options})
     attach(accelerator, settings, sinks)
     return accelerator
 
 
 def enable_implicitly(accelerator: Accelerator) -> None:
     """Enable an accelerator for a script that does not; a later `enable` replaces it."""
-    attach(accelerator, Settings.resolve({}, stock_files=False), implicit=True)
+    attach(accelerator, Settings.resolve({}), implicit=True)
 
 
 def _refuse_others(accelerator: object) -> None:

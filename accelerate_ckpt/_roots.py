@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import final
 
 from accelerate import Accelerator
 
 from accelerate_ckpt._settings import Settings
-from ckpt_core import CheckpointManager, CheckpointOptions, ConfigError, KeepLatest, LoadError
+from ckpt_core import CheckpointManager, CheckpointOptions, ConfigError, LoadError
 from ckpt_core.commit import file_as_root
-from ckpt_core.coordination import Coordinator
+from ckpt_core.coordination import Coordinator, Solo
 from ckpt_core.disclosure import logger_of
 from ckpt_core.hosting import CheckpointPath, Kind, ManagersByRoot, RunRoot, kind_of, root_of
+from ckpt_core.retention import RetentionPolicy
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Sink
+from ckpt_core.types import CheckpointInfo
 
 _logger = logger_of(__name__)
 _AUTOMATIC = re.compile(r"checkpoint_(\d+)(?:\..*)?")
@@ -25,6 +27,29 @@ _NO_ROOT = (
     "give save_state() an output_dir, or enable() a root, or ProjectConfiguration a project_dir with "
     "automatic_checkpoint_naming=True"
 )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class KeepAsAccelerate(RetentionPolicy):
+    """Keeps the `limit` newest saves, as `total_limit` does, also those of one step.
+
+    An optimizer that was not prepared moves no step.
+    """
+
+    limit: int
+
+    def keep(self, history: Sequence[CheckpointInfo], now: float) -> frozenset[int]:
+        """Return the steps of those."""
+        del now
+        return frozenset(info.step for info in self._newest_first(history)[: self.limit])
+
+    def surplus(self, history: Sequence[CheckpointInfo]) -> Collection[str]:
+        """Return the names of all others."""
+        return {info.name for info in self._newest_first(history)[self.limit :]}
+
+    def _newest_first(self, history: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
+        return sorted(history, key=lambda info: (info.step, info.created), reverse=True)
 
 
 @final
@@ -59,7 +84,9 @@ class Roots:
         self._of_host = settings.of_host
         self._abandoned_given = "abandoned" in settings.given
         self._sinks = settings.with_numbers(sinks, self._log)
-        self.managers = ManagersByRoot(self._make, deadline_seconds=settings.options.deadline_seconds)
+        deadline = settings.options.deadline_seconds
+        self._of_all = self.managers = ManagersByRoot(self._make, deadline_seconds=deadline)
+        self._of_one = ManagersByRoot(self._make, deadline_seconds=deadline, coordinator=Solo())
         self._ended = set[str]()
         self._given = None if settings.root is None else RunRoot.of(settings.root)
         self._project = ("", "")
@@ -115,6 +142,11 @@ class Roots:
             self._accelerator.project_configuration.iteration = number
 
     @property
+    def is_alone(self) -> bool:
+        """Whether managers are of this process alone."""
+        return self.managers is self._of_one
+
+    @property
     def preempted(self) -> bool:
         """Whether the last look found a preemption that stops training."""
         return any(manager.preempted for manager in self.managers)
@@ -130,10 +162,26 @@ class Roots:
         self._ended.update(self.managers.roots)
         self.managers.close_managers()
 
+    def part(self, *, alone: bool) -> None:
+        """Go on with managers of this process alone, or again of all ranks; idempotent.
+
+        Those in use are closed, and wait for no rank.
+        """
+        wanted = self._of_one if alone else self._of_all
+        if wanted is not self.managers or not alone:
+            origin = self.managers.origin
+            self.managers.close_managers(wait_for_uploads=False)
+            self.managers = wanted
+            if origin is not None:
+                wanted.loaded(origin)
+
     def close(self) -> None:
         """Close every manager and the coordinator; idempotent."""
         self._ended.update(self.managers.roots)
-        self.managers.close()
+        try:
+            self._of_one.close_managers()
+        finally:
+            self._of_all.close()
 
     def _automatic_root(self, output_dir: str | os.PathLike[str] | None = None) -> str | None:
         """Return the root for automatic names; None if users name the checkpoint."""
@@ -172,7 +220,7 @@ class Roots:
         if self._options.keep is not None or limit is None:
             return self._options
         abandoned = self._options.abandoned if self._abandoned_given else "prune"
-        return replace(self._options, keep=KeepLatest(limit), abandoned=abandoned)
+        return replace(self._options, keep=KeepAsAccelerate(limit), abandoned=abandoned)
 
     def _without_upload(self, root: str) -> CheckpointOptions:
         """Return the options of a root that users name: it has no further tier.

@@ -46,7 +46,7 @@ class Settings:
 
     Attributes:
         root: where automatic names go.
-        stock_files: whether plain replicas get single files for the stock loader.
+        stock_files: whether plain replicas get single files for the stock loader; None as the host does.
         options: of the managers.
         override: hyperparameters that a load changes.
         gradients: whether saves within an accumulation window hold its gradients.
@@ -56,7 +56,7 @@ class Settings:
     """
 
     root: str | os.PathLike[str] | Storage | None = field(repr=False)
-    stock_files: bool
+    stock_files: bool | None
     options: CheckpointOptions
     override: Override = field(default_factory=Override)
     gradients: bool = False
@@ -69,15 +69,12 @@ class Settings:
         cls,
         explicit: Mapping[str, Any],
         environment: Mapping[str, str] = os.environ,
-        *,
-        stock_files: bool = True,
     ) -> Self:
         """Collect the settings from all carriers; None in `explicit` means not given.
 
         Args:
             explicit: the arguments of the script.
             environment: where `CKPT_SUITE_…` is looked for.
-            stock_files: the default.
 
         Raises:
             ConfigError: one of them is wrong; the message names its source.
@@ -86,11 +83,11 @@ class Settings:
         _refuse_unknown(given, _NAMES, "no such option")
         merged: dict[str, Any] = {**_from_file(environment), **_from_environment(environment), **given}
         names = frozenset(merged)
-        stock_files, gradients = merged.pop("stock_files", stock_files), merged.pop("gradients", False)
+        stock_files, gradients = merged.pop("stock_files", None), merged.pop("gradients", False)
         contents, log_costs = merged.pop("contents", None), merged.pop("log_costs", True)
         require(
             "settings",
-            boolean("stock_files", stock_files),
+            boolean("stock_files", stock_files or False),
             boolean("gradients", gradients),
             boolean("log_costs", log_costs),
             contents_problem(contents),
@@ -114,8 +111,7 @@ class Settings:
     @property
     def of_host(self) -> dict[str, Any]:
         """The settings that the core does not know and that ranks must have alike."""
-        stock_files = self.stock_files if "stock_files" in self.given else None
-        return {"contents": self.contents, "gradients": self.gradients, "stock_files": stock_files}
+        return {"contents": self.contents, "gradients": self.gradients, "stock_files": self.stock_files}
 
     def with_numbers(self, sinks: Sequence[Sink], log: Log) -> Sequence[Sink]:
         """Return the sinks of the managers, with one that logs what each save has cost."""

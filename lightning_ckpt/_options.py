@@ -289,7 +289,8 @@ class Configured:
 
 
 # LightningCLI takes the words of a `ModelCheckpoint` from YAML, so that they get the same advice there.
-_words = cast("Any", TypedDict)("Words", dict.fromkeys((*_KEPT, *_SAVED, *_RENAMED, *_NOTHING), Any), total=False)
+_theirs = dict.fromkeys((*_KEPT, *_SAVED, *_RENAMED, *_NOTHING), Any)
+_words = cast("Any", TypedDict)("Words", _theirs, total=False)
 Configured.__init__.__annotations__["words"] = cast("Any", Unpack)[_words]
 
 

@@ -197,6 +197,7 @@ TRANSFORMERS = {
     "transformers:Trainer._run_epoch": "",
     "transformers:Trainer._save": "output_dir state_dict",
     "transformers:Trainer._save_checkpoint": "model trial",
+    "transformers:Trainer._save_rng_state": "output_dir",
     "transformers:Trainer._save_optimizer_and_scheduler": "output_dir",
 }
 # Set by `_inner_training_loop`, and by `_get_dataloader`.

@@ -1,4 +1,7 @@
-"""Adapters of PEFT: once in a checkpoint, in the file that PEFT itself reads."""
+"""Weights that are once in a checkpoint, in the file that others read.
+
+Adapters are in the file of PEFT, and the weights of a whole model in `model.safetensors`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from ckpt_core.errors import CorruptCheckpointError, FileFailure
+from ckpt_core.errors import CorruptCheckpointError, FileFailure, IncompatibleCheckpointError
 from ckpt_core.state import shard_like
 from ckpt_core.types import SavedState
 
@@ -82,24 +85,61 @@ def written_places(places: Places, files: Mapping[str, bytes], state: Mapping[st
     return found
 
 
+def places_in(files: Mapping[str, bytes], state: Mapping[str, torch.Tensor]) -> Places:
+    """Return where files hold exactly the values of `state`, under whatever name.
+
+    What a file leaves out because it is tied to another tensor has the place of that one.
+    """
+    contents = {path: load(content) for path, content in files.items() if path.endswith(".safetensors")}
+    found: dict[str, tuple[str, str]] = {}
+    tied: dict[tuple[int, torch.Size], tuple[str, str]] = {}
+    for name, value in state.items():
+        # Files of one module hold its own names, without those of what it is in.
+        shorter = [name.split(".", start)[-1] for start in range(name.count(".") + 1)]
+        for file, key in ((file, key) for file in contents for key in shorter if key in contents[file]):
+            if name not in found and _equal(value, contents[file][key]):
+                found[name] = tied[value.data_ptr(), value.shape] = file, key
+    others = state.keys() - found.keys()
+    places = {name: tied.get((state[name].data_ptr(), state[name].shape)) for name in others}
+    return found | {name: place for name, place in places.items() if place is not None}
+
+
 def loaded_adapters(
-    saved: SavedState, live: Mapping[str, Any], read: Callable[[Collection[str]], Mapping[str, bytes]]
+    saved: SavedState,
+    live: Mapping[str, Any],
+    read: Callable[[Collection[str]], Mapping[str, bytes]],
+    *,
+    whole: bool,
 ) -> dict[str, Any]:
-    """Read the adapters of a checkpoint, as shards where the live ones are.
+    """Read the weights that files hold, as shards where the live ones are.
 
     Args:
         saved: the checkpoint.
         live: the model's tensors by name.
         read: returns verified files.
+        whole: whether the checkpoint holds all of a model, which must have all of it.
 
     Raises:
         CorruptCheckpointError: a file does not hold what it should.
+        IncompatibleCheckpointError: it is of another model.
     """
     places: Places = saved.shared.get(ADAPTERS, {})
     if not places:
         return {}
     files = {path: load(content) for path, content in read({file for file, _ in places.values()}).items()}
-    return dict(_taken(places, live, files, saved.name))
+    taken = dict(_taken(places, live, files, saved.name))
+    odd = [f"{name} is not in the model" for name in places if name not in live] if whole else []
+    odd += [
+        f"{name}: shape {tuple(value.shape)} in the checkpoint, {tuple(live[name].shape)} here"
+        for name, value in taken.items()
+        if value.shape != live[name].shape
+    ]
+    if odd:
+        more = f", and {len(odd) - 5} more" if len(odd) > 5 else ""
+        raise IncompatibleCheckpointError(
+            f"checkpoint {saved.name} is of another model, and nothing was loaded: {', '.join(odd[:5])}{more}"
+        )
+    return taken
 
 
 def _taken(

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
+import torch
 from transformers import Trainer
 
 from accelerate_ckpt._patch import ENDED
@@ -18,6 +19,7 @@ from accelerate_ckpt.trainer._loading import TrainerLoading
 from accelerate_ckpt.trainer._save_limit import metrics_at
 from accelerate_ckpt.trainer._session import TrainerSession
 from accelerate_ckpt.trainer._state import StockTrainer, TrainingState
+from accelerate_ckpt.trainer._to_come import BeforeEvaluation, ToCome
 from ckpt_core import CheckpointInfo, CheckpointManager, ConfigError
 from ckpt_core.cadence import SavePolicy, needed_counts
 from ckpt_core.disclosure import logger_of
@@ -70,20 +72,21 @@ class TrainerCheckpoints:
         self._session = TrainerSession(trainer, settings, sinks)
         self._arguments = CallArguments(
             pickles=self._session.pickles,
-            stock_files=settings.stock_files if "stock_files" in settings.given else None,
+            stock_files=settings.stock_files,
             contents=settings.contents,
         )
         self._loading = TrainerLoading(trainer, self._stock, self._session, self._arguments)
         self._data = TrainerData(trainer)
         gated = settings.options.save is not None
-        self.events = TrainerEvents(self._session, self._data, self._loading.load_callbacks, gated=gated)
+        self.events = TrainerEvents(self._session, self._data, self._go_on, gated=gated)
+        self._logged: tuple[Any, Any] = (None, None)
         self.implicit = implicit
 
     def shadows(self) -> dict[str, Any]:
         """Return the methods that replace the Trainer's own, by name."""
         loading = self._loading
         made = (
-            self.train, self.save, loading.load_model, loading.load_rest, loading.load_best, self._after_step
+            self.train, self.save, loading.load_model, self._load_rest, loading.load_best, self._after_step
         )  # fmt: skip
         return {**dict(zip(_SHADOWED, made, strict=True)), **self._data.shadows()}
 
@@ -110,6 +113,8 @@ class TrainerCheckpoints:
         if kwargs.get("trial", args[0] if args else None) is not None:
             return self._train_trial(resume_from_checkpoint, *args, **kwargs)
         arguments = self._trainer.args
+        self._come_last()
+        self._ignored = kwargs.get("ignore_keys_for_eval", args[1] if len(args) > 1 else None)
         with self._session.training() as manager:
             self.events.take_over(arguments, manager.options.keep)
             try:
@@ -186,20 +191,79 @@ class TrainerCheckpoints:
         """
         self._session.close()
 
-    def _after_step(self, *args: Any, **kwargs: Any) -> None:
-        """Log, evaluate and save as the control says; a preemption cuts evaluation short."""
-        self.events.own_evaluation = True
-        try:
-            self._stock.maybe_log_save_evaluate(*args, **kwargs)
-        except EvaluationLeft:
+    def _to_come(self) -> ToCome:
+        """Return what the step that is saved now has left out."""
+        args, events, (norm, rate) = self._trainer.args, self.events, self._logged
+        return ToCome(
+            evaluation=events.evaluation_left,
+            decided=events.decided,
+            until=(args.max_steps, args.num_train_epochs),
+            epoch_ended=events.epoch_ended,
+            logged=(norm.item() if isinstance(norm, torch.Tensor) else norm, rate),
+        )
+
+    def _come_last(self) -> None:
+        """Let our callback hear of everything after all others, which may decide."""
+        self._trainer.remove_callback(self.events)
+        self._trainer.add_callback(self.events)
+
+    def _load_rest(self, checkpoint: str | None) -> None:
+        self._loading.load_rest(checkpoint)
+        self._come_last()  # the Trainer may have replaced callbacks
+
+    def _go_on(self) -> None:
+        """Make up for what the resumed step has left out, before training goes on."""
+        trainer, to_come = self._trainer, self._loading.load_callbacks()
+        self._data.begin()
+        if to_come is None:
+            return
+        self._logged, stops = to_come.logged, to_come.stops(trainer.args)
+        if to_come.evaluation:
+            self._evaluate_again()
+        elif stops and trainer.args.process_index == 0:
             _logger.warning(
-                "preempted: the evaluation of step %d is cut short", self._trainer.state.global_step
+                "the evaluation of step %d has decided to stop the training, and so it ends: raise max_steps "
+                "or num_train_epochs to train on",
+                trainer.state.global_step,
             )
-            self.events.left_evaluation(self._trainer.state, self._trainer.control)
-            # Again, for the save: what was to be logged has been.
-            self._stock.maybe_log_save_evaluate(*args, **kwargs)
+        trainer.control.should_training_stop |= stops
+        self._data.epoch_ended = to_come.epoch_ended or self.preempted
+
+    def _evaluate_again(self) -> None:
+        """Make the evaluation of a step that was resumed, from its random numbers."""
+        trainer, view = self._trainer, self._loading.view
+        trainer._load_rng_state(view)
+        trainer.control.should_evaluate = True
+        self._after_step(trainer._tr_loss, None, trainer.model, None, trainer.state.epoch, self._ignored, 0.0)
+        trainer._save_rng_state(view)  # the training goes on from those that follow
+
+    def _after_step(self, loss: Any, norm: Any, *args: Any, learning_rate: Any = None, **kwargs: Any) -> None:
+        """Log, evaluate and save as the control says; a preemption cuts evaluation short."""
+        trainer, events = self._trainer, self.events
+        if norm is None and learning_rate is None:  # no step of this epoch was made since the resume
+            norm, learning_rate = self._logged
+        self._logged = norm, learning_rate
+
+        def stock() -> None:
+            self._stock.maybe_log_save_evaluate(loss, norm, *args, learning_rate=learning_rate, **kwargs)
+
+        events.own_evaluation, before = True, None
+        try:
+            if events.gated and trainer.control.should_evaluate:
+                saves, trainer.control.should_save = trainer.control.should_save, False
+                trainer.control.should_evaluate = False
+                stock()  # what is logged is not undone
+                trainer.control.should_evaluate, trainer.control.should_save = True, saves
+                before = BeforeEvaluation(trainer)
+            stock()
+        except EvaluationLeft:
+            assert before is not None
+            _logger.warning("preempted: the evaluation of step %d is cut short", trainer.state.global_step)
+            before.put_back()
+            events.left_evaluation(trainer.state, trainer.control)
+            stock()
         finally:
-            self.events.own_evaluation = False
+            events.own_evaluation = False
         state = self._trainer.state
         if self.manager.options.on_exception is not None:
             self.manager.note_step(
@@ -211,7 +275,9 @@ class TrainerCheckpoints:
             )
 
     def _state(self) -> TrainingState:
-        return TrainingState(self._trainer, self._stock, self._arguments, progress=self._data.progress())
+        source = TrainingState(self._trainer, self._stock, self._arguments, progress=self._data.progress())
+        source.to_come = self._to_come()
+        return source
 
 
 def enable_trainer(
@@ -237,11 +303,12 @@ def enable_trainer(
         keep: which checkpoints stay; `save_total_limit`, and the best one, if None.
         sinks: receivers of telemetry events.
         **options: `contents` ("all" of the model, or "trainable", which refers to what is frozen; the
-            default for PEFT models), `stock_files` (whether `model.safetensors` and `optimizer.pt` are
-            written too, by the main process, so that the stock Trainer reads the checkpoint; True, but with
-            PEFT and `contents="trainable"` False), `override` (hyperparameters that a resumed training
-            changes, such as `{"lr": 1e-4}`, once for all restarts), `log_costs` (whether `report_to` gets
-            what each save has cost; True) and the other fields of `CheckpointOptions`.
+            default for PEFT models), `stock_files` (True: `model.safetensors` and `optimizer.pt` are written,
+            too, so that the stock Trainer reads the checkpoint; False: neither; None: the weights of a model
+            that is not sharded are in `model.safetensors` alone, or in the file of PEFT), `override`
+            (hyperparameters that a resumed training changes, such as `{"lr": 1e-4}`, once for all restarts),
+            `log_costs` (whether `report_to` gets what each save has cost; True) and the other fields of
+            `CheckpointOptions`.
 
     Raises:
         ConfigError: an option is wrong, or the Trainer is set up for something that cannot work.

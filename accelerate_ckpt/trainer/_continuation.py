@@ -186,7 +186,7 @@ class Steps:
         """
         left = 0 if chosen.skip >= first.batches else first.per_epoch - chosen.skip // accumulation
         if fixed and left and position.step >= self.total:  # the stock Trainer makes one step more
-            return replace(self, epochs=chosen.epoch)
+            return replace(self, epochs=chosen.epoch + bool(chosen.done))  # for the end of that epoch
         if fixed:
             more = math.ceil((self.total - position.step - left) / self.per_epoch)
             return replace(self, epochs=chosen.epoch + 1 + more)

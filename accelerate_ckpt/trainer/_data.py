@@ -96,6 +96,9 @@ class TrainerData:
     """Follows the data of one Trainer, and leads a resumed training to its place.
 
     Main thread only; nothing is collective.
+
+    Attributes:
+        epoch_ended: whether a training that was stopped within an epoch has told its callbacks of the end.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -110,6 +113,7 @@ class TrainerData:
         self._loader: Any = None
         self._exhausted = False
         self._again: str | None = None
+        self.epoch_ended = True
 
     def shadows(self) -> dict[str, Callable[..., Any]]:
         """Return the methods that replace the Trainer's own, by name."""
@@ -137,9 +141,17 @@ class TrainerData:
         finally:
             self._resumed = self._entry = self._loader = None
 
+    def begin(self) -> None:
+        """Go on with the sum of the losses that were not logged yet."""
+        self.epoch_ended = True
+        if self._entry is not None:
+            self._resume_loss()
+
     def progress(self) -> DataProgress | None:
         """Return this rank's progress, for a save; None if no epoch has begun."""
         found, trainer = self._present(), self._trainer
+        if found is None and self._entry is not None:
+            found = self._entry.progress
         if found is None:
             return None
         position = replace(found.position, step=trainer.state.global_step)
@@ -159,15 +171,17 @@ class TrainerData:
         position = self._resumed.first.position
         return position.epoch + int(position.complete)
 
-    def end_epoch(self, *, stopped: bool) -> None:
-        """Note that an epoch has ended, or that training is stopped within it."""
+    def end_epoch(self, *, stopped: bool) -> bool:
+        """Note that training has left an epoch; return whether that has ended."""
         found = self._present()
         if found is None:
-            return
+            return not stopped
         position = found.position
-        if position.complete or (self._exhausted and position.length is None) or not stopped:
-            after = replace(position, epoch=position.epoch + 1, batches=0, cuts=())
-            self._progress, self._drawn = replace(found, position=after), 0
+        if stopped and not (position.complete or (self._exhausted and position.length is None)):
+            return False
+        after = replace(position, epoch=position.epoch + 1, batches=0, cuts=())
+        self._progress, self._drawn = replace(found, position=after), 0
+        return True
 
     def _present(self) -> DataProgress | None:
         """Return the progress after the batches drawn until now."""
@@ -247,17 +261,26 @@ class TrainerData:
         """Run an epoch, the first one after a resume from where it was left."""
         loader, epoch = call["train_dataloader"], call["epoch"]
         entry, self._entry = self._entry, None
+        state, control = self._trainer.state, self._trainer.control
+        over = control.should_training_stop or (entry is not None and state.global_step >= state.max_steps)
         if self._resumed is not None and epoch > 0:
             _draw_no_seed(loader)
         with ExitStack() as undo:
             if entry is not None:
                 undo.push(entry.undo)
-                self._enter(entry, loader, undo)
+                self._enter(entry, loader, undo, over=over)
                 if batches_in(loader) is not None:
                     call |= {
                         "steps_in_epoch": entry.steps.batches,
                         "num_update_steps_per_epoch": entry.steps.per_epoch,
                     }
+            if over:
+                control.should_training_stop = True
+                if self.epoch_ended or entry is None or not entry.chosen.done:
+                    if self._resumed is not None:
+                        self._trainer._load_rng_state(self._resumed.checkpoint)
+                    return None
+                call["num_update_steps_per_epoch"] = 0  # its end alone is still to come
             self._progress, self._drawn = self._begin(call, entry) if _can_follow(loader) else None, 0
             return self._stock["_run_epoch"](**call)
 
@@ -295,11 +318,10 @@ class TrainerData:
             **_order_of(loader),
         )
 
-    def _enter(self, entry: _Entry, loader: Any, undo: ExitStack) -> None:
+    def _enter(self, entry: _Entry, loader: Any, undo: ExitStack, *, over: bool) -> None:
         """Put everything that the order of the first epoch follows from back."""
         trainer, saved, chosen = self._trainer, entry.progress, entry.chosen
         assert self._resumed is not None
-        self._resume_loss()
         if trainer.args.ignore_data_skip:
             return
         checkpoint = self._resumed.checkpoint
@@ -309,7 +331,7 @@ class TrainerData:
         _put_back(loader, saved, undo)
         if not chosen.done:
             return
-        if chosen.skip >= entry.steps.batches:
+        if over or chosen.skip >= entry.steps.batches:
             trainer._load_rng_state(checkpoint)  # there may be no batch after which the Trainer would
             return
         load_rng_state(saved.start)

@@ -34,19 +34,23 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
         gated: whether a save policy decides, instead of the Trainer's `save_strategy`.
         reason: why the save that is due is due.
         own_evaluation: whether the evaluation that runs is one of the training's own.
+        evaluation_left: whether an evaluation that was due at this step is not made, for a preemption.
+        decided: whether the last evaluation has decided to stop the training.
+        epoch_ended: whether callbacks have heard of the end of the epoch.
     """
 
     def __init__(
-        self, session: TrainerSession, data: TrainerData, load_callbacks: Callable[[], None], *, gated: bool
+        self, session: TrainerSession, data: TrainerData, go_on: Callable[[], None], *, gated: bool
     ) -> None:
         self._session = session
         self._data = data
-        self._load_callbacks = load_callbacks
+        self._go_on = go_on
         self._arguments: dict[str, Any] = {}
         self._wanted: list[KeepBest] = []
         self.gated = gated
         self.reason = "trainer"
-        self.own_evaluation = False
+        self.own_evaluation = self.evaluation_left = self.decided = self.epoch_ended = False
+        self._stopping = False
 
     def take_over(self, args: TrainingArguments, keep: RetentionPolicy | None) -> None:
         """Stop the Trainer from deleting, and let it track its best model at every step."""
@@ -66,27 +70,34 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Begin training, or begin again, as `auto_find_batch_size` does."""
-        del args, control, kwargs
+        """Begin training, or begin again, as `auto_find_batch_size` does.
+
+        All other callbacks have begun: a resumed training makes up for what its step has left out.
+        """
+        del args, kwargs
         self._session.begin(state.global_step)
+        self.evaluation_left = self.decided = self.epoch_ended = self._stopping = False
+        # As saved, they are of a step that is done.
+        control.should_log = control.should_evaluate = control.should_save = False
         if self.gated:
             self._session.manager.due(**self._counts(state))
         # Each rank has looked for it on its own disk, and all of them or none must load it at the end.
         state.best_model_checkpoint = self._session.best_left(state.best_model_checkpoint)
+        self._go_on()
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Load the state of callbacks: all of them have begun to train."""
+        """Note that an epoch is under way."""
         del args, state, control, kwargs
-        self._load_callbacks()
+        self.epoch_ended = False
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Decide whether to save this step, after the Trainer's own flow has."""
         del args, kwargs
-        self.reason = "trainer"
+        self.reason, self._stopping = "trainer", control.should_training_stop
         if not self.gated:
             return
         reason = self._reason(state)
@@ -102,6 +113,8 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
         """Request a save of a new best, whatever the save policy says, if it is wanted."""
         del args, kwargs
         wanted = self._wanted
+        if self.own_evaluation:
+            self.decided = control.should_training_stop and not self._stopping
         if not (self.gated and self.own_evaluation and wanted):
             return
         # What was measured may differ in its last bit from rank to rank.
@@ -133,6 +146,7 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
         reason = self._reason(state)
         if reason is not None:
             self.reason, control.should_save = reason, True
+        control.should_evaluate = True
         self._stop(control)
 
     def _reason(self, state: TrainerState) -> str | None:
@@ -162,6 +176,7 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
         """End training after a preemption, without the evaluation before the save."""
         if self._session.manager.preempted:
             control.should_training_stop = True
+            self.evaluation_left |= control.should_evaluate
             control.should_evaluate = False
 
     def on_epoch_end(
@@ -169,7 +184,10 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
     ) -> None:
         """Decide again about the epoch's last step if the policy counts epochs."""
         del args, kwargs
-        self._data.end_epoch(stopped=control.should_training_stop)
+        if not self._data.end_epoch(stopped=control.should_training_stop):
+            # It is due at the end of the epoch, which a preemption alone does not bring.
+            control.should_evaluate &= not self._session.manager.preempted or self._stopping
+        self.epoch_ended, self._stopping = True, control.should_training_stop
         if self.gated:
             counted = "epochs" in needed_counts(self._session.manager.options.save)
             reason = self._reason(state) if counted else None
@@ -181,7 +199,6 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
     ) -> None:
         """Wait until the last checkpoint is committed."""
         del args, state, control, kwargs
-        self._load_callbacks()  # if there was no epoch left
         self._session.manager.wait()
         self._session.manager.due()
 

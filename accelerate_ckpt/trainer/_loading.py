@@ -31,6 +31,7 @@ from accelerate_ckpt.trainer._rank_files import (
 )
 from accelerate_ckpt.trainer._session import TrainerSession
 from accelerate_ckpt.trainer._state import StockTrainer, TrainingState
+from accelerate_ckpt.trainer._to_come import ToCome, load_exported
 from ckpt_core import CheckpointManager, ConfigError, CorruptCheckpointError
 from ckpt_core.collective import collective_phase
 from ckpt_core.commit import Catalog, require_trusted
@@ -79,7 +80,13 @@ class TrainerLoading:
         self._session = session
         self._state = partial(TrainingState, trainer, stock, arguments)
         self._lent: _Lent | None = None
-        self._callbacks_from: str | None = None
+        self._loaded: tuple[str, ToCome] | None = None
+
+    @property
+    def view(self) -> str:
+        """The directory that the Trainer resumes from now."""
+        assert self._lent is not None
+        return self._lent.view
 
     @property
     def resumed(self) -> Resumed | None:
@@ -158,18 +165,27 @@ class TrainerLoading:
             state = self._state(storage=self._session.storage_at(CheckpointPath.of(origin).root))
             if self._load(origin, state, change=self._session.override.values):
                 self._session.saved_step = None
-            self._callbacks_from = origin
+            self._loaded = origin, state.to_come
             if lent is not None and lent.scheduler is not None and self._trainer.lr_scheduler is not None:
                 name = f"{lent.checkpoint}/{SCHEDULER_NAME}"
                 saved = self._session.pickles.load(lent.scheduler, name)
                 load_item("the scheduler", self._trainer.lr_scheduler, saved)
             state.apply_change()
 
-    def load_callbacks(self) -> None:
-        """Load the state of callbacks, once all of them have begun to train."""
-        origin, self._callbacks_from = self._callbacks_from, None
-        if origin is not None and (callbacks := CallbackStates(self._trainer)):
+    def load_callbacks(self) -> ToCome | None:
+        """Load the state of callbacks, once all of them have begun to train.
+
+        Returns:
+            What is still to come of the step that was resumed; None if no checkpoint of ours was.
+        """
+        found, self._loaded = self._loaded, None
+        if found is None:
+            return None
+        origin, to_come = found
+        if callbacks := CallbackStates(self._trainer):
             self._load(origin, callbacks)
+        load_exported(self._trainer)
+        return to_come
 
     def load_best(self) -> None:
         """Load the model of the best checkpoint."""

@@ -30,12 +30,14 @@ from accelerate_ckpt.trainer._adapters import (
     gathered_adapters,
     has_adapters,
     loaded_adapters,
+    places_in,
     places_of,
     written_places,
 )
 from accelerate_ckpt.trainer._callbacks import CallbackStates
 from accelerate_ckpt.trainer._continuation import DataProgress, encoded
 from accelerate_ckpt.trainer._rank_files import progress_file
+from accelerate_ckpt.trainer._to_come import ToCome
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state import (
     Contents,
@@ -92,11 +94,13 @@ class TrainingState:
         progress: DataProgress | None = None,
         storage: Storage | None = None,
     ) -> None:
+        self.to_come = ToCome()
         self._trainer: Any = trainer  # its own annotations allow None where there is none while it trains
         self._stock = stock
         self._progress = progress
         self._pickles = arguments.pickles
         self._contents: Contents | None = arguments.contents
+        self._twice = arguments.stock_files is True
         given = arguments.stock_files
         self._stock_files = stock_files_wanted(trainer, self._contents) if given is None else given
         self._storage = storage
@@ -132,7 +136,7 @@ class TrainingState:
         part = model_part(0) if trainer.is_fsdp_enabled else _PLAIN_MODEL_PART
         state, items = saved_part(model, model_state(model), self._contents, place=_MODEL)
         dense = bool(items)
-        if dense and not self._stock_files:
+        if not self._twice and (dense or (self._stock_files and weights is None)):
             state, places = self._without_adapters(state, weights, files)
             items |= {ADAPTERS: places}
         sharded: dict[str, dict[str, Any]] = {part: {"model": state}}
@@ -142,7 +146,7 @@ class TrainingState:
         extra = CapturedState() if trainer.args.save_only_model else callbacks.capture()
         return CapturedState(
             sharded={**sharded, **extra.sharded},
-            shared={**extra.shared, **items},
+            shared={**extra.shared, **items, **self.to_come.item()},
             files=files,
             local=local_buffers(model, state, part=part),
             stable=stable_tensors(model, optimizers),
@@ -155,17 +159,27 @@ class TrainingState:
     def _without_adapters(
         self, state: Mapping[str, Any], weights: Mapping[str, Any] | None, files: Mapping[str, bytes]
     ) -> tuple[dict[str, Any], Places]:
-        """Leave out what PEFT's own files hold; return the rest, and their places.
+        """Leave out what the files of others hold; return the rest, and their places.
+
+        The files are on one rank, which keeps what they lack for all: replicas are equal.
 
         Raises:
             ConfigError: a file holds something else.
         """
         trainer = self._trainer
         model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-        places = places_of(model, state)
+        adapts = has_adapters(model)
+        # Buffers may differ between replicas, and stay with their ranks.
+        buffers = {name for _, name in local_buffers(trainer.model_wrapped, state, prefix="")}
+        parameters = {
+            name: value
+            for name, value in state.items()
+            if isinstance(value, torch.Tensor) and name not in buffers
+        }
+        places = places_of(model, state) if adapts else dict.fromkeys(parameters, ("", ""))
         if trainer.args.should_save:
             whole = weights or state
-            found = written_places(places, files, whole)
+            found = written_places(places, files, whole) if adapts else places_in(files, parameters)
             if len(found) < len(places) and weights:
                 name = next(name for name in places if name not in found)
                 raise ConfigError(
@@ -182,11 +196,13 @@ class TrainingState:
         Raises:
             IncompatibleCheckpointError: the checkpoint lacks something, or is of another model or optimizer.
         """
-        trainer, part = self._trainer, _model_part_of(saved)
+        trainer, part, self.to_come = self._trainer, _model_part_of(saved), ToCome.of(saved)
         model = trainer.model_wrapped
         tree: dict[str, dict[str, Any]] = {}
         base = supplied(model, saved, self._contents, place=_MODEL)
-        self._adapters = loaded_adapters(saved, model_state(model), partial(self._verified, saved.name))
+        self._adapters = loaded_adapters(
+            saved, model_state(model), partial(self._verified, saved.name), whole=not base
+        )
         self._base = base | self._adapters.keys()
         entries = inner_entries(saved, part, "model", may_lack=bool(self._base))
         tree[part] = {"model": model_target(model, entries, base=self._base)}
@@ -294,7 +310,7 @@ class TrainingState:
         trainer = self._trainer
         if not trainer.args.should_save:
             return
-        if self._stock_files and weights is None:
+        if self._twice and weights is None:
             torch.save(trainer.optimizer.state_dict(), Path(output_dir) / OPTIMIZER_NAME)
         torch.save(trainer.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
@@ -311,9 +327,9 @@ def _model_part_of(saved: SavedState) -> str:
 
 
 def stock_files_wanted(trainer: Any, contents: Contents | None) -> bool:
-    """Return whether to write the stock Trainer's single files by default.
+    """Return whether the weights are by default in a file for `from_pretrained`.
 
-    They would hold the optimizer's state a second time, and that is most of what is saved of adapters.
+    Not with adapters, which have their own.
     """
     return saves_base(trainer.model_wrapped, contents) or not has_adapters(trainer.model)
 

@@ -159,16 +159,24 @@ class ManagersByRoot:
     Args:
         make: makes the manager of a root.
         deadline_seconds: how long ranks wait for one another.
+        coordinator: of all ranks if None.
+
+    Attributes:
+        origin: the manager that has loaded the whole live state.
     """
 
     def __init__(
-        self, make: Callable[[str, Coordinator], CheckpointManager], *, deadline_seconds: float
+        self,
+        make: Callable[[str, Coordinator], CheckpointManager],
+        *,
+        deadline_seconds: float,
+        coordinator: Coordinator | None = None,
     ) -> None:
         self._make = make
         self._deadline_seconds = deadline_seconds
         self._managers: dict[str, CheckpointManager] = {}
-        self._coordinator: Coordinator | None = None
-        self._origin: CheckpointManager | None = None
+        self._coordinator = coordinator
+        self.origin: CheckpointManager | None = None
 
     @property
     def coordinator(self) -> Coordinator:
@@ -183,8 +191,8 @@ class ManagersByRoot:
         """Return the manager of a root, spelled as by `root_of`; make it at its first use."""
         if root not in self._managers:
             self._managers[root] = self._make(root, self.coordinator)
-            if self._origin is not None:
-                self._managers[root].begin_from(self._origin)
+            if self.origin is not None:
+                self._managers[root].begin_from(self.origin)
         return self._managers[root]
 
     def loaded(self, manager: CheckpointManager) -> None:
@@ -192,7 +200,7 @@ class ManagersByRoot:
 
         The next save into another root names what was loaded as its parent.
         """
-        self._origin = manager
+        self.origin = manager
         for other in self._managers.values():
             if other is not manager:
                 other.begin_from(manager)
@@ -227,7 +235,7 @@ class ManagersByRoot:
         Raises:
             SaveError: a save in flight failed.
         """
-        managers, self._managers, self._origin = self._managers, {}, None
+        managers, self._managers, self.origin = self._managers, {}, None
         with ExitStack() as closing:
             for manager in managers.values():
                 closing.callback(manager.close, wait_for_uploads=wait_for_uploads)

@@ -39,6 +39,10 @@ class RetentionPolicy(ABC):
         nor as bad.
         """
 
+    def surplus(self, history: Sequence[CheckpointInfo]) -> Collection[str]:
+        """Name checkpoints to remove whose step stays, for a host that counts saves."""
+        return ()
+
     @property
     def judges_alone(self) -> bool:
         """Whether each checkpoint is judged by itself; only then can a policy be negated."""
@@ -314,8 +318,11 @@ def plan_prune(
         others += _in_free_places(policy, [info for info in usable if info.abandoned], present, now)
     reasons = _reasons(policy, present, now, last)
     stays = {info.name for info in others}
+    surplus = policy.surplus([info for info in present if info.pinned is None])
     drop = [
-        info for info in usable if info.name not in stays and (info.abandoned or info.step not in reasons)
+        info
+        for info in usable
+        if info.name not in stays and (info.abandoned or info.step not in reasons or info.name in surplus)
     ]
     marked = [info for info in ordered if not info.usable] if len(usable) < len(ordered) else []
     return PrunePlan(

@@ -51,7 +51,10 @@ OPTIONS: Final = {
         ("async_save", "blocking", "enable_async_checkpointing"),
         "nothing: saves are asynchronous, and wait() waits for them",
     ),
-    **dict.fromkeys(("directory", "dir", "path", "checkpoint_dir", "save_dir"), "root, the first argument"),
+    **dict.fromkeys(
+        ("directory", "dir", "dirpath", "output_dir", "project_dir", "checkpoint_dir", "save_dir"),
+        "root, the first argument",
+    ),
 }
 """Option of another library -> what to write here, with the value that was given."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import signal
@@ -374,3 +375,44 @@ def damage_fold_and_preemption(root: str) -> dict[str, Any]:
     except SystemExit as ended:
         return {"step": after_load, "fold": after_fold, "code": ended.code}
     return {}
+
+
+class _Told(logging.Handler):
+    """Keeps what the roll call says, and lets other ranks wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+        torch.distributed.distributed_c10d._get_default_store().set("told", "1")
+
+
+def who_saves(job: Job, who: dict[int, str]) -> dict[str, Any]:
+    """Train; `who` tells for each step whether "all" ranks save there, the "main" one, or one "late"."""
+    from accelerate_ckpt import _roll_call
+
+    _roll_call.PATIENCE_SECONDS = 0.5
+    logging.getLogger(_roll_call.__name__).addHandler(told := _Told())
+    made = accelerator(job)
+    enable(job, made, deadline_seconds=60)
+    net, optimizer, scheduler, batches = prepare(job, made)
+    if job.load is not None:
+        made.load_state(job.load)
+    states: dict[int, Any] = {}
+    for done, _, _ in _steps(job.but(save_at=()), made, (net, optimizer, scheduler, batches)):
+        how = who.get(done)
+        if how is not None:
+            states[done] = full_state(net, optimizer)
+        if how == "late" and not made.is_main_process:
+            # The main process has been waiting for longer than its patience.
+            torch.distributed.distributed_c10d._get_default_store().wait(["told"])
+        if how is not None and (how != "main" or made.is_main_process):
+            made.save_state(f"{job.root}/checkpoint_{done}")
+    if 0 in who:
+        made.load_state(f"{job.root}/checkpoint_{max(who)}")
+    state = full_state(net, optimizer)
+    made.end_training()
+    logging.getLogger(_roll_call.__name__).removeHandler(told)
+    return {"state": state, "states": states, "told": told.messages}

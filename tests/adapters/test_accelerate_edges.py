@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import os
 import signal
@@ -351,6 +352,59 @@ def test_a_total_limit_counts_every_run_as_in_stock_unless_told_otherwise(
     own = ["checkpoint_2", "checkpoint_3"]
     left = [] if said is None else ["checkpoint_0", "checkpoint_1"]
     assert committed(tmp_path / "checkpoints") == left + own
+
+
+def _no_optimizer(made: Any) -> Any:
+    made.prepare(torch.nn.Linear(2, 2))
+    return lambda: None
+
+
+def _optimizer_of_its_own(made: Any) -> Any:
+    net = made.prepare(torch.nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW(net.parameters())
+
+    def step() -> None:
+        net(torch.ones(2)).sum().backward()
+        optimizer.step()
+
+    return step
+
+
+def _twice_in_a_step(made: Any) -> Any:
+    net = torch.nn.Linear(2, 2)
+    net, optimizer = made.prepare(net, torch.optim.AdamW(net.parameters()))
+    calls = itertools.count()
+
+    def step() -> None:
+        net(torch.ones(2)).sum().backward()
+        if next(calls) % 2:
+            optimizer.step()
+
+    return step
+
+
+@pytest.mark.parametrize("prepare_for", [_no_optimizer, _optimizer_of_its_own, _twice_in_a_step])
+def test_a_total_limit_counts_saves_whether_or_not_steps_are_counted(
+    tmp_path: Path, prepare_for: Any
+) -> None:
+    """As in stock, where the number of the save alone counts; also after a resume and a jump in numbers."""
+    root = tmp_path / "checkpoints"
+    job = JOB.but(root=str(tmp_path), automatic=True, total_limit=2)
+    for run in range(2):
+        made = accelerator(job)
+        accelerate_ckpt.enable(made)
+        step = prepare_for(made)
+        if run:
+            made.load_state(str(root / "checkpoint_4"))
+            made.project_configuration.iteration = 9
+        for _ in range(5):
+            step()
+            made.save_state()
+        accelerate_ckpt.checkpoints(made).wait()
+        made.end_training()
+        last = 13 if run else 4
+        assert committed(root) == sorted([f"checkpoint_{last - 1}", f"checkpoint_{last}"])
+        forget_accelerators()
 
 
 # Rule 10: signals reach somebody.

@@ -58,7 +58,7 @@ def test_explicit_arguments_win_over_the_environment_and_that_over_a_file(tmp_pa
     assert settings.options.keep == KeepLatest(2)
     assert settings.options.back_pressure == "skip"
     assert settings.root == "r"
-    assert settings.stock_files
+    assert settings.stock_files is None
 
 
 def test_variables_of_the_core_are_no_settings() -> None:
@@ -122,13 +122,27 @@ def test_what_is_meant_is_understood(tmp_path: Path) -> None:
         "CKPT_SUITE_VERIFY": "0",
         "CKPT_SUITE_ROOT": "1234",
     }
-    settings = Settings.resolve({}, environment, stock_files=False)
+    settings = Settings.resolve({}, environment)
     assert settings.root == "1234", "the id of a job"
     assert settings.stock_files
     options = settings.options
     assert (options.save, options.keep) == (EverySteps(500), KeepLatest(3))
     assert (options.read_once, options.verification) == (False, "off")
     assert Settings.resolve({"save": 5, "keep": 3}, {}).options.save == EverySteps(5)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("total_limit", "KeepLatest"),
+        ("max_to_keep", "KeepLatest"),
+        ("save_steps", "EverySteps"),
+        ("dirpath", "root"),
+    ],
+)
+def test_options_of_other_libraries_are_answered_with_ours(name: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name} \(write .*{told}"):
+        Settings.resolve({name: 3}, {})
 
 
 def test_the_last_of_several_configurations_counts_as_it_does_for_the_launcher() -> None:

@@ -58,7 +58,7 @@ def test_the_trainer_resumes_what_its_disk_lost_or_damaged(tmp_path, fresh_accel
     assert fetched() == ["checkpoint-3"]
     remove("checkpoint-6", local, bucket)
     # Found by the Trainer's look at every byte.
-    flip(next((local / "checkpoint-3" / "model_0").glob("*.distcp")))
+    flip(local / "checkpoint-3" / "model.safetensors")
     assert run(job.but(resume=True))["weights"] == whole
     assert fetched() == ["checkpoint-3"]
     shutil.rmtree(local)

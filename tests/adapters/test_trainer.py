@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import inspect
 import json
 import shutil
@@ -40,7 +41,7 @@ def after(step: int, losses: dict[int, float]) -> dict[int, float]:
 
 
 def test_a_resume_is_exact_and_training_is_as_without_us(tmp_path: Path) -> None:
-    ours = TrainerJob(root=f"{tmp_path}/ours")
+    ours = TrainerJob(root=f"{tmp_path}/ours", options={"stock_files": True})
     stock = TrainerJob(root=f"{tmp_path}/stock", enabled=False)
     whole, without = run(ours), run(stock)
     assert whole["losses"] == without["losses"]
@@ -61,7 +62,7 @@ def test_resume_true_takes_the_newest_that_verifies_and_never_a_half_written_one
     # What the stock Trainer leaves when it is killed while it saves for a preemption.
     (tmp_path / "checkpoint-8").mkdir()
     (tmp_path / "checkpoint-8" / "checkpoint-is-incomplete.txt").write_text("in progress")
-    damaged = next((tmp_path / "checkpoint-6" / "model_0").glob("*.distcp"))
+    damaged = tmp_path / "checkpoint-6" / "model.safetensors"
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
     damaged.write_bytes(content)
@@ -172,14 +173,78 @@ def test_without_stock_files_only_shards_are_written(tmp_path: Path) -> None:
     assert resumed["weights"] == whole["weights"]
 
 
+def wide(model: Any, *, tied: bool = False) -> Any:
+    """A model of 13 MB, so that bytes are weights."""
+    config = type(model.config)(**{
+        **model.config.to_dict(), "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 3,
+        "head_dim": 128, "tie_word_embeddings": tied,
+    })  # fmt: skip
+    return type(model)(config)
+
+
+def half(model: Any) -> Any:
+    return wide(model).to(torch.bfloat16)
+
+
+class Wrapped(torch.nn.Module):
+    """What writes the files of a module within it, and has buffers and a head of its own besides."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.inner, self.norm = wide(model, tied=True), torch.nn.BatchNorm1d(1)
+        self.bias = torch.nn.Parameter(torch.zeros(()))
+
+    def forward(self, input_ids: Any, labels: Any) -> Any:
+        out = self.inner(input_ids=input_ids, labels=labels)
+        normed = self.norm(out.logits.float().mean((1, 2))[:, None])
+        return {"loss": out.loss + self.bias + normed.pow(2).mean() * 1e-3}
+
+
+@pytest.mark.parametrize("adapt", [wide, functools.partial(wide, tied=True), half, Wrapped])
+def test_weights_and_optimizer_are_written_once_and_others_read_them(tmp_path: Path, adapt: Any) -> None:
+    def save_inner(made: Any) -> Any:
+        if isinstance(made.model, Wrapped):
+            made._save = lambda folder=None, state_dict=None: made.model.inner.save_pretrained(folder)
+        return made
+
+    job = TrainerJob(root=str(tmp_path / "ours"), steps=3, save_steps=2)
+    size = {}
+    for each in (job, job.but(root=str(tmp_path / "stock"), enabled=False)):
+        whole = save_inner(trainer(each, adapt))
+        whole.train()
+        files = (Path(each.root) / "checkpoint-2").rglob("*")
+        size[each.root] = sum(path.stat().st_size for path in files if path.is_file())
+        forget_accelerators()
+    ours, stock = size.values()
+    assert ours <= 1.1 * stock
+    inner = getattr(whole.model, "inner", whole.model)
+    read = type(inner).from_pretrained(str(tmp_path / "ours" / "checkpoint-3"), dtype=inner.dtype)
+    assert all(torch.equal(value, read.state_dict()[name]) for name, value in inner.state_dict().items())
+    again = save_inner(trainer(job.but(root=str(tmp_path / "again")), adapt))
+    again.train(resume_from_checkpoint=f"{job.root}/checkpoint-2")
+    there = whole.model.state_dict()
+    assert all(torch.equal(value, there[name]) for name, value in again.model.state_dict().items())
+
+
 def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
     run(TrainerJob(root=str(tmp_path), steps=3))
     forget_accelerators()
-    made = trainer(TrainerJob(root=str(tmp_path), steps=6))
-    made.model.lm_head = made.model.model.layers[0].mlp.up_proj
-    with pytest.raises(IncompatibleCheckpointError):
-        made.train(resume_from_checkpoint=True)
-    accelerate_ckpt.disable_trainer(made)
+    for change, told in (
+        (
+            lambda model: setattr(model, "lm_head", torch.nn.Linear(16, 48)),
+            r"lm_head.weight: shape \(32, 16\)",
+        ),
+        (lambda model: delattr(model.model, "norm"), r"model.norm.weight is not in the model"),
+        (lambda model: setattr(model, "more", torch.nn.Linear(2, 2)), "more"),
+    ):
+        made = trainer(TrainerJob(root=str(tmp_path), steps=6))
+        change(made.model)
+        before = {name: value.clone() for name, value in made.model.state_dict().items()}
+        with pytest.raises(IncompatibleCheckpointError, match=told):
+            made.train(resume_from_checkpoint=True)
+        assert all(torch.equal(value, before[name]) for name, value in made.model.state_dict().items())
+        accelerate_ckpt.disable_trainer(made)
+        forget_accelerators()
 
 
 def test_an_optimizer_of_other_parameters_is_refused_before_anything_changes(tmp_path: Path) -> None:

@@ -360,7 +360,10 @@ def test_a_training_that_has_ended_makes_no_further_step() -> None:
     found = position(step=8, epoch=1, batches=2, length=6)
     chosen = continuation(found, found.intake, 1, samples=6, divisible=True)
     stock = Steps(epochs=2, per_epoch=6, batches=6, total=8)
-    assert stock.after(found, chosen, stock, 1, fixed=True).epochs == chosen.epoch, "no epoch is run"
+    epochs = stock.after(found, chosen, stock, 1, fixed=True).epochs
+    assert epochs == chosen.epoch + 1, "the end of its epoch is still to come"
+    between = Continuation(epoch=2)
+    assert stock.after(found, between, stock, 1, fixed=True).epochs == 2, "no epoch is run"
 
 
 def test_progress_that_is_none_is_damage() -> None:

@@ -228,7 +228,7 @@ def test_a_step_marked_as_bad_is_passed_over(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_whichever_was_written_last_is_the_newest_stock_or_ours(tmp_path: Path) -> None:
-    job = TrainerJob(root=str(tmp_path), steps=4, save_steps=2)
+    job = TrainerJob(root=str(tmp_path), steps=4, save_steps=2, options={"stock_files": True})
     trained(job)
     trained(job.but(steps=8, enabled=False, resume=str(tmp_path / "checkpoint-4")))
     with CheckpointManager(tmp_path) as manager:

@@ -1,0 +1,106 @@
+"""Which ranks come to a save: in scripts for stock it may be the main one alone."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Literal, final
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch.distributed.tensor import DTensor
+
+from ckpt_core._torch_internals import default_store
+from ckpt_core.disclosure import logger_of
+
+_logger = logger_of(__name__)
+
+PATIENCE_SECONDS = 10.0
+"""How long the main process waits for the others at a first save."""
+_POLL_SECONDS = 0.05
+_ADVICE = "Call save_state() on every process; is it under `if accelerator.is_main_process`?"
+_numbers = itertools.count()
+
+
+@final
+class RollCall:
+    """Finds out who comes to a save, until all ranks have come to one together.
+
+    A late rank learns what was decided without it, so that no checkpoint is of two moments. Main thread only.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._prefix = f"ckpt_suite/roll_call/{next(_numbers)}"
+        self._round = 0
+        self._over = False
+
+    def call(self) -> Literal["all", "alone", "without"]:
+        """Return who saves now: all, this one alone, or the main process without it."""
+        if self._is_over():
+            return "all"
+        store, is_main = default_store(), self._accelerator.process_index == 0
+        if is_main and store.check([self._key]):
+            if not store.check(self._others()):
+                return "alone"
+            self._round += 1  # they were late, and may come again
+        self._over = self._decide(is_main=is_main)
+        if self._over:
+            return "all"
+        if is_main:
+            self._warn("the main process saves alone; random numbers and data of others are not saved")
+            return "alone"
+        self._round += 1
+        _logger.warning("the main process has saved without this rank, which came later. %s", _ADVICE)
+        return "without"
+
+    def _decide(self, *, is_main: bool) -> bool:
+        """Wait for the others or the main process; return whether all are here."""
+        store, others = default_store(), self._others()
+        store.set(f"{self._key}/{self._accelerator.process_index}", "here")
+        until, told = time.monotonic() + PATIENCE_SECONDS, False
+        while not store.check([self._key]):
+            late, all_here = time.monotonic() > until, is_main and store.check(others)
+            if all_here or (is_main and late and self._has_replicas()):
+                store.set(self._key, "all" if all_here else "alone")
+            elif late and not told:
+                told = True
+                self._warn("this save waits for them")
+            time.sleep(_POLL_SECONDS)
+        found: bytes = store.get(self._key)
+        return found == b"all"
+
+    def was_missed(self) -> bool:
+        """Return whether the main process has saved alone meanwhile; collective."""
+        if self._is_over() or not default_store().check([self._key]):
+            return False
+        self._round += 1
+        return True
+
+    @property
+    def _key(self) -> str:
+        return f"{self._prefix}/{self._round}"
+
+    def _others(self) -> list[str]:
+        own, size = self._accelerator.process_index, self._accelerator.num_processes
+        return [f"{self._key}/{rank}" for rank in range(size) if rank != own]
+
+    def _is_over(self) -> bool:
+        return self._over or self._accelerator.num_processes == 1 or not torch.distributed.is_initialized()
+
+    def _has_replicas(self) -> bool:
+        models = self._accelerator._models
+        sharded = any(isinstance(each, DTensor) for model in models for each in model.parameters())
+        return not sharded and self._accelerator.distributed_type != DistributedType.FSDP
+
+    def _warn(self, consequence: str) -> None:
+        store = default_store()
+        absent = [key.rpartition("/")[2] for key in self._others() if not store.check([key])]
+        _logger.warning(
+            "rank %s did not come to save_state() within %g s: %s. %s",
+            ", ".join(absent[:8]),
+            PATIENCE_SECONDS,
+            consequence,
+            _ADVICE,
+        )
