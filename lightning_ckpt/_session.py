@@ -25,7 +25,6 @@ from lightning_ckpt._roots import Roots
 from lightning_ckpt._state import LightningState, LoadedCheckpoint, by_number
 from lightning_ckpt._stock import check_stock_checkpoint, kind_at, load_without_pickle, path_of
 from lightning_ckpt.loops import (
-    Following,
     Measured,
     Running,
     position_in,
@@ -167,8 +166,7 @@ class Session:
         self.loaded = loaded = state.loaded
         self._data = DataResume(self.trainer, loaded)
         if self._training is not None and loaded.training is not None:
-            following = Following(loaded.training["following"])
-            self._training.loops.resume(following, ended_epoch=loaded.ended_epoch)
+            self._training.resume(loaded.training, ended_epoch=loaded.ended_epoch)
         _logger.info("loaded %s", state.loaded.saved.name)
         return state.loaded.checkpoint
 
