@@ -125,7 +125,8 @@ class Pacing:
         A `ModelCheckpoint` saves in hooks of the batch, and deletes its checkpoints by a rule of its own.
         """
         step = self._trainer.global_step
-        self.counts.add_up()
+        if not self._loops.holds_batch:
+            self.counts.add_up()
         if root == self._root and step > 0:
             self._deferred = self._deferred or self._reason(step)
 

@@ -17,7 +17,7 @@ from ckpt_core.errors import (
     UntrustedCheckpointError,
 )
 from ckpt_core.hosting import CheckpointPath, Kind
-from ckpt_core.state import Override, unwrap_optimizer
+from ckpt_core.state import Gradients, Override, unwrap_optimizer
 from lightning_ckpt._options import Settings
 from lightning_ckpt._pacing import Pacing, weights_may_change
 from lightning_ckpt._resume import DataResume
@@ -67,7 +67,7 @@ class Session:
     def start(self, stage: str, ckpt_path: str | None) -> None:
         """Begin a run of the Trainer, which may load `ckpt_path`."""
         self._running, self._error = True, None
-        self.loaded = self.pacing = self._data = self._change = None
+        self.loaded = self.pacing = self._data = self._change = self._training = None
         self._require_same_choice(ckpt_path)
         if stage != "fit" or self.trainer.fast_dev_run:
             return
@@ -108,6 +108,8 @@ class Session:
         step = self.trainer.global_step
         measured = Measured() if self._training is None else self._training.measured
         measured.note(self.trainer.callback_metrics, step)
+        if self._training is not None:
+            self._training.tell_of_moment()
         if self.pacing is not None:
             self.pacing.before_save_by_path(place.root)
         self._roots.save(
@@ -222,6 +224,9 @@ class Session:
         if training is not None:
             same_ranks = loaded is not None and loaded.saved.world_size == self.trainer.world_size
             training.begin(None if loaded is None else loaded.training, same_ranks=same_ranks)
+        if loaded is not None and loaded.gradients is not None:
+            strategy = self.trainer.strategy
+            Gradients(model=strategy.model, optimizers=strategy.optimizers).put_back(loaded.gradients)
         if self._change is not None:
             optimizers = map(unwrap_optimizer, self.trainer.strategy.optimizers)
             schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
@@ -242,8 +247,8 @@ class Session:
         self._running = False
         pacing, self.pacing = self.pacing, None
         if self._training is not None:
+            self._training.held.release()
             self._training.loops.release()
-            self._training = None
         try:
             self._close(pacing)
         except CheckpointError as failure:

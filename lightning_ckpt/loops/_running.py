@@ -15,7 +15,8 @@ import torch
 from ckpt_core.disclosure import logger_of
 from ckpt_core.state import rng_state
 from lightning_ckpt.loops._evaluation import Measured
-from lightning_ckpt.loops._steps import Following, TrainingLoops
+from lightning_ckpt.loops._gradients import HeldGradients
+from lightning_ckpt.loops._steps import BETWEEN, Following, TrainingLoops
 
 _SWITCHES: Final = ("training", "track_running_stats")
 _TRAINABLE: Final = "requires_grad"
@@ -239,6 +240,7 @@ class Running:
     Attributes:
         loops: of the Trainer, for the position of a save.
         measured: the metrics, by the step at which they were measured.
+        held: tells which gradients wait for a step.
         repeats_validation: whether the validation that ends now was cut short: a resume repeats it.
         left: whether training is left after the save, because of a preemption.
         untold: the kinds of loaders that were named for hiding their position.
@@ -248,10 +250,12 @@ class Running:
     def __init__(self, trainer: Any) -> None:
         self.loops = TrainingLoops(trainer)
         self.measured = Measured()
+        self.held = HeldGradients(self.loops)
         self.loops.before_validation = self._remember
         self.repeats_validation = self.left = False
         self.untold: set[str] = set()
         self.tokens = 0
+        self._told: set[str | None] = set()
         self._trainer = trainer
         self._switches: Switches | None = None
         self._before: tuple[dict[str, Any], dict[str, Any]] | None = None
@@ -268,13 +272,14 @@ class Running:
         if self._trainer.is_global_zero:
             _logger.warning(
                 "this training had decided to end at the saved step, by early stopping or another use of "
-                "trainer.should_stop: the decision holds. To train on, leave out the callback that made it, or "
-                "give the Trainer min_epochs= or min_steps="
+                "trainer.should_stop: the decision holds. To train on, leave out the callback that made it, "
+                "or give the Trainer min_epochs= or min_steps="
             )
 
     def begin(self, saved: Mapping[str, Any] | None, *, same_ranks: bool) -> None:
         """Begin training, if `saved` is given from there."""
         self._switches = Switches(self._trainer)
+        self.held.begin()
         if saved is None:
             return
         self._switches.load(saved["switches"])
@@ -284,6 +289,26 @@ class Running:
         self.loops.catch_up()
         if Following(saved["following"]) not in {Following.EPOCH, Following.EPOCH_UPDATE}:
             _set_up_averaging(self._trainer)
+
+    def tell_of_moment(self) -> None:
+        """Warn, once for each hook, of a save in it that cannot be resumed exactly."""
+        loops, hook = self.loops, self.loops.hook
+        if hook in BETWEEN or (loops.following is not None and not loops.holds_batch):
+            return
+        what = "what Lightning has still to do there is not made up for"
+        if loops.at_batch_start and loops.in_hand:
+            return
+        if batches := loops.in_hand:
+            what = f"the last {batches} batch(es) are trained on and logged again, with new random numbers"
+        elif loops.holds_batch:
+            what = "its loader cannot draw the batch in hand again, which is never trained on"
+        if self._switches is not None and hook not in self._told and self._trainer.is_global_zero:
+            self._told.add(hook)
+            _logger.warning(
+                "trainer.save_checkpoint() in %s: after a resume from it %s. Exact are on_train_batch_end, "
+                "on_validation_end, on_train_epoch_end, and what save= saves between steps",
+                hook, what,
+            )  # fmt: skip
 
     def _remember(self) -> None:
         """Remember the present as what a save in the coming validation goes back to."""

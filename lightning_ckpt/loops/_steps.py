@@ -11,17 +11,21 @@ Lightning has no hook at these points.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from typing import Any, Final, Protocol, final
 
 import torch
 
+from lightning_ckpt.loops._positions import can_draw_again
+
 _MID_EPOCH: Final = "restarted_mid_epoch"
+_START_OF_BATCH: Final = "on_train_batch_start"
 _END_OF_BATCH: Final = "on_train_batch_end"
 _END_OF_VALIDATION: Final = "on_validation_end"
 _END_OF_EPOCH: Final = "on_train_epoch_end"
 _EXCEPTION: Final = "on_exception"
+BETWEEN: Final = {None, "on_train_end"}
 
 
 class Following(StrEnum):
@@ -105,6 +109,30 @@ class TrainingLoops:
         return bool(progress.processed < progress.ready and fetcher.fetched > progress.completed)
 
     @property
+    def at_batch_start(self) -> bool:
+        """Whether the batch in hand has done nothing yet."""
+        return self.holds_batch and self.hook == _START_OF_BATCH
+
+    @property
+    def in_hand(self) -> int:
+        """How many batches count as not trained on: those of a step that is being made.
+
+        They are the batch in hand and, unless gradients are those of before it, the rest of its window.
+        """
+        if not self.holds_batch or not can_draw_again(self._fit_loop):
+            return 0
+        return 1 if self.at_batch_start else 1 + self.in_window
+
+    @property
+    def in_window(self) -> int:
+        """How many batches of Lightning's accumulation window are done, and wait for its step."""
+        progress, holds = self._epoch_loop.batch_progress.current, self.holds_batch
+        if not self.trainer.lightning_module.automatic_optimization or (self.epoch_is_over and not holds):
+            return 0
+        done = progress.completed if holds else progress.ready
+        return int(done % self.trainer.accumulate_grad_batches)
+
+    @property
     def following(self) -> Following | None:
         """What follows a save made now; None where it is not known."""
         hook, batches, epochs = self.hook, self._epoch_loop.batch_progress, self._fit_loop.epoch_progress
@@ -119,7 +147,7 @@ class TrainingLoops:
             return Following.EPOCH_UPDATE if self.epoch_is_over else None
         if epochs.current.started < epochs.current.ready:
             return Following.EPOCH
-        return self._between if hook is None or failed or self.trainer.validating else None
+        return self._between if hook in BETWEEN or failed or self.trainer.validating else None
 
     @property
     def stops(self) -> bool:
@@ -256,6 +284,25 @@ class TrainingLoops:
             self.trainer._last_val_time = -float("inf")
         loop.on_advance_end(data_fetcher)
         self.resumed = None
+
+
+def as_completed(fit_loop: Mapping[str, Any], in_hand: int) -> dict[str, Any]:
+    """Return the state of a fit loop, with every epoch begun or not, and every batch done or not.
+
+    Args:
+        fit_loop: as Lightning has collected it, perhaps in the middle of a batch.
+        in_hand: see `TrainingLoops.in_hand`.
+    """
+    epochs, batches = fit_loop["epoch_progress"], fit_loop["epoch_loop.batch_progress"]
+    done = {
+        kind: dict.fromkeys(("ready", "started", "processed", "completed"), batches[kind]["ready"] - in_hand)
+        for kind in ("total", "current")
+    }
+    return {
+        **fit_loop,
+        "epoch_progress": {kind: {**each, "ready": each["started"]} for kind, each in epochs.items()},
+        "epoch_loop.batch_progress": done | {"is_last_batch": batches["is_last_batch"] and not in_hand},
+    }
 
 
 def _held(stock: type[Any]) -> type[Any]:
