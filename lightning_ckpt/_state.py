@@ -197,7 +197,7 @@ class LightningState:
         return {PART: tree}
 
     def _gradients_target(self, entries: SavedEntries, saved: SavedState) -> dict[str, Any]:
-        """Return memory for gradients of this rank; none if ranks that are gone had their own."""
+        """Return memory for gradients; none if ranks that are gone had their own."""
         strategy = self._trainer.strategy
         optimizers = strategy.optimizers if self._has_optimizers else ()
         try:

@@ -48,7 +48,7 @@ def positions(fit_loop: Any, *, in_hand: int) -> dict[str, Any]:
 
 
 def can_draw_again(fit_loop: Any) -> bool:
-    """Return whether batches that the training loaders have handed out may count as not seen."""
+    """Return whether batches that were handed out may count as not seen."""
     found = [position_in(loader) for loader in fit_loop._combined_loader.flattened]
     return all(each is not None and each.replayable for each in found)
 

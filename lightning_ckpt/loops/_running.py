@@ -15,7 +15,7 @@ import torch
 from ckpt_core.disclosure import logger_of
 from ckpt_core.state import rng_state
 from lightning_ckpt.loops._evaluation import Measured
-from lightning_ckpt.loops._gradients import HeldGradients
+from lightning_ckpt.loops._held import HeldGradients
 from lightning_ckpt.loops._steps import BETWEEN, Following, TrainingLoops
 
 _SWITCHES: Final = ("training", "track_running_stats")

@@ -125,7 +125,7 @@ class TrainingLoops:
 
     @property
     def in_window(self) -> int:
-        """How many batches of Lightning's accumulation window are done, and wait for its step."""
+        """How many batches of Lightning's window are done, and wait for its step."""
         progress, holds = self._epoch_loop.batch_progress.current, self.holds_batch
         if not self.trainer.lightning_module.automatic_optimization or (self.epoch_is_over and not holds):
             return 0
@@ -287,7 +287,7 @@ class TrainingLoops:
 
 
 def as_completed(fit_loop: Mapping[str, Any], in_hand: int) -> dict[str, Any]:
-    """Return the state of a fit loop, with every epoch begun or not, and every batch done or not.
+    """Return the state of a fit loop without halves of an epoch or batch.
 
     Args:
         fit_loop: as Lightning has collected it, perhaps in the middle of a batch.
