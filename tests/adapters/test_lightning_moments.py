@@ -167,7 +167,7 @@ def test_no_sample_goes_untrained_after_a_save_with_a_batch_in_hand(tmp_path, ca
         # Whatever had no optimizer step yet is trained on again.
         begun = completed - completed % BATCHES % window
         assert resumed.seen == full.seen[begun:], (hook, call)
-        assert sum(f" in {hook}: " in each and "trained on again" in each for each in told) == 1
+        assert sum(f" in {hook}: " in each and "trained on and logged again" in each for each in told) == 1
 
 
 def test_a_batch_that_no_loader_can_draw_again_is_told(tmp_path, caplog):
