@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from secrets import token_hex
 from typing import Any, Final, final
 
 from ckpt_core.cadence import PREEMPTION, needed_counts
 from ckpt_core.disclosure import logger_of
-from ckpt_core.saving import SaveHandle
+from ckpt_core.names import run_name, step_name
 from ckpt_core.types import CheckpointInfo
 from lightning_ckpt._committed import Announcements
 from lightning_ckpt._options import Settings
@@ -73,7 +74,6 @@ class Pacing:
         self._evaluated = False
         self._total_steps: int | None = None
         self._saved_step: int | None = None
-        self._saved: SaveHandle | None = None
         self._deferred: str | None = None
 
     @property
@@ -104,7 +104,6 @@ class Pacing:
         A save that is ranked by the validation waits for it. So does one at the epoch's end: a resume would
         call the hooks of the epoch's end without what they have collected in the epoch.
         """
-        self._running.forget()
         self._announcements.make()
         step = self._trainer.global_step
         fit_loop = self._trainer.fit_loop
@@ -120,8 +119,6 @@ class Pacing:
             if reason is not None and (PREEMPTION in reason or not waits):
                 self._save(reason)
             self._end_if_preempted(here=True)
-            if self.validation.listens:
-                self._running.remember()
 
     def before_save_by_path(self, root: str) -> None:
         """Decide on this step first, for a save to the same root would count as its save.
@@ -129,7 +126,8 @@ class Pacing:
         A `ModelCheckpoint` saves in hooks of the batch, and deletes its checkpoints by a rule of its own.
         """
         step = self._trainer.global_step
-        self.counts.add_up()
+        if not self._loops.holds_batch:
+            self.counts.add_up()
         if root == self._root and step > 0:
             self._deferred = self._deferred or self._reason(step)
 
@@ -233,19 +231,20 @@ class Pacing:
         if reason in _NEVER_LEFT_OUT:
             self._manager.wait()  # so that it is not skipped
         self._deferred = None
-        # Saved already, but without the metric that it is to be kept for: that one is replaced.
-        replaced = self._saved if self._saved is not None and self._saved.step == step else None
+        self._running.left = self.preempted
+        # Saved already, perhaps by the run before, but without the metric that it is to be kept for.
+        again = step == self._saved_step
         metrics = self._evaluations.note()
         handle = self._roots.save(
             self._root,
             step,
             self._state(),
-            name=None if replaced is None else replaced.name,
+            name=self._roots.once(lambda: run_name(step_name(step), token_hex(4))) if again else None,
             metrics=metrics,
             reason=reason,
         )
         if handle is not None:
-            self._saved, self._saved_step = handle, step
+            self._saved_step = step
             self._evaluations.saved(handle, metrics)
             self._announcements.saved(handle)
 

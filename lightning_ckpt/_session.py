@@ -17,7 +17,7 @@ from ckpt_core.errors import (
     UntrustedCheckpointError,
 )
 from ckpt_core.hosting import CheckpointPath, Kind
-from ckpt_core.state import Override, unwrap_optimizer
+from ckpt_core.state import Gradients, Override, unwrap_optimizer
 from lightning_ckpt._committed import AsModelCheckpoint, TakenNames
 from lightning_ckpt._options import Settings
 from lightning_ckpt._pacing import Pacing, weights_may_change
@@ -26,7 +26,6 @@ from lightning_ckpt._roots import Roots
 from lightning_ckpt._state import LightningState, LoadedCheckpoint, by_number
 from lightning_ckpt._stock import check_stock_checkpoint, kind_at, load_without_pickle, path_of
 from lightning_ckpt.loops import (
-    Following,
     Measured,
     Running,
     position_in,
@@ -75,7 +74,7 @@ class Session:
     def start(self, stage: str) -> None:
         """Begin a run of the Trainer."""
         self.is_running, self._error = True, None
-        self.loaded = self.origin = self.pacing = self._data = self._change = None
+        self.loaded = self.origin = self.pacing = self._data = self._change = self._training = None
         if stage != "fit" or self.trainer.fast_dev_run:
             return
         self._names = [
@@ -126,6 +125,8 @@ class Session:
         step = self.trainer.global_step
         measured = Measured() if self._training is None else self._training.measured
         measured.note(self.trainer.callback_metrics, step)
+        if self._training is not None:
+            self._training.tell_of_moment()
         if self.pacing is not None:
             self.pacing.before_save_by_path(place.root)
         self._roots.save(
@@ -184,8 +185,7 @@ class Session:
         self.loaded = loaded = state.loaded
         self._data = DataResume(self.trainer, loaded)
         if self._training is not None and loaded.training is not None:
-            following = Following(loaded.training["following"])
-            self._training.loops.resume(following, ended_epoch=loaded.ended_epoch)
+            self._training.resume(loaded.training, ended_epoch=loaded.ended_epoch)
         saved = loaded.saved
         self.origin = f"Restored step {saved.step} of {place.root} (checkpoint {saved.name})"
         return state.loaded.checkpoint
@@ -245,6 +245,9 @@ class Session:
         if training is not None:
             same_ranks = loaded is not None and loaded.saved.world_size == self.trainer.world_size
             training.begin(None if loaded is None else loaded.training, same_ranks=same_ranks)
+        if loaded is not None and loaded.gradients is not None:
+            strategy = self.trainer.strategy
+            Gradients(model=strategy.model, optimizers=strategy.optimizers).put_back(loaded.gradients)
         if self._change is not None:
             optimizers = map(unwrap_optimizer, self.trainer.strategy.optimizers)
             schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
@@ -269,8 +272,8 @@ class Session:
             self._names.pop().give_back()
         pacing, self.pacing = self.pacing, None
         if self._training is not None:
+            self._training.held.release()
             self._training.loops.release()
-            self._training = None
         try:
             self._close(pacing)
         except CheckpointError as failure:

@@ -14,6 +14,7 @@ from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.state import (
     Contents,
+    Gradients,
     NotEncodableError,
     Override,
     check_groups,
@@ -36,7 +37,9 @@ from ckpt_core.types import CapturedState, SavedEntries, SavedState
 from lightning_ckpt.loops import (
     POSITIONS,
     PREFETCHED,
+    Following,
     Running,
+    as_completed,
     configuration_of,
     positions,
     positions_in_samples,
@@ -46,6 +49,8 @@ from lightning_ckpt.loops import (
 PART = ""
 MODEL = "model"
 OPTIMIZER = "optimizer"
+GRADIENTS = "gradients"
+"""Item of gradients that wait for an optimizer step, and of what a load must know of them."""
 LARGE = "lightning"
 """Item of the large tensors that callbacks and hooks put into the dictionary."""
 
@@ -79,6 +84,7 @@ class LoadedCheckpoint:
         ended_epoch: whether it was saved when an epoch's last batch was done.
         training: what `Running` saved; None of saves at other moments and of earlier versions.
         base: names of weights that are not in it, because the model has them.
+        gradients: those of an open accumulation window; None of a save between windows.
     """
 
     checkpoint: dict[str, Any]
@@ -88,6 +94,7 @@ class LoadedCheckpoint:
     ended_epoch: bool
     training: Mapping[str, Any] | None
     base: frozenset[str] = frozenset()
+    gradients: Mapping[str, Any] | None = None
 
     @property
     def rng(self) -> Mapping[str, Any] | None:
@@ -185,7 +192,20 @@ class LightningState:
         optimizers = under(entries, OPTIMIZER)
         if optimizers and self._trainer.state.fn == "fit":
             tree[OPTIMIZER] = self._optimizer_target(optimizers)
+        if GRADIENTS in saved.shared and self._trainer.state.fn == "fit":
+            tree[GRADIENTS] = self._gradients_target(under(entries, GRADIENTS), saved)
         return {PART: tree}
+
+    def _gradients_target(self, entries: SavedEntries, saved: SavedState) -> dict[str, Any]:
+        """Return memory for gradients; none if ranks that are gone had their own."""
+        strategy = self._trainer.strategy
+        optimizers = strategy.optimizers if self._has_optimizers else ()
+        try:
+            gradients = Gradients(model=strategy.model, optimizers=optimizers)
+            return gradients.target(entries, saved.shared[GRADIENTS])
+        except IncompatibleCheckpointError as error:
+            _logger.warning("the gradients of %s are left out: %s", saved.name, error)
+            return {}
 
     def _model_target(self, saved: SavedEntries) -> dict[str, Any]:
         strategy, module = self._trainer.strategy, self._trainer.lightning_module
@@ -258,6 +278,7 @@ class LightningState:
             ended_epoch=ended_epoch,
             training=saved.per_rank.get(TRAINING) or saved.shared.get(TRAINING),
             base=self._base,
+            gradients=tree.get(GRADIENTS),
         )
         return self._tell(fits=fits)
 
@@ -359,7 +380,7 @@ def capture(
     optimizers = rest.pop("optimizer_states", [])
     if any(optimizers):  # the state of Lightning's mock is empty
         tree[OPTIMIZER] = _one_or_several(optimizers)
-    per_rank = _take_position(trainer, rest)
+    per_rank = _take_position(trainer, rest, running)
     if running is not None and (loaders := trainer.fit_loop._combined_loader) is not None:
         tell_of_hidden(loaders.flattened, running.untold)
     if "lr_schedulers" in rest:
@@ -370,6 +391,8 @@ def capture(
         tree[LARGE] = large
     if POSITIONS in per_rank:
         small[POSITIONS] = per_rank[POSITIONS]
+    if running is not None and (holders := running.held.holders()):
+        tree[GRADIENTS], small[GRADIENTS] = Gradients(model=model, optimizers=holders).capture()
     own = {f"{PREFIX}{key}" for key in ("callbacks", _datamodule_key(trainer))}
     per_rank |= {key: value for key, value in small.items() if key in own}
     # Last: a loader may draw from the global generator when asked for its state.
@@ -397,14 +420,17 @@ def _one_or_several(states: list[Any]) -> Any:
     return states[0] if len(states) == 1 else {str(index): state for index, state in enumerate(states)}
 
 
-def _take_position(trainer: Any, rest: dict[str, Any]) -> dict[str, Any]:
+def _take_position(trainer: Any, rest: dict[str, Any], running: Running | None) -> dict[str, Any]:
     """Take the position in the data out of the loops: every rank has its own."""
     fit_loop = dict(rest["loops"]["fit_loop"])
     fit_loop["state_dict"] = {
         key: value for key, value in fit_loop.get("state_dict", {}).items() if key != "combined_loader"
     }
+    in_hand = 0 if running is None else running.loops.in_hand
+    if running is not None and running.loops.following in {Following.BATCH, Following.EPOCH}:
+        fit_loop = as_completed(fit_loop, in_hand)
     rest["loops"] = {**rest["loops"], "fit_loop": fit_loop}
-    return positions(trainer.fit_loop)
+    return positions(trainer.fit_loop, in_hand=in_hand)
 
 
 def unstorable(checkpoint: Mapping[str, Any]) -> list[str]:

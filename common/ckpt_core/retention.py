@@ -131,7 +131,8 @@ class KeepBest(RetentionPolicy):
         sign = 1 if self.mode == "min" else -1
         scores = [(sign * info.metrics.get(self.metric, math.nan), -info.step) for info in history]
         ranked = sorted(score for score in scores if math.isfinite(score[0]))
-        return frozenset(-negative_step for _, negative_step in ranked[: self.n])
+        steps = dict.fromkeys(-negative_step for _, negative_step in ranked)  # one may have been saved twice
+        return frozenset(list(steps)[: self.n])
 
 
 @final

@@ -7,7 +7,7 @@ from lightning_ckpt.loops._positions import POSITIONS, PREFETCHED, position_in, 
 from lightning_ckpt.loops._preemption import SignalTakeover, ValidationExit
 from lightning_ckpt.loops._requeue import continues, job_note, requeue, requeue_signal, with_requeue
 from lightning_ckpt.loops._running import Running
-from lightning_ckpt.loops._steps import Following, TrainingLoops
+from lightning_ckpt.loops._steps import Following, TrainingLoops, as_completed
 
 __all__ = [
     "POSITIONS",
@@ -21,6 +21,7 @@ __all__ = [
     "TrainingCounts",
     "TrainingLoops",
     "ValidationExit",
+    "as_completed",
     "configuration_of",
     "continues",
     "job_note",

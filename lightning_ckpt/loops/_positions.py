@@ -17,21 +17,27 @@ PREFETCHED: Final = "lightning.prefetched"
 _logger = logger_of(__name__)
 
 
-def positions(fit_loop: Any) -> dict[str, Any]:
-    """Return the positions in a fit's loaders, and batches drawn ahead of them."""
+def positions(fit_loop: Any, *, in_hand: int) -> dict[str, Any]:
+    """Return the positions in a fit's loaders, and batches drawn ahead of them.
+
+    Args:
+        fit_loop: of the Trainer.
+        in_hand: batches that were drawn, but count as not seen, if they can be drawn again.
+    """
     combined = fit_loop._combined_loader
     if combined is None:
         return {}
     training = [position_in(loader) for loader in combined.flattened]
     evaluated = fit_loop.epoch_loop.val_loop._combined_loader
     validation = [position_in(each) for each in (() if evaluated is None else evaluated.flattened)]
-    ended = bool(fit_loop.epoch_loop.batch_progress.is_last_batch)
+    ended = bool(fit_loop.epoch_loop.batch_progress.is_last_batch) and not in_hand
     ahead = [] if ended else list(getattr(fit_loop._data_fetcher, "batches", ()))
-    draws_again = all(each is not None and each.replayable for each in training)
+    draws_again = can_draw_again(fit_loop)
     return {
         POSITIONS: {
             "training": [
-                each and each.state(ended=ended, ahead=len(ahead), kept=not draws_again) for each in training
+                each and each.state(ended=ended, ahead=len(ahead) + in_hand, kept=not draws_again)
+                for each in training
             ],
             "validation": [each and each.state(ended=True) for each in validation],
             # A loader that is cycled has been through; the epoch ends when all have.
@@ -39,6 +45,12 @@ def positions(fit_loop: Any) -> dict[str, Any]:
         },
         PREFETCHED: [] if draws_again else _storable(ahead),
     }
+
+
+def can_draw_again(fit_loop: Any) -> bool:
+    """Return whether batches that were handed out may count as not seen."""
+    found = [position_in(loader) for loader in fit_loop._combined_loader.flattened]
+    return all(each is not None and each.replayable for each in found)
 
 
 def position_in(loader: Any) -> LoaderPosition | None:

@@ -15,7 +15,8 @@ import torch
 from ckpt_core.disclosure import logger_of
 from ckpt_core.state import rng_state
 from lightning_ckpt.loops._evaluation import Measured
-from lightning_ckpt.loops._steps import Following, TrainingLoops
+from lightning_ckpt.loops._held import HeldGradients
+from lightning_ckpt.loops._steps import BETWEEN, Following, TrainingLoops
 
 _SWITCHES: Final = ("training", "track_running_stats")
 _TRAINABLE: Final = "requires_grad"
@@ -239,7 +240,9 @@ class Running:
     Attributes:
         loops: of the Trainer, for the position of a save.
         measured: the metrics, by the step at which they were measured.
+        held: tells which gradients wait for a step.
         repeats_validation: whether the validation that ends now was cut short: a resume repeats it.
+        left: whether training is left after the save, because of a preemption.
         untold: the kinds of loaders that were named for hiding their position.
         tokens: tokens trained on, of all ranks together.
     """
@@ -247,16 +250,36 @@ class Running:
     def __init__(self, trainer: Any) -> None:
         self.loops = TrainingLoops(trainer)
         self.measured = Measured()
-        self.repeats_validation = False
+        self.held = HeldGradients(self.loops)
+        self.loops.before_validation = self._remember
+        self.repeats_validation = self.left = False
         self.untold: set[str] = set()
         self.tokens = 0
+        self._told: set[str | None] = set()
         self._trainer = trainer
         self._switches: Switches | None = None
         self._before: tuple[dict[str, Any], dict[str, Any]] | None = None
 
+    def resume(self, saved: Mapping[str, Any], *, ended_epoch: bool) -> None:
+        """Continue with what followed a save; perhaps nothing, as training was to end."""
+        following, left = Following(saved["following"]), bool(saved.get("left"))
+        self.loops.resume(following, ended_epoch=ended_epoch, left=left)
+        deciding = saved.get("stops")
+        # Without the callback that has decided it, the script is to train on.
+        if deciding is None or not {each.state_key for each in self._trainer.callbacks}.issuperset(deciding):
+            return
+        self._trainer.should_stop = True
+        if self._trainer.is_global_zero:
+            _logger.warning(
+                "this training had decided to end at the saved step, by early stopping or another use of "
+                "trainer.should_stop: the decision holds. To train on, leave out the callback that made it, "
+                "or give the Trainer min_epochs= or min_steps="
+            )
+
     def begin(self, saved: Mapping[str, Any] | None, *, same_ranks: bool) -> None:
         """Begin training, if `saved` is given from there."""
         self._switches = Switches(self._trainer)
+        self.held.begin()
         if saved is None:
             return
         self._switches.load(saved["switches"])
@@ -267,13 +290,41 @@ class Running:
         if Following(saved["following"]) not in {Following.EPOCH, Following.EPOCH_UPDATE}:
             _set_up_averaging(self._trainer)
 
-    def remember(self) -> None:
+    def tell_of_moment(self) -> None:
+        """Warn, once for each hook, of a save in it that cannot be resumed exactly."""
+        loops, hook = self.loops, self.loops.hook
+        if hook in BETWEEN or (loops.following is not None and not loops.holds_batch):
+            return
+        what = "what Lightning has still to do there is not made up for"
+        if loops.at_batch_start and loops.in_hand:
+            return
+        if batches := loops.in_hand:
+            what = f"the last {batches} batch(es) are trained on and logged again, with new random numbers"
+        elif loops.holds_batch:
+            what = "its loader cannot draw the batch in hand again, which is never trained on"
+        if self._switches is not None and hook not in self._told and self._trainer.is_global_zero:
+            self._told.add(hook)
+            _logger.warning(
+                "trainer.save_checkpoint() in %s: after a resume from it %s. Exact are on_train_batch_end, "
+                "on_validation_end, on_train_epoch_end, and what save= saves between steps",
+                hook, what,
+            )  # fmt: skip
+
+    def _remember(self) -> None:
         """Remember the present as what a save in the coming validation goes back to."""
         self._before = rng_state(), self._capture_metrics()
 
-    def forget(self) -> None:
-        """Forget what was remembered before a validation that is over."""
-        self._before = None
+    def _deciding(self) -> list[str] | None:
+        """Return the callbacks that may have decided to end training; None if nothing has.
+
+        Not a `Timer`, which looks again at the start of each fit, and may have been given more time.
+        """
+        found = {each: {cls.__name__ for cls in type(each).__mro__} for each in self._trainer.callbacks}
+        remaining = [each.time_remaining() for each, names in found.items() if "Timer" in names]
+        late = any(seconds is not None and seconds <= 0 for seconds in remaining)
+        if late or not self.loops.stops:
+            return None
+        return [each.state_key for each, names in found.items() if "EarlyStopping" in names]
 
     def _capture_metrics(self) -> dict[str, Any]:
         return capture_metrics(self._trainer, first_batch=self.loops.first_batch)
@@ -281,11 +332,14 @@ class Running:
     def capture(self) -> tuple[dict[str, Any] | None, dict[str, Any]]:
         """Return the state, None where it could not be resumed, and the generators."""
         following = Following.VALIDATION if self.repeats_validation else self.loops.following
-        rng, metrics = self._before if self.repeats_validation and self._before else (rng_state(), {})
+        again = following is Following.VALIDATION and self._trainer.validating
+        rng, metrics = self._before if again and self._before else (rng_state(), {})
         if following is None or self._switches is None:
             return None, rng
         state = {
             "following": following.value,
+            "left": self.left,
+            "stops": self._deciding(),
             "switches": self._switches.changed(),
             "metrics": metrics or self._capture_metrics(),
             "measured": dict(self.measured.steps),

@@ -99,7 +99,7 @@ def test_batches_that_lightning_drew_ahead_are_not_counted_as_seen(tmp_path):
 
 
 def test_a_checkpoint_of_an_earlier_version_resumes_by_the_states_of_its_loaders(tmp_path, monkeypatch):
-    def of_loaders(fit_loop: Any) -> dict[str, Any]:
+    def of_loaders(fit_loop: Any, **_: object) -> dict[str, Any]:
         return {_state.LOADERS: fit_loop._combined_loader._state_dicts(), _state.PREFETCHED: []}
 
     monkeypatch.setattr(_state, "positions", of_loaders)

@@ -153,7 +153,7 @@ def train(
     samples = torch.linspace(-1, 1, 2 * BATCHES * 4).reshape(-1, 2)
     loader = StatefulDataLoader(TensorDataset(samples), batch_size=4)
     module = Model(**cell.model) if module is None else module
-    ours = [] if cell.ours is None else [ShardedCheckpoint(root / "run", **cell.ours)]
+    ours = [] if cell.ours is None else [ShardedCheckpoint(**{"dirpath": root / "run", **cell.ours})]
     trainer = pl.Trainer(
         accelerator="cpu",
         logger=False,

@@ -154,6 +154,7 @@ class LoaderPosition:
         return {
             "batches": 0 if epoch is None else max(0, epoch.batches - (0 if kept else ahead)),
             "ahead": ahead if kept else 0,
+            "begun": epoch is not None and epoch.batches > 0,
             "ended": over,
             "exhausted": epoch is not None and not over and epoch.ended,
             "begin": None if epoch is None or over else dict(epoch.begin),
@@ -259,6 +260,7 @@ class LoaderPosition:
             begin=state["begin"],
             samplers=state["samplers"],
             batches=batches,
+            begun=bool(state.get("begun")),
             draws=state["kind"] == "draw",
         )
         return notes

@@ -89,6 +89,7 @@ class Replay:
     Attributes:
         begin: that of the saved epoch.
         batches: of it, to be skipped.
+        begun: whether it had drawn its first index, though perhaps none is to be skipped.
         rest: instead of skipping, the indices of the batches to come.
         draws: whether batches are skipped by drawing them, as they have no indices.
         own: whether the loader has loaded a state of its own, and skips by itself.
@@ -99,6 +100,7 @@ class Replay:
     begin: Mapping[str, Any]
     samplers: Mapping[str, Any]
     batches: int = 0
+    begun: bool = False
     rest: Sequence[Any] | None = None
     draws: bool = False
     own: bool = False
@@ -200,7 +202,7 @@ class Tracker:
             let_draw_from(again, indices)
             make()
             iterator = again
-        if replay.batches and replay.begin["first"] is not None:
+        if (replay.batches or replay.begun) and replay.begin["first"] is not None:
             load_starting_state(loader, replay.begin["first"])
         indices.hand_over(iterator)
         if replay.draws:
@@ -209,7 +211,7 @@ class Tracker:
             count_as_given(iterator, replay.batches)
         load_global_state(here)
         load_samplers_state(loader, replay.samplers)
-        begun = replay.batches or loader.num_workers or replay.rest is not None
+        begun = replay.batches or replay.begun or loader.num_workers or replay.rest is not None
         self.epoch = Epoch(replay.begin, made=None if begun else UNKNOWN, loader=ref(loader))
         self.epoch.batches = self.epoch.skipped = replay.batches if replay.rest is None else 0
         return iterator
@@ -249,7 +251,9 @@ class Indices:
         self._begun = 0
         self._inner: Iterator[Any] | None = None
         self._rest = None if replay is None else replay.rest
-        self._to_skip = 0 if replay is None or replay.draws or self._rest is not None else replay.batches
+        plain = replay is None or replay.draws or self._rest is not None
+        self._to_skip = 0 if plain or replay is None else replay.batches
+        self._to_begin = not plain and replay is not None and replay.begun and not replay.batches
 
     def __iter__(self) -> Iterator[Any]:
         self._begun += 1
@@ -266,6 +270,10 @@ class Indices:
 
     def skip(self) -> None:
         """Skip, without fetching a sample."""
+        if self._to_begin and self._inner is not None:
+            self._to_begin = False
+            # The order is drawn with the first index, which is handed out all the same.
+            self._inner = (index for part in ([next(self._inner)], self._inner) for index in part)
         count, self._to_skip = self._to_skip, 0
         if not count or self._inner is None:
             return

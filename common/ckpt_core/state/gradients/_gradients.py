@@ -40,7 +40,8 @@ class Gradients:
 
     Attributes:
         model: the model.
-        optimizers: torch optimizers that train it; FSDP1 knows its parameters by them.
+        optimizers: torch optimizers whose gradients are saved, all of the model if there are none; FSDP1
+            knows its parameters by them.
     """
 
     model: nn.Module
@@ -115,8 +116,13 @@ class Gradients:
             raise IncompatibleCheckpointError(f"a parameter refused its gradient: {error}") from error
 
     def _of_parameters(self) -> dict[str, torch.Tensor | None]:
-        names = ParameterNames.of(self.model)
-        return {name: parameter.grad for parameter, name in names.own.items() if parameter.requires_grad}
+        names = ParameterNames.of(self.model).own.items()
+        trained = {parameter for each in self.optimizers for parameter in _parameters(each)}
+        return {
+            name: parameter.grad
+            for parameter, name in names
+            if parameter.requires_grad and (parameter in trained or not trained)
+        }
 
     def _of_flat_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield shards by name, converted by FSDP like optimizer state. Collective."""

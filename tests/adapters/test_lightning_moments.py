@@ -1,0 +1,226 @@
+"""What `trainer.save_checkpoint` means in each hook: exact, or no sample lost and one warning."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from torch.utils.data import DataLoader, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_ckpt import ShardedCheckpoint
+from tests.adapters.lightning_jobs import Stream
+
+# Lightning warns of small data sets and few workers.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+BATCHES, EPOCHS = 6, 3
+EXACT = (
+    *(("on_train_start", 1), ("on_train_epoch_start", 1), ("on_train_epoch_start", 2)),
+    *(("on_train_batch_start", 1), ("on_train_batch_start", 6), ("on_train_batch_start", 7)),
+    *(("on_train_batch_end", 3), ("on_train_batch_end", 6), ("on_train_epoch_end", 2)),
+    *(("on_validation_start", 2), ("on_validation_start", 3), ("on_validation_batch_start", 4)),
+    *(("validation_step", 5), ("on_validation_epoch_end", 6), ("on_validation_end", 3)),
+)
+IN_HAND = (
+    *(("training_step", 1), ("training_step", 8), ("on_before_zero_grad", 3), ("on_before_backward", 6)),
+    *(("on_after_backward", 7), ("on_before_optimizer_step", 4)),
+)
+HOOKS = {hook for hook, _ in (*EXACT, *IN_HAND, ("on_train_end", 1))}
+
+
+class Hooked(pl.LightningModule):
+    """Calls `act` in every hook; draws random numbers in every step."""
+
+    def __init__(self, at: dict[tuple[str, int], Any] | None = None, *, manual: bool = False) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(1, 1)
+        self.automatic_optimization = not manual
+        self.at = at or {}
+        self.calls = dict.fromkeys(HOOKS, 0)
+        self.seen: list[list[float]] = []
+        self.validated: list[int] = []
+        self.done_at: dict[tuple[str, int], tuple[int, int]] = {}
+
+    def act(self, hook: str) -> None:
+        if self.trainer.sanity_checking:
+            return
+        self.calls[hook] += 1
+        if (action := self.at.get((hook, self.calls[hook]))) is not None:
+            completed = self.trainer.fit_loop.epoch_loop.batch_progress.total.completed
+            self.done_at[hook, self.calls[hook]] = completed, len(self.validated)
+            action(self.trainer)
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        self.seen.append(batch[0].flatten().tolist())
+        self.act("training_step")
+        loss = (self.net(torch.nn.functional.dropout(batch[0])) - batch[0]).pow(2).mean()
+        if not self.automatic_optimization:
+            self.optimizers().zero_grad()
+            self.manual_backward(loss)
+            self.optimizers().step()
+        return loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.validated.append(self.trainer.global_step)
+        self.act("validation_step")
+        self.log("val_loss", self.net(batch[0]).mean() + torch.rand(()))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+for name in HOOKS - {"training_step", "validation_step"}:
+    setattr(Hooked, name, lambda self, *_, hook=name: self.act(hook))
+
+
+def loader(**options: Any) -> DataLoader[Any]:
+    samples = TensorDataset(torch.arange(2.0 * BATCHES).reshape(-1, 1))
+    return DataLoader(samples, batch_size=2, **{"shuffle": True, **options})
+
+
+def ordered() -> DataLoader[Any]:
+    """Shuffled by a generator that nothing else draws from."""
+    return loader(generator=torch.Generator().manual_seed(5))
+
+
+def train(
+    root: Path,
+    module: Hooked,
+    data: Any = None,
+    *callbacks: Any,
+    ckpt_path: Any = None,
+    seed: int = 1,
+    **options: Any,
+) -> Hooked:
+    torch.manual_seed(seed)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=root,
+        callbacks=[*callbacks, ShardedCheckpoint(root / "run", save_last=False)],
+        num_sanity_val_steps=0,
+        **{"val_check_interval": 2, "max_epochs": EPOCHS, **options},
+    )
+    validation = loader() if options.get("val_check_interval", 2) else None
+    trainer.fit(module, loader() if data is None else data, validation, ckpt_path=ckpt_path)
+    return module
+
+
+def saving(root: Path, *moments: tuple[str, int]) -> dict[tuple[str, int], Any]:
+    """Return an action for each moment, which saves under its name."""
+    return {each: partial(pl.Trainer.save_checkpoint, filepath=path_of(root, each)) for each in moments}
+
+
+def path_of(root: Path, moment: tuple[str, int]) -> Path:
+    return root / f"{moment[0]}-{moment[1]}"
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize(
+    ("data", "moments"),
+    [
+        pytest.param(loader, EXACT, id=""),
+        pytest.param(ordered, EXACT[3:6], id="a generator of its own"),
+        pytest.param(lambda: loader(num_workers=1), EXACT[::4], id="workers", marks=pytest.mark.slow),
+    ],
+)
+def test_a_save_in_a_hook_between_batches_or_in_a_validation_is_resumed_exactly(tmp_path, data, moments):
+    torch.manual_seed(0)
+    full = train(tmp_path / "full", Hooked(saving(tmp_path, *moments)), data())
+    for hook, call in moments:
+        resumed = train(
+            tmp_path / f"{hook}{call}", Hooked(), data(), ckpt_path=tmp_path / f"{hook}-{call}", seed=2
+        )
+        completed, _ = full.done_at[hook, call]
+        completed += hook == "on_train_batch_end"
+        assert resumed.seen == full.seen[completed:], (hook, call)
+        assert full.validated[len(full.validated) - len(resumed.validated) :] == resumed.validated
+        assert resumed.net.weight.equal(full.net.weight), (hook, call)
+
+
+@pytest.mark.parametrize(
+    ("window", "manual"), [(1, False), (4, False), (1, True)], ids=["", "windows", "by hand"]
+)
+def test_no_sample_goes_untrained_after_a_save_with_a_batch_in_hand(tmp_path, caplog, window, manual):
+    moments = [(hook, call) for hook, call in IN_HAND if not manual or hook == "training_step"]
+    module = Hooked(saving(tmp_path, *moments), manual=manual)
+    full = train(tmp_path / "full", module, ordered(), accumulate_grad_batches=window)
+    told = warnings_of(caplog)
+    for hook, call in full.done_at:
+        resumed = train(
+            tmp_path / f"{hook}{call}", Hooked(manual=manual), ordered(), accumulate_grad_batches=window,
+            ckpt_path=tmp_path / f"{hook}-{call}", seed=2,
+        )  # fmt: skip
+        completed, _ = full.done_at[hook, call]
+        # Whatever had no optimizer step yet is trained on again.
+        begun = completed - completed % BATCHES % window
+        assert resumed.seen == full.seen[begun:], (hook, call)
+        assert sum(f" in {hook}: " in each and "trained on and logged again" in each for each in told) == 1
+
+
+def test_a_batch_that_no_loader_can_draw_again_is_told(tmp_path, caplog):
+    class Streamed(Hooked):
+        def training_step(self, batch: Any, index: int) -> Any:
+            return super().training_step([batch[:, :1]], index)
+
+    def stream() -> Any:
+        return StatefulDataLoader(Stream(24), batch_size=4)
+
+    once = {"max_epochs": 1, "val_check_interval": None}
+    full = train(tmp_path, Streamed(saving(tmp_path, ("on_train_batch_start", 3))), stream(), **once)
+    assert any(
+        "cannot draw the batch in hand again, which is never trained on" in each
+        for each in warnings_of(caplog)
+    )
+    resumed = train(tmp_path, Streamed(), stream(), ckpt_path=tmp_path / "on_train_batch_start-3", **once)
+
+    assert resumed.seen == full.seen[3:]
+
+
+@pytest.mark.parametrize(
+    ("moment", "begun"),
+    [
+        (("training_step", 9), 8),
+        (("on_train_epoch_start", 2), 6),
+        (("on_train_batch_end", 8), 8),
+        (("validation_step", 14), 6),
+        (("on_train_epoch_end", 1), 6),
+    ],
+)
+def test_what_lightnings_own_callback_saves_after_an_exception_trains_on_every_batch(tmp_path, moment, begun):
+    def fail(_: Any) -> None:
+        raise ZeroDivisionError
+
+    on_exception = OnExceptionCheckpoint(tmp_path / "theirs")
+    with pytest.raises(ZeroDivisionError):
+        train(tmp_path, Hooked({moment: fail}), None, on_exception)
+    full = train(tmp_path / "full", Hooked())
+    resumed = train(tmp_path, Hooked(), ckpt_path=on_exception.ckpt_path, seed=2)
+
+    assert resumed.seen == full.seen[begun:]
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_what_is_saved_when_training_has_ended_goes_on_exactly_with_more_epochs(tmp_path, inside):
+    full = train(tmp_path / "full", Hooked())
+    module = Hooked(saving(tmp_path, ("on_train_end", 1)))
+    train(tmp_path / "short", module, max_epochs=1)
+    if not inside:
+        module.trainer.save_checkpoint(tmp_path / "after")
+    path = tmp_path / ("on_train_end-1" if inside else "after")
+    resumed = train(tmp_path / "long", Hooked(), ckpt_path=path, seed=2)
+
+    assert resumed.seen == full.seen[BATCHES:]
+    assert resumed.net.weight.equal(full.net.weight)
