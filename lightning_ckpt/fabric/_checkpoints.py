@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +40,7 @@ LAST: Final = "last"
 
 _ATTACHED: Final = "_ckpt_suite"
 _COUNTER: Final = "_num_iter_calls"
+_STOCK: Final = "_ckpt_stock_class"
 _logger = logger_of(__name__)
 
 
@@ -373,8 +375,9 @@ class FabricCheckpoints:
             self._managers.loaded(manager)
         state.update({key: plain.value for key, plain in parts.plain.items()})
         for key, epoch in source.epochs.items():
-            if hasattr(state.get(key), _COUNTER):
-                setattr(state[key], _COUNTER, epoch)
+            if hasattr(loader := state.get(key), _COUNTER):
+                setattr(loader, _COUNTER, epoch)
+                loader.__class__ = _begun_at_once(type(loader))
         return source.remainder
 
     def _load_stock(
@@ -392,3 +395,29 @@ class FabricCheckpoints:
             return load(path, *arguments, weights_only=weights_only) or {}
 
         return load_without_pickle(path, type(self._fabric.strategy), plain)
+
+
+def _begun_at_once(stock: type[Any]) -> type[Any]:
+    """Return the class of a loader that `iter` lets go on in its epoch, and that is as before then.
+
+    Fabric's own begins a pass with the first batch. With `zip` the end of another loader comes before that,
+    and the rest of this epoch would take the place of the next.
+    """
+    if _STOCK in vars(stock):
+        return stock
+
+    def __iter__(self: Any) -> Any:  # noqa: N807 - it is a method of the class below
+        tracker = track(self._dataloader)
+        replay = tracker.next
+        if replay is None or replay.fresh:
+            self.__class__ = stock
+            return stock.__iter__(self)
+        if replay is tracker.replay:  # and not after a look, which counts for nothing
+            setattr(self, _COUNTER, getattr(self, _COUNTER) + 1)
+        begun = copy.copy(self)
+        begun._dataloader = iter(self._dataloader)
+        return stock.__iter__(begun)
+
+    return type(
+        stock.__name__, (stock,), {"__module__": stock.__module__, "__iter__": __iter__, _STOCK: stock}
+    )

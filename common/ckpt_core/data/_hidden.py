@@ -79,3 +79,11 @@ def _unfinished(loader: DataLoader[Any], iterator: Any) -> bool:
 def is_stateful(value: Any) -> bool:
     """Return whether `value` has `state_dict` and `load_state_dict`."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def batches_in(loader: Any) -> int | None:
+    """Return the number of batches in an epoch of a loader, None if it does not know."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, final
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -17,7 +18,7 @@ from ckpt_core.data._changes import (
     without_lost,
 )
 from ckpt_core.data._counted import in_samples
-from ckpt_core.data._hidden import is_stateful
+from ckpt_core.data._hidden import batches_in, is_stateful
 from ckpt_core.data._order import EpochOrder
 from ckpt_core.data._samplers import (
     Samplers,
@@ -31,16 +32,20 @@ from ckpt_core.data._samplers import (
 )
 from ckpt_core.data._tracking import (
     UNKNOWN,
+    Reentry,
     Replay,
+    Tracker,
     epoch_from,
     hidden_position,
     is_iterated_already,
     track,
     tracker_of,
 )
+from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError
 from ckpt_core.types import DataPosition
 
+_log = logger_of(__name__)
 _MARK = "ckpt_position"
 _VERSION = 1
 
@@ -148,7 +153,7 @@ class LoaderPosition:
         epoch = tracker.epoch
         if epoch is not None and epoch.ended:
             ahead = 0  # what was drawn ahead has nothing of this loader
-        over = (epoch is None or epoch.ended) if ended is None else ended
+        over = self._is_over(tracker) if ended is None else ended
         samplers = Samplers.of(loader)
         shard, shards = samplers.shards
         return {
@@ -157,6 +162,7 @@ class LoaderPosition:
             "ended": over,
             "exhausted": epoch is not None and not over and epoch.ended,
             "begin": None if epoch is None or over else dict(epoch.begin),
+            "leaves": tracker.leaves,
             "created": tracker.created if _has_live_workers(loader) else None,
             "samplers": samplers_state(loader),
             "shard": shard,
@@ -166,6 +172,24 @@ class LoaderPosition:
             "workers": loader.num_workers,
             "world_size": place_in_job()[1],
         }
+
+    def _is_over(self, tracker: Tracker) -> bool:
+        """Return whether the next `iter` of a script that goes on begins another epoch."""
+        epoch = tracker.epoch
+        if epoch is None:
+            return True
+        if epoch.outlived and not tracker.told:
+            tracker.told = True
+            _log.warning(
+                "a %s has ended while a longer loader beside it goes on: a resume from here begins it anew, "
+                "neither as itertools.cycle nor as zip_longest does. Call iter() whenever it has ended",
+                type(self._loader).__name__,
+            )
+        if epoch.ended or not epoch.left:
+            return epoch.ended and not epoch.is_before
+        if not (epoch.is_whole or epoch.peeked or tracker.leaves):
+            tracker.left = epoch
+        return tracker.left is not epoch
 
     def restore(self, state: Mapping[str, Any], *, same_ranks: bool = True) -> list[str]:
         """Let the next `iter` go on from a saved position; return notes for the user.
@@ -181,8 +205,8 @@ class LoaderPosition:
         if "begin" not in state or not self._tracked:
             return self._load_own(state)
         tracker = track(self._loader)
-        tracker.replay = self._dealt = None
-        tracker.restored = state
+        tracker.replay = tracker.reentry = self._dealt = None
+        tracker.restored, tracker.leaves = state, state.get("leaves", False)
         notes = other_seeds(self._loader, state["samplers"])
         load_samplers_state(self._loader, state["samplers"])
         return [*notes, *self._put_back(state, same_ranks=same_ranks)]
@@ -225,9 +249,10 @@ class LoaderPosition:
             return [
                 f"the saved position does not fit a {type(self._loader).__name__}: its epoch begins again"
             ]
-        self._loader.load_state_dict(dict(state["own"]))
+        load = partial(self._loader.load_state_dict, dict(state["own"]))
+        load()
         if self._tracked:
-            track(self._loader).replay = Replay(begin=UNKNOWN, samplers={}, own=True)
+            track(self._loader).replay = Replay(begin=UNKNOWN, samplers={}, own=True, load=load)
         else:
             # Let it make its iterator now, and draw what it draws then: generators are put back afterwards.
             self._loader.state_dict()
@@ -250,16 +275,18 @@ class LoaderPosition:
         if kind == "own" or kind != live:
             return [*notes, *self._load_own(state)]
         if kind == "dataset":
-            self._loader.dataset.load_state_dict(state["dataset"])
-            return self._replay(state, batches=state["batches"], notes=notes)
+            load = partial(self._loader.dataset.load_state_dict, state["dataset"])
+            load()
+            return self._replay(state, batches=state["batches"], notes=notes, load=load)
         return self._draw_again(state, notes)
 
-    def _replay(self, state: Mapping[str, Any], *, batches: int, notes: list[str]) -> list[str]:
+    def _replay(self, state: Mapping[str, Any], *, batches: int, notes: list[str], **more: Any) -> list[str]:
         track(self._loader).replay = Replay(
             begin=state["begin"],
             samplers=state["samplers"],
             batches=batches,
             draws=state["kind"] == "draw",
+            **more,
         )
         return notes
 
@@ -342,14 +369,6 @@ def _of_padding(padding: int) -> str:
     return f", each once, and {padding} more a second time, so that all have as many"
 
 
-def batches_in(loader: Any) -> int | None:
-    """Return the number of batches in an epoch of a loader, None if it does not know."""
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None
-
-
 def _data_ended(loader: DataLoader[Any]) -> bool:
     """Return whether the data set has ended, as a short last batch shows."""
     epoch = track(loader).epoch
@@ -362,3 +381,24 @@ def _ended_with_workers(loader: Any, state: Mapping[str, Any]) -> bool:
     Torchdata's state of those loses the next epoch.
     """
     return state.get("ended", False) and _has_live_workers(loader)
+
+
+def await_training(positions: Iterable[LoaderPosition], put_back: Callable[[], object]) -> None:
+    """Have random numbers put back right before the first batch that is drawn with gradients enabled.
+
+    Args:
+        positions: of the loaders that may give it, as they were restored.
+        put_back: puts the numbers back.
+    """
+    known = [(each, tracker) for each in positions if (tracker := tracker_of(each._loader)) is not None]
+    found = [(each, tracker, state) for each, tracker in known if (state := tracker.restored) is not None]
+
+    def begin() -> None:
+        put_back()
+        for position, _, state in found:
+            if state["exhausted"]:
+                position.forget()  # it comes before the loader within whose epoch the save was made
+
+    reentry = Reentry(begin)
+    for _, tracker, state in found:
+        tracker.reentry = None if state["exhausted"] else reentry

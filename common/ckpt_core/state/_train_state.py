@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ckpt_core.coordination import place_in_job
-from ckpt_core.data import LoaderPosition
+from ckpt_core.data import LoaderPosition, await_training
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state._groups import fit_of
@@ -301,6 +301,7 @@ class TrainState:
         if self._with_rng:
             # Last: making the iterator of a loader draws from the global generator.
             notes += _apply_rng(saved)
+            await_training(self._dataloaders.values(), partial(load_rng_state, rng_state()))
         for note in notes:
             _log.warning("%s", note)
         return notes
