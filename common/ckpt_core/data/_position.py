@@ -122,7 +122,8 @@ class LoaderPosition:
             and not _ended_with_workers(self._loader, state)
         ):
             state["own"] = dict(self._loader.state_dict())
-        elif kind == "dataset":
+        elif self._has_stream:
+            # Also after a part of it that was an epoch by a limit: the data set itself knows how it goes on.
             state["dataset"] = self._loader.dataset.state_dict()
             state["exhausted"] |= not state["ended"] and _data_ended(self._loader)
         return state
@@ -146,13 +147,26 @@ class LoaderPosition:
             return "own" if tracker.epoch.begin is UNKNOWN else "indices"
         if mapped:
             return "indices"
-        return "dataset" if loader.num_workers == 0 and is_stateful(loader.dataset) else "draw"
+        return "dataset" if self._has_stream else "draw"
+
+    @property
+    def _has_stream(self) -> bool:
+        """Whether the data set is a stream in this process, with a state of its own."""
+        loader = self._loader
+        stream = self._tracked and isinstance(loader.dataset, IterableDataset)
+        return stream and loader.num_workers == 0 and is_stateful(loader.dataset)
 
     def _tracked_state(self, *, ended: bool | None, ahead: int, kept: bool) -> dict[str, Any]:
         loader, tracker = self._loader, track(self._loader)
         epoch = tracker.epoch
         if epoch is not None and epoch.ended:
             ahead = 0  # what was drawn ahead has nothing of this loader
+        stream = isinstance(loader.dataset, IterableDataset) and is_stateful(loader.dataset)
+        if ended and stream and _has_live_workers(loader) and epoch is not None and not epoch.ended:
+            self._tell(
+                "the persistent workers of a %s have read ahead of an epoch that a limit ended, and only they "
+                "know how far: a resume from here begins its stream again. Give it persistent_workers=False"
+            )
         over = self._is_over(tracker) if ended is None else ended
         samplers = Samplers.of(loader)
         shard, shards = samplers.shards
@@ -178,18 +192,23 @@ class LoaderPosition:
         epoch = tracker.epoch
         if epoch is None:
             return True
-        if epoch.outlived and not tracker.told:
-            tracker.told = True
-            _log.warning(
+        if epoch.outlived:
+            self._tell(
                 "a %s has ended while a longer loader beside it goes on: a resume from here begins it anew, "
-                "neither as itertools.cycle nor as zip_longest does. Call iter() whenever it has ended",
-                type(self._loader).__name__,
+                "neither as itertools.cycle nor as zip_longest does. Call iter() whenever it has ended"
             )
         if epoch.ended or not epoch.left:
             return epoch.ended and not epoch.is_before
         if not (epoch.is_whole or epoch.peeked or tracker.leaves):
             tracker.left = epoch
         return tracker.left is not epoch
+
+    def _tell(self, of: str) -> None:
+        """Warn of what a resume cannot give back, once of each loader."""
+        tracker = track(self._loader)
+        if not tracker.told:
+            tracker.told = True
+            _log.warning(of, type(self._loader).__name__)
 
     def restore(self, state: Mapping[str, Any], *, same_ranks: bool = True) -> list[str]:
         """Let the next `iter` go on from a saved position; return notes for the user.
@@ -214,8 +233,7 @@ class LoaderPosition:
     def _put_back(self, state: Mapping[str, Any], *, same_ranks: bool) -> list[str]:
         tracker = track(self._loader)
         if state["ended"] or ("own" not in state and not state["begin"]):
-            if state["kind"] == "dataset" == self._kind():
-                self._loader.dataset.load_state_dict(state["dataset"])
+            self._load_stream(state)
             if state["created"] is not None and not _has_live_workers(self._loader):
                 tracker.replay = Replay(
                     begin={"created": state["created"]}, samplers=state["samplers"], fresh=True
@@ -225,10 +243,13 @@ class LoaderPosition:
             return self._end(state)
         return self._go_on(state, same_ranks=same_ranks)
 
+    def _load_stream(self, state: Mapping[str, Any]) -> None:
+        if "dataset" in state and self._has_stream:
+            self._loader.dataset.load_state_dict(state["dataset"])
+
     def _end(self, state: Mapping[str, Any]) -> list[str]:
         """Let the next `iter` give nothing: the saved one had nothing left."""
-        if state["kind"] == "dataset" == self._kind():
-            self._loader.dataset.load_state_dict(state["dataset"])
+        self._load_stream(state)
         begin = state["begin"] or epoch_from(self._loader, starting_state(self._loader))
         track(self._loader).replay = Replay(begin=begin, samplers=state["samplers"], rest=[])
         return []

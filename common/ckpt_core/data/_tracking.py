@@ -209,7 +209,7 @@ class Tracker:
         outer: the last pass over a loader with an `__iter__` of its own.
         left: the pass that the loop had left in its middle at a save.
         leaves: whether the script begins another one after that.
-        told: whether it was told of an end that a longer loader outlives.
+        told: whether the user was told of what no resume gives back.
     """
 
     def __init__(self, *, late: bool = False) -> None:
