@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from ckpt_core.cadence import Counts, SavePolicy
 from ckpt_core.coordination import Coordinator
-from ckpt_core.data import track
+from ckpt_core.data import tell_of_missing, track
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, UntrustedCheckpointError
 from ckpt_core.hosting import CheckpointPath, Kind, ManagersByRoot, RunRoot, close_at_exit
@@ -156,6 +156,7 @@ class FabricCheckpoints:
         self._unwrap = unwrap
         self._step = step
         self._counts: dict[str, int] = {}
+        self._saves = False
         deadline = settings.options.deadline_seconds
         self._managers = ManagersByRoot(self._make, deadline_seconds=deadline)
 
@@ -342,6 +343,10 @@ class FabricCheckpoints:
 
     def _source(self, state: Mapping[str, Any], filters: Filters | None = None) -> FabricState:
         parts = Parts.of(self._unwrap(dict(state)))
+        if parts.optimizers and not self._saves:
+            self._saves = True
+            if not parts.loaders:
+                tell_of_missing('fabric.save(path, {..., "loader": loader}), and the same to fabric.load')
         counts = {key: getattr(state[key], _COUNTER, None) for key in parts.loaders}
         iterations = {key: count for key, count in counts.items() if count is not None}
         return FabricState(parts, filters=filters, iterations=iterations, contents=self._settings.contents)

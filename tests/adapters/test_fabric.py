@@ -452,6 +452,21 @@ def test_what_is_read_together_resumes_together(tmp_path, style):
         assert steps(9, at=place[0], after_epoch=place[1]) == whole_run[place[0] :], place
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_a_loader_that_the_state_lacks_is_told_once_and_none_that_validates(tmp_path, caplog, given):
+    training = Training(tmp_path)
+    train, validation = training.fabric.setup_dataloaders(DataLoader(range(4)), DataLoader(range(4)))
+    state = {**training.state, **({"loader": train} if given else {})}
+    with torch.no_grad():
+        for _ in validation:
+            training.fabric.save(tmp_path / "validating", {"model": state["model"]})
+    for number, _ in enumerate(train):
+        training.checkpoints.save(tmp_path / f"at {number}", state)
+    training.checkpoints.close()
+    told = caplog.text.count('give fabric.save(path, {..., "loader": loader}), and the same to fabric.load')
+    assert told == (not given)
+
+
 @pytest.mark.distributed
 def test_sharded_trainings_resume_exactly_and_on_other_strategies(tmp_path):
     cases = {"fsdp2": ["ddp", "fsdp"], "fsdp": ["fsdp2"], "ddp": []}

@@ -13,7 +13,7 @@ counted, and the others dealt out in the order in which the epoch began: see `Ep
 alone. Iterable data sets go on by a state of their own, or draw again what they had handed out.
 """
 
-from ckpt_core.data._hidden import batches_in, is_stateful, keeps_iterator
+from ckpt_core.data._hidden import batches_in, is_stateful, keeps_iterator, tell_of_missing
 from ckpt_core.data._order import EpochOrder
 from ckpt_core.data._position import LoaderPosition, await_training
 from ckpt_core.data._samplers import draw_seed
@@ -28,5 +28,6 @@ __all__ = [
     "hidden_position",
     "is_stateful",
     "keeps_iterator",
+    "tell_of_missing",
     "track",
 ]

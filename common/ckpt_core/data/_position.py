@@ -164,7 +164,7 @@ class LoaderPosition:
         stream = isinstance(loader.dataset, IterableDataset) and is_stateful(loader.dataset)
         if ended and stream and _has_live_workers(loader) and epoch is not None and not epoch.ended:
             self._tell(
-                "the persistent workers of a %s have read ahead of an epoch that a limit ended, and only they "
+                "the persistent workers of a %s have read ahead of an epoch that a limit ended, only they "
                 "know how far: a resume from here begins its stream again. Give it persistent_workers=False"
             )
         over = self._is_over(tracker) if ended is None else ended

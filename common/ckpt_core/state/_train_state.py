@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ckpt_core.coordination import place_in_job
-from ckpt_core.data import LoaderPosition, await_training
+from ckpt_core.data import LoaderPosition, await_training, tell_of_missing
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state._groups import fit_of
@@ -80,7 +80,7 @@ class TrainState:
         scaler: a gradient scaler.
         dataloader: one or several torch DataLoaders, or objects with `state_dict` and `load_state_dict`. The
             next `iter` after a load gives the rest of the epoch. Not yet being iterated, unless they tell
-            their position themselves.
+            their position themselves. Without any, a resume begins the data again.
         gradients: whether the parameters' gradients are part of the state, for saves within an accumulation
             window. A capture compares them between ranks.
         rng: whether the random number generators are part of the state.
@@ -118,6 +118,7 @@ class TrainState:
         self._with_model, self._with_rng, self._with_gradients = True, rng, gradients
         require("TrainState", boolean("gradients", gradients))
         self._begun: tuple[SavedState, list[str]] | None = None
+        self._lacks_loader = bool(self._optimizers) and not loaders
         for each in self._optimizers.values():
             unwrap_optimizer(each)
         taken = {*self._optimizers, *self._shared, *loaders, *([_SEED] if rng else ())}
@@ -170,6 +171,9 @@ class TrainState:
 
     def capture(self) -> CapturedState:
         """Return the present state, with live tensors; training is not affected."""
+        if self._lacks_loader:
+            self._lacks_loader = False
+            tell_of_missing("it to TrainState(dataloader=...)")
         # First, because it is collective: a rank that fails later keeps no other one waiting.
         gradients = self._gradients.capture() if self._with_gradients else None
         names = ParameterNames.of(self._model)

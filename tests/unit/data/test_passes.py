@@ -220,3 +220,35 @@ def test_a_shorter_loader_that_has_ended_beside_a_longer_one_is_told(caplog, sty
     """No position says what the loop makes of its end; later epochs are whole."""
     assert [place for place in wrong_places(style) if place[1]] == []
     assert "has ended while a longer loader beside it goes on" in caplog.text
+
+
+def optimized(**loader: Any) -> TrainState:
+    model = nn.Linear(1, 1)
+    return TrainState(model=model, optimizer=torch.optim.SGD(model.parameters()), **loader)
+
+
+@pytest.mark.parametrize("kind", ["plain", "stateful", pytest.param("persistent", marks=pytest.mark.slow)])
+def test_a_loader_that_the_state_lacks_is_told_once_at_the_first_save(caplog, kind):
+    live, state = loaders(kind), optimized()
+    for _ in zip(live["long"], live["short"], strict=False):
+        state.capture()
+    assert caplog.text.count("If it trains, give it to TrainState(dataloader=...)") == 1
+
+
+def test_no_loader_is_missed_where_none_is_needed(caplog):
+    optimized().capture()  # numbers made in the loop
+    live = loaders("plain")
+    for _ in live["validation"]:
+        pass
+    optimized().capture()
+    with_loader = optimized(dataloader=live["long"])
+    for _ in live["long"]:
+        with_loader.capture()
+        with_loader.select(with_loader.names - {"dataloader"}).capture()
+        TrainState(model=nn.Linear(1, 1)).capture()  # weights to look at
+        break
+    with torch.no_grad():
+        begun = iter(live["long"])  # known, and drawn from without gradients
+        next(begun)
+        optimized().capture()
+    assert "no loader is in the state" not in caplog.text
