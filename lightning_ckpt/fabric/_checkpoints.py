@@ -403,10 +403,10 @@ class FabricCheckpoints:
 
 
 def _begun_at_once(stock: type[Any]) -> type[Any]:
-    """Return the class of a loader that `iter` lets go on in its epoch, and that is as before then.
+    """Return the class of a loader that `iter` lets go on within its epoch.
 
     Fabric's own begins a pass with the first batch. With `zip` the end of another loader comes before that,
-    and the rest of this epoch would take the place of the next.
+    and the rest of this epoch would take the place of the next. Afterwards its class is stock again.
     """
     if _STOCK in vars(stock):
         return stock

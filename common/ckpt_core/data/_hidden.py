@@ -79,7 +79,7 @@ def _unfinished(loader: Any, iterator: Any) -> bool:
 
 
 def tell_of_missing(how: str) -> None:
-    """Warn if a loop that trains is within an epoch of a DataLoader, though the state has none.
+    """Warn if a loop is within an epoch of a loader, and the state has none.
 
     Looks at every object of the process, which takes a tenth of a second: for the first save only.
     """
@@ -92,8 +92,8 @@ def tell_of_missing(how: str) -> None:
             continue
         if getattr(getattr(each, EPOCH, None), "trains", True):
             _log.warning(
-                "a DataLoader is within an epoch, and no loader is in the state that is saved: a resume begins "
-                "its data again. If it trains, give %s; if it does not, nothing is to be done",
+                "a DataLoader is within an epoch, and no loader is in the state that is saved: a resume "
+                "begins its data again. If it trains, give %s; else nothing is to be done",
                 how,
             )
             return

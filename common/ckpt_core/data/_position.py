@@ -32,9 +32,9 @@ from ckpt_core.data._samplers import (
 )
 from ckpt_core.data._tracking import (
     UNKNOWN,
-    Reentry,
     Replay,
     Tracker,
+    TrainingStart,
     epoch_from,
     hidden_position,
     is_iterated_already,
@@ -194,7 +194,7 @@ class LoaderPosition:
             return True
         if epoch.outlived:
             self._tell(
-                "a %s has ended while a longer loader beside it goes on: a resume from here begins it anew, "
+                "a %s has ended while a longer loader beside it goes on: a resume begins it again, and "
                 "neither as itertools.cycle nor as zip_longest does. Call iter() whenever it has ended"
             )
         if epoch.ended or not epoch.left:
@@ -405,7 +405,7 @@ def _ended_with_workers(loader: Any, state: Mapping[str, Any]) -> bool:
 
 
 def await_training(positions: Iterable[LoaderPosition], put_back: Callable[[], object]) -> None:
-    """Have random numbers put back right before the first batch that is drawn with gradients enabled.
+    """Put random numbers back right before the first batch drawn with gradients.
 
     Args:
         positions: of the loaders that may give it, as they were restored.
@@ -420,6 +420,6 @@ def await_training(positions: Iterable[LoaderPosition], put_back: Callable[[], o
             if state["exhausted"]:
                 position.forget()  # it comes before the loader within whose epoch the save was made
 
-    reentry = Reentry(begin)
+    reentry = TrainingStart(begin)
     for _, tracker, state in found:
         tracker.reentry = None if state["exhausted"] else reentry

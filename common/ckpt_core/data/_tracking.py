@@ -157,7 +157,7 @@ _open = WeakSet[Epoch]()
 
 @final
 @dataclass(slots=True)
-class Reentry:
+class TrainingStart:
     """What a load puts back, by `put_back`, before the first pass that trains, `by`."""
 
     put_back: Callable[[], object]
@@ -209,7 +209,7 @@ class Tracker:
         outer: the last pass over a loader with an `__iter__` of its own.
         left: the pass that the loop had left in its middle at a save.
         leaves: whether the script begins another one after that.
-        told: whether the user was told of what no resume gives back.
+        told: whether a warning has named what no resume gives back.
     """
 
     def __init__(self, *, late: bool = False) -> None:
@@ -217,7 +217,7 @@ class Tracker:
         self.replay: Replay | None = None
         self.created: Mapping[str, Any] | None = None
         self.restored: Mapping[str, Any] | None = None
-        self.reentry: Reentry | None = None
+        self.reentry: TrainingStart | None = None
         self.late = late
         self.outer: Outer | None = None
         self.left: Epoch | None = None

@@ -171,9 +171,6 @@ class TrainState:
 
     def capture(self) -> CapturedState:
         """Return the present state, with live tensors; training is not affected."""
-        if self._lacks_loader:
-            self._lacks_loader = False
-            tell_of_missing("it to TrainState(dataloader=...)")
         # First, because it is collective: a rank that fails later keeps no other one waiting.
         gradients = self._gradients.capture() if self._with_gradients else None
         names = ParameterNames.of(self._model)
@@ -196,7 +193,7 @@ class TrainState:
                 shared[name] = state
         if gradients is not None:
             tree[_GRADIENTS], shared[_GRADIENTS] = gradients
-        per_rank: dict[str, Any] = {name: each.state() for name, each in self._dataloaders.items()}
+        per_rank = self._positions()
         if per_rank:
             shared[POSITIONS] = dict(per_rank)
         if self._with_rng:
@@ -219,6 +216,12 @@ class TrainState:
             },
             dense=bool(bases),
         )
+
+    def _positions(self) -> dict[str, Any]:
+        if self._lacks_loader:
+            self._lacks_loader = False
+            tell_of_missing("it to TrainState(dataloader=...)")
+        return {name: each.state() for name, each in self._dataloaders.items()}
 
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
         """Return the load target; see `StateSource`.
