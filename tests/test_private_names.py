@@ -224,6 +224,7 @@ ELSEWHERE = {
     "_iterator": "torch.utils.data.DataLoader, set in its constructor: the same",
     "_num_yielded": "a loader's iterator: the same",
     "_sampler_iter": "the same",
+    "_dataloader": "a loader of Fabric: see tests/adapters/test_fabric.py",
     "_consumed": "lightning's CombinedLoader: see tests/adapters/test_lightning_data.py",
     "_sampler_iter_yielded": "torchdata's iterator: the same",
     "_scale": "torch.amp.GradScaler, set in its constructor",

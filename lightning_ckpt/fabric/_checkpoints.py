@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from ckpt_core.cadence import Counts, SavePolicy
 from ckpt_core.coordination import Coordinator
-from ckpt_core.data import track
+from ckpt_core.data import tell_of_missing, track
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, UntrustedCheckpointError
 from ckpt_core.hosting import CheckpointPath, Kind, ManagersByRoot, RunRoot, close_at_exit
@@ -39,6 +40,7 @@ LAST: Final = "last"
 
 _ATTACHED: Final = "_ckpt_suite"
 _COUNTER: Final = "_num_iter_calls"
+_STOCK: Final = "_ckpt_stock_class"
 _logger = logger_of(__name__)
 
 
@@ -155,6 +157,7 @@ class FabricCheckpoints:
         self._unwrap = unwrap
         self._step = step
         self._counts: dict[str, int] = {}
+        self._saves = False
         deadline = settings.options.deadline_seconds
         self._managers = ManagersByRoot(self._make, deadline_seconds=deadline)
 
@@ -341,6 +344,10 @@ class FabricCheckpoints:
 
     def _source(self, state: Mapping[str, Any], filters: Filters | None = None) -> FabricState:
         parts = Parts.of(self._unwrap(dict(state)))
+        if parts.optimizers and not self._saves:
+            self._saves = True
+            if not parts.loaders:
+                tell_of_missing('fabric.save(path, {..., "loader": loader}), and the same to fabric.load')
         counts = {key: getattr(state[key], _COUNTER, None) for key in parts.loaders}
         iterations = {key: count for key, count in counts.items() if count is not None}
         return FabricState(parts, filters=filters, iterations=iterations, contents=self._settings.contents)
@@ -374,8 +381,9 @@ class FabricCheckpoints:
             self._managers.loaded(manager)
         state.update({key: plain.value for key, plain in parts.plain.items()})
         for key, epoch in source.epochs.items():
-            if hasattr(state.get(key), _COUNTER):
-                setattr(state[key], _COUNTER, epoch)
+            if hasattr(loader := state.get(key), _COUNTER):
+                setattr(loader, _COUNTER, epoch)
+                loader.__class__ = _begun_at_once(type(loader))
         return source.remainder
 
     def _load_stock(
@@ -393,3 +401,29 @@ class FabricCheckpoints:
             return load(path, *arguments, weights_only=weights_only) or {}
 
         return load_without_pickle(path, type(self._fabric.strategy), plain)
+
+
+def _begun_at_once(stock: type[Any]) -> type[Any]:
+    """Return the class of a loader that `iter` lets go on within its epoch.
+
+    Fabric's own begins a pass with the first batch. With `zip` the end of another loader comes before that,
+    and the rest of this epoch would take the place of the next. Afterwards its class is stock again.
+    """
+    if _STOCK in vars(stock):
+        return stock
+
+    def __iter__(self: Any) -> Any:  # noqa: N807 - it is a method of the class below
+        tracker = track(self._dataloader)
+        replay = tracker.next
+        if replay is None or replay.fresh:
+            self.__class__ = stock
+            return stock.__iter__(self)
+        if replay is tracker.replay:  # and not after a look, which counts for nothing
+            setattr(self, _COUNTER, getattr(self, _COUNTER) + 1)
+        begun = copy.copy(self)
+        begun._dataloader = iter(self._dataloader)
+        return stock.__iter__(begun)
+
+    return type(
+        stock.__name__, (stock,), {"__module__": stock.__module__, "__iter__": __iter__, _STOCK: stock}
+    )

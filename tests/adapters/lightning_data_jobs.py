@@ -66,6 +66,11 @@ class Restartable(Stream):
         self.done = state["done"]
 
 
+class SizedRestartable(Restartable):
+    def __len__(self) -> int:
+        return self.samples
+
+
 class Batches:
     """No DataLoader, as DALI's and WebDataset's iterators."""
 
@@ -118,6 +123,13 @@ def loader(kind: str) -> Any:
         "sized stream": lambda: DataLoader(SizedStream(), BATCH),
         "sized stream, other batches": lambda: DataLoader(SizedStream(), 6),
         "restartable": lambda: DataLoader(Restartable(), BATCH),
+        "stateful, restartable": lambda: StatefulDataLoader(Restartable(90), BATCH),
+        "stateful, sized restartable": lambda: StatefulDataLoader(SizedRestartable(40), BATCH),
+        "stateful, shorter than the limit": lambda: StatefulDataLoader(Restartable(11), BATCH),
+        "stateful, workers": lambda: StatefulDataLoader(Restartable(90), BATCH, num_workers=1),
+        "stateful, persistent": lambda: StatefulDataLoader(
+            Restartable(90), BATCH, num_workers=1, persistent_workers=True
+        ),
         "batches": Batches,
         "keeps its iterator": lambda: KeepsIterator(Numbers(), **plain),
         "reads ahead": lambda: ReadsAhead(Numbers(), **plain),

@@ -29,6 +29,7 @@ from lightning_ckpt import ShardedCheckpointIO, setup_fabric
 from tests.adapters.fabric_jobs import Training, net, resumed_on_ranks, whole
 from tests.scripts import run_python
 from tests.unit.data.test_hidden import KeepsIterator, ReadsAhead
+from tests.unit.data.test_passes import STYLES
 
 # Fabric warns of few workers.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -409,6 +410,61 @@ def test_the_position_in_the_data_is_kept(tmp_path, kind, at):
     whole_run = batches(0, save_at=at)
     assert len({str(whole_run[first : first + 6]) for first in range(0, 24, 6)}) == 4
     assert batches(9) == whole_run[6 + at :]
+
+
+@pytest.mark.parametrize(
+    "style", ["zip of equals", "zip, the longer first", "zip, the shorter first", "validating"]
+)
+def test_what_is_read_together_resumes_together(tmp_path, style):
+    """Also where a pass that Fabric begins with its first batch is never begun, and after a validation."""
+
+    def steps(seed: int, *, at: int = 0, after_epoch: bool = False) -> list[Any]:
+        torch.manual_seed(seed)
+        fabric = Fabric(accelerator="cpu", devices=1)
+        checkpoints = setup_fabric(fabric, tmp_path / f"run {at} {after_epoch}")
+        made = {
+            name: DataLoader(range(size), batch_size=2, shuffle=True)
+            for name, size in {"long": 12, "twin": 11, "short": 8, "validation": 6}.items()
+        }
+        live = dict(zip(made, fabric.setup_dataloaders(*made.values()), strict=True))
+        model = nn.Linear(1, 1)
+        state = {"model": model, "optimizer": torch.optim.SGD(model.parameters()), "epoch": 0, **live}
+        fabric.load("last", state)
+        if seed:
+            torch.rand(3)
+            with torch.no_grad():
+                list(live["validation"])
+        seen = []
+        for epoch in range(state["epoch"], 3):
+            for batch in STYLES[style](live):
+                seen.append((str(batch), torch.rand(()).item()))
+                if len(seen) == at and not after_epoch:
+                    fabric.save(tmp_path / f"run {at} {after_epoch}" / "here", {**state, "epoch": epoch})
+            if len(seen) == at and after_epoch:
+                fabric.save(tmp_path / f"run {at} {after_epoch}" / "here", {**state, "epoch": epoch + 1})
+        checkpoints.close()
+        return seen
+
+    epoch = 4 if "short" in style or "longer" in style else 6
+    for place in (epoch - 1, False), (epoch, False), (epoch, True), (epoch + 2, False):
+        whole_run = steps(0, at=place[0], after_epoch=place[1])
+        assert len(whole_run) == 3 * epoch
+        assert steps(9, at=place[0], after_epoch=place[1]) == whole_run[place[0] :], place
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_loader_that_the_state_lacks_is_told_once_and_none_that_validates(tmp_path, caplog, given):
+    training = Training(tmp_path)
+    train, validation = training.fabric.setup_dataloaders(DataLoader(range(4)), DataLoader(range(4)))
+    state = {**training.state, **({"loader": train} if given else {})}
+    with torch.no_grad():
+        for _ in validation:
+            training.fabric.save(tmp_path / "validating", {"model": state["model"]})
+    for number, _ in enumerate(train):
+        training.checkpoints.save(tmp_path / f"at {number}", state)
+    training.checkpoints.close()
+    told = caplog.text.count('give fabric.save(path, {..., "loader": loader}), and the same to fabric.load')
+    assert told == (not given)
 
 
 @pytest.mark.distributed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,31 @@ def test_a_resume_sees_the_data_of_the_uninterrupted_training(tmp_path, kind):
 @pytest.mark.parametrize("kind", ["plain", "stream"])
 def test_a_resume_of_epochs_that_are_cut_short_is_exact(tmp_path, kind):
     assert_exact(tmp_path, kind, places(4), max_epochs=2, trainer={"limit_train_batches": 4})
+
+
+@pytest.mark.parametrize(
+    ("kind", "trainer"),
+    [
+        ("restartable", {"limit_train_batches": 4}),
+        ("stateful, restartable", {"limit_train_batches": 4}),
+        ("stateful, restartable", {"limit_train_batches": 4, "val_check_interval": 2}),
+        ("stateful, sized restartable", {"limit_train_batches": 0.4}),
+        ("stateful, shorter than the limit", {"limit_train_batches": 4}),
+        pytest.param("stateful, workers", {"limit_train_batches": 4}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_stream_in_epochs_by_a_limit_goes_on_as_it_would_have(tmp_path, kind, trainer):
+    """Where the data set goes on after the limit, and where its iterator begins again."""
+    assert_exact(tmp_path, kind, {**places(4), "two epochs later": 8}, max_epochs=3, trainer=trainer)
+
+
+def test_a_stream_that_persistent_workers_read_ahead_is_told_at_the_limit(tmp_path, caplog):
+    job = DataJob(root=str(tmp_path), loader="stateful, persistent", max_epochs=2, saves=True)
+    train_one(replace(job, trainer={"limit_train_batches": 2}))
+    assert caplog.text.count("a resume from here begins its stream again") == 1
+    caplog.clear()
+    train_one(replace(job, root=str(tmp_path / "whole"), loader="stateful, restartable"))
+    assert "begins its stream again" not in caplog.text
 
 
 @pytest.mark.slow

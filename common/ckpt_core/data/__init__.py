@@ -13,19 +13,21 @@ counted, and the others dealt out in the order in which the epoch began: see `Ep
 alone. Iterable data sets go on by a state of their own, or draw again what they had handed out.
 """
 
-from ckpt_core.data._hidden import is_stateful, keeps_iterator
+from ckpt_core.data._hidden import batches_in, is_stateful, keeps_iterator, tell_of_missing
 from ckpt_core.data._order import EpochOrder
-from ckpt_core.data._position import LoaderPosition, batches_in
+from ckpt_core.data._position import LoaderPosition, await_training
 from ckpt_core.data._samplers import draw_seed
 from ckpt_core.data._tracking import hidden_position, track
 
 __all__ = [
     "EpochOrder",
     "LoaderPosition",
+    "await_training",
     "batches_in",
     "draw_seed",
     "hidden_position",
     "is_stateful",
     "keeps_iterator",
+    "tell_of_missing",
     "track",
 ]

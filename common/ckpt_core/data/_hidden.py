@@ -10,7 +10,9 @@ from typing import Any, Self, final
 from torch.utils.data import DataLoader
 
 from ckpt_core._torch_internals import LoaderIterator, batches_given, index_sampler_of, kept_iterator
+from ckpt_core.disclosure import logger_of
 
+_log = logger_of(__name__)
 EPOCH = "_ckpt_epoch"
 """Attribute of a tracked iterator: its epoch."""
 
@@ -69,13 +71,42 @@ def begun_untracked(loader: DataLoader[Any]) -> bool:
     return any(not hasattr(each, EPOCH) and _unfinished(loader, each) for each in iterators)
 
 
-def _unfinished(loader: DataLoader[Any], iterator: Any) -> bool:
+def _unfinished(loader: Any, iterator: Any) -> bool:
     try:
         return batches_given(iterator) < len(loader)
-    except TypeError:
+    except (TypeError, NotImplementedError):
         return True
+
+
+def tell_of_missing(how: str) -> None:
+    """Warn if a loop is within an epoch of a loader, and the state has none.
+
+    Looks at every object of the process, which takes a tenth of a second: for the first save only.
+    """
+    for each in gc.get_objects():
+        if (
+            not issubclass(type(each), LoaderIterator)
+            or not batches_given(each)
+            or not _unfinished(each, each)
+        ):
+            continue
+        if getattr(getattr(each, EPOCH, None), "trains", True):
+            _log.warning(
+                "a DataLoader is within an epoch, and no loader is in the state that is saved: a resume "
+                "begins its data again. If it trains, give %s; else nothing is to be done",
+                how,
+            )
+            return
 
 
 def is_stateful(value: Any) -> bool:
     """Return whether `value` has `state_dict` and `load_state_dict`."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def batches_in(loader: Any) -> int | None:
+    """Return the number of batches in an epoch of a loader, None if it does not know."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, final
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -17,7 +18,7 @@ from ckpt_core.data._changes import (
     without_lost,
 )
 from ckpt_core.data._counted import in_samples
-from ckpt_core.data._hidden import is_stateful
+from ckpt_core.data._hidden import batches_in, is_stateful
 from ckpt_core.data._order import EpochOrder
 from ckpt_core.data._samplers import (
     Samplers,
@@ -32,15 +33,19 @@ from ckpt_core.data._samplers import (
 from ckpt_core.data._tracking import (
     UNKNOWN,
     Replay,
+    Tracker,
+    TrainingStart,
     epoch_from,
     hidden_position,
     is_iterated_already,
     track,
     tracker_of,
 )
+from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError
 from ckpt_core.types import DataPosition
 
+_log = logger_of(__name__)
 _MARK = "ckpt_position"
 _VERSION = 1
 
@@ -117,7 +122,8 @@ class LoaderPosition:
             and not _ended_with_workers(self._loader, state)
         ):
             state["own"] = dict(self._loader.state_dict())
-        elif kind == "dataset":
+        elif self._has_stream:
+            # Also after a part of it that was an epoch by a limit: the data set itself knows how it goes on.
             state["dataset"] = self._loader.dataset.state_dict()
             state["exhausted"] |= not state["ended"] and _data_ended(self._loader)
         return state
@@ -141,14 +147,27 @@ class LoaderPosition:
             return "own" if tracker.epoch.begin is UNKNOWN else "indices"
         if mapped:
             return "indices"
-        return "dataset" if loader.num_workers == 0 and is_stateful(loader.dataset) else "draw"
+        return "dataset" if self._has_stream else "draw"
+
+    @property
+    def _has_stream(self) -> bool:
+        """Whether the data set is a stream in this process, with a state of its own."""
+        loader = self._loader
+        stream = self._tracked and isinstance(loader.dataset, IterableDataset)
+        return stream and loader.num_workers == 0 and is_stateful(loader.dataset)
 
     def _tracked_state(self, *, ended: bool | None, ahead: int, kept: bool) -> dict[str, Any]:
         loader, tracker = self._loader, track(self._loader)
         epoch = tracker.epoch
         if epoch is not None and epoch.ended:
             ahead = 0  # what was drawn ahead has nothing of this loader
-        over = (epoch is None or epoch.ended) if ended is None else ended
+        stream = isinstance(loader.dataset, IterableDataset) and is_stateful(loader.dataset)
+        if ended and stream and _has_live_workers(loader) and epoch is not None and not epoch.ended:
+            self._tell(
+                "the persistent workers of a %s have read ahead of an epoch that a limit ended, only they "
+                "know how far: a resume from here begins its stream again. Give it persistent_workers=False"
+            )
+        over = self._is_over(tracker) if ended is None else ended
         samplers = Samplers.of(loader)
         shard, shards = samplers.shards
         return {
@@ -158,6 +177,7 @@ class LoaderPosition:
             "ended": over,
             "exhausted": epoch is not None and not over and epoch.ended,
             "begin": None if epoch is None or over else dict(epoch.begin),
+            "leaves": tracker.leaves,
             "created": tracker.created if _has_live_workers(loader) else None,
             "samplers": samplers_state(loader),
             "shard": shard,
@@ -167,6 +187,29 @@ class LoaderPosition:
             "workers": loader.num_workers,
             "world_size": place_in_job()[1],
         }
+
+    def _is_over(self, tracker: Tracker) -> bool:
+        """Return whether the next `iter` of a script that goes on begins another epoch."""
+        epoch = tracker.epoch
+        if epoch is None:
+            return True
+        if epoch.outlived:
+            self._tell(
+                "a %s has ended while a longer loader beside it goes on: a resume begins it again, and "
+                "neither as itertools.cycle nor as zip_longest does. Call iter() whenever it has ended"
+            )
+        if epoch.ended or not epoch.left:
+            return epoch.ended and not epoch.is_before
+        if not (epoch.is_whole or epoch.peeked or tracker.leaves):
+            tracker.left = epoch
+        return tracker.left is not epoch
+
+    def _tell(self, of: str) -> None:
+        """Warn of what a resume cannot give back, once of each loader."""
+        tracker = track(self._loader)
+        if not tracker.told:
+            tracker.told = True
+            _log.warning(of, type(self._loader).__name__)
 
     def restore(self, state: Mapping[str, Any], *, same_ranks: bool = True) -> list[str]:
         """Let the next `iter` go on from a saved position; return notes for the user.
@@ -182,8 +225,8 @@ class LoaderPosition:
         if "begin" not in state or not self._tracked:
             return self._load_own(state)
         tracker = track(self._loader)
-        tracker.replay = self._dealt = None
-        tracker.restored = state
+        tracker.replay = tracker.reentry = self._dealt = None
+        tracker.restored, tracker.leaves = state, state.get("leaves", False)
         notes = other_seeds(self._loader, state["samplers"])
         load_samplers_state(self._loader, state["samplers"])
         return [*notes, *self._put_back(state, same_ranks=same_ranks)]
@@ -191,8 +234,7 @@ class LoaderPosition:
     def _put_back(self, state: Mapping[str, Any], *, same_ranks: bool) -> list[str]:
         tracker = track(self._loader)
         if state["ended"] or ("own" not in state and not state["begin"]):
-            if state["kind"] == "dataset" == self._kind():
-                self._loader.dataset.load_state_dict(state["dataset"])
+            self._load_stream(state)
             if state["created"] is not None and not _has_live_workers(self._loader):
                 tracker.replay = Replay(
                     begin={"created": state["created"]}, samplers=state["samplers"], fresh=True
@@ -202,10 +244,13 @@ class LoaderPosition:
             return self._end(state)
         return self._go_on(state, same_ranks=same_ranks)
 
+    def _load_stream(self, state: Mapping[str, Any]) -> None:
+        if "dataset" in state and self._has_stream:
+            self._loader.dataset.load_state_dict(state["dataset"])
+
     def _end(self, state: Mapping[str, Any]) -> list[str]:
         """Let the next `iter` give nothing: the saved one had nothing left."""
-        if state["kind"] == "dataset" == self._kind():
-            self._loader.dataset.load_state_dict(state["dataset"])
+        self._load_stream(state)
         begin = state["begin"] or epoch_from(self._loader, starting_state(self._loader))
         track(self._loader).replay = Replay(begin=begin, samplers=state["samplers"], rest=[])
         return []
@@ -226,9 +271,10 @@ class LoaderPosition:
             return [
                 f"the saved position does not fit a {type(self._loader).__name__}: its epoch begins again"
             ]
-        self._loader.load_state_dict(dict(state["own"]))
+        load = partial(self._loader.load_state_dict, dict(state["own"]))
+        load()
         if self._tracked:
-            track(self._loader).replay = Replay(begin=UNKNOWN, samplers={}, own=True)
+            track(self._loader).replay = Replay(begin=UNKNOWN, samplers={}, own=True, load=load)
         else:
             # Let it make its iterator now, and draw what it draws then: generators are put back afterwards.
             self._loader.state_dict()
@@ -251,17 +297,19 @@ class LoaderPosition:
         if kind == "own" or kind != live:
             return [*notes, *self._load_own(state)]
         if kind == "dataset":
-            self._loader.dataset.load_state_dict(state["dataset"])
-            return self._replay(state, batches=state["batches"], notes=notes)
+            load = partial(self._loader.dataset.load_state_dict, state["dataset"])
+            load()
+            return self._replay(state, batches=state["batches"], notes=notes, load=load)
         return self._draw_again(state, notes)
 
-    def _replay(self, state: Mapping[str, Any], *, batches: int, notes: list[str]) -> list[str]:
+    def _replay(self, state: Mapping[str, Any], *, batches: int, notes: list[str], **more: Any) -> list[str]:
         track(self._loader).replay = Replay(
             begin=state["begin"],
             samplers=state["samplers"],
             batches=batches,
             begun=bool(state.get("begun")),
             draws=state["kind"] == "draw",
+            **more,
         )
         return notes
 
@@ -344,14 +392,6 @@ def _of_padding(padding: int) -> str:
     return f", each once, and {padding} more a second time, so that all have as many"
 
 
-def batches_in(loader: Any) -> int | None:
-    """Return the number of batches in an epoch of a loader, None if it does not know."""
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None
-
-
 def _data_ended(loader: DataLoader[Any]) -> bool:
     """Return whether the data set has ended, as a short last batch shows."""
     epoch = track(loader).epoch
@@ -364,3 +404,24 @@ def _ended_with_workers(loader: Any, state: Mapping[str, Any]) -> bool:
     Torchdata's state of those loses the next epoch.
     """
     return state.get("ended", False) and _has_live_workers(loader)
+
+
+def await_training(positions: Iterable[LoaderPosition], put_back: Callable[[], object]) -> None:
+    """Put random numbers back right before the first batch drawn with gradients.
+
+    Args:
+        positions: of the loaders that may give it, as they were restored.
+        put_back: puts the numbers back.
+    """
+    known = [(each, tracker) for each in positions if (tracker := tracker_of(each._loader)) is not None]
+    found = [(each, tracker, state) for each, tracker in known if (state := tracker.restored) is not None]
+
+    def begin() -> None:
+        put_back()
+        for position, _, state in found:
+            if state["exhausted"]:
+                position.forget()  # it comes before the loader within whose epoch the save was made
+
+    reentry = TrainingStart(begin)
+    for _, tracker, state in found:
+        tracker.reentry = None if state["exhausted"] else reentry

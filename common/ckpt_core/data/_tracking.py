@@ -6,13 +6,16 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, final
-from weakref import ref
+from weakref import WeakSet, ref
 
+import torch
 from torch.utils.data import DataLoader
 
 from ckpt_core._torch_internals import (
@@ -25,7 +28,15 @@ from ckpt_core._torch_internals import (
 )
 from ckpt_core.data._drawing import draw_and_drop
 from ckpt_core.data._generators import global_state, load_global_state, same_values
-from ckpt_core.data._hidden import EPOCH, CountedBatches, Outer, begun_untracked, is_stateful, keeps_iterator
+from ckpt_core.data._hidden import (
+    EPOCH,
+    CountedBatches,
+    Outer,
+    batches_in,
+    begun_untracked,
+    is_stateful,
+    keeps_iterator,
+)
 from ckpt_core.data._samplers import (
     draw_seed,
     load_samplers_state,
@@ -41,10 +52,13 @@ _TRACKER = "_ckpt_tracker"
 _STOCK = "_ckpt_stock_class"
 UNKNOWN: Mapping[str, Any] = {}
 """What an epoch began from that began untracked."""
+_events = count()
+_REFERENCES = 3
+"""To an iterator that only its loader keeps: from the loader, a variable, and the question."""
 
 
 @final
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Epoch:
     """One pass over a loader.
 
@@ -57,6 +71,13 @@ class Epoch:
         thread: the one that has drawn the last batch; None before the first.
         iterator: refers to what hands them out, as long as it lives.
         loader: refers to the loader.
+        began: number of this event, among those of all passes.
+        last: that of the last batch asked for.
+        beside: a pass that has ended since, during which batches were drawn from this one.
+        outlived: whether batches were drawn from such another one after the end of this one.
+        trains: whether gradients were enabled at the last batch.
+        replay: how it goes on from a saved position, if it does.
+        first: what to do before the first batch is drawn.
     """
 
     begin: Mapping[str, Any]
@@ -67,6 +88,55 @@ class Epoch:
     thread: int | None = None
     iterator: Callable[[], Any] = lambda: None
     loader: Callable[[], Any] = lambda: None
+    began: int = field(default_factory=_events.__next__)
+    last: int = field(default_factory=_events.__next__)
+    beside: Epoch | None = None
+    outlived: bool = False
+    trains: bool = False
+    replay: Replay | None = None
+    first: Callable[[], object] | None = None
+
+    @property
+    def left(self) -> bool:
+        """Whether no loop holds its iterator any more."""
+        iterator, loader = self.iterator(), self.loader()
+        kept = loader is not None and iterator is not None and kept_iterator(loader) is iterator
+        return sys.getrefcount(iterator) <= _REFERENCES if kept else iterator is None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has handed out every batch, or a pass beside it has ended since."""
+        loader = self.loader()
+        return self.beside is not None or (loader is not None and self.batches == batches_in(loader))
+
+    @property
+    def peeked(self) -> bool:
+        """Whether it was left after one batch, or none: a look, which no training is."""
+        return self.batches - self.skipped <= 1 and self.left and not self.ended and not self.is_whole
+
+    @property
+    def is_before(self) -> bool:
+        """Whether it trained, and so does a pass that began after its end and goes on."""
+        return self.trains and any(each.trains and each.began > self.last and not each.left for each in _open)
+
+    def draw(self) -> None:
+        """Note that a batch is asked for."""
+        first, self.first = self.first, None
+        if first is not None:
+            first()
+        if self.made is not None:
+            self.note_first()
+        if self.beside is not None:
+            self.beside.outlived, self.beside = True, None
+        self.last, self.trains = next(_events), torch.is_grad_enabled()
+
+    def end(self) -> None:
+        """Note that there was none, which may end passes beside this one, too."""
+        self.ended = True
+        _open.discard(self)
+        for each in _open:
+            if each.last > self.began:
+                each.beside = self
 
     @property
     def data_ended(self) -> bool:
@@ -79,6 +149,24 @@ class Epoch:
         made, self.made, loader = self.made, None, self.loader()
         if loader is not None and not same_values(made, first := starting_state(loader)):
             self.begin = {**self.begin, "first": first}
+
+
+_open = WeakSet[Epoch]()
+"""The passes that have not ended."""
+
+
+@final
+@dataclass(slots=True)
+class TrainingStart:
+    """What a load puts back, by `put_back`, before the first pass that trains, `by`."""
+
+    put_back: Callable[[], object]
+    by: Epoch | None = None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a pass that begins now is the first with gradients, but for mere looks."""
+        return torch.is_grad_enabled() and (self.by is None or self.by.peeked)
 
 
 @final
@@ -95,6 +183,7 @@ class Replay:
         own: whether the loader has loaded a state of its own, and skips by itself.
         fresh: whether the epoch is one that begins now, with workers that are there already.
         samplers: state of the samplers at the save.
+        load: loads the state of the loader or its data set, as at the save.
     """
 
     begin: Mapping[str, Any]
@@ -105,19 +194,24 @@ class Replay:
     draws: bool = False
     own: bool = False
     fresh: bool = False
+    load: Callable[[], object] = lambda: None
 
 
 @final
 class Tracker:
-    """What is known of one loader. Main thread only; holds no reference to the loader.
+    """What is known of one loader. Main thread only.
 
     Attributes:
         epoch: the pass that began last; None before the first.
         replay: how the next one is to begin, if not as usual.
         created: what the iterator began from that persistent workers belong to.
         restored: the position that was put back, until the next pass begins.
+        reentry: what else the load puts back.
         late: whether an untracked iterator was in use when tracking began.
         outer: the last pass over a loader with an `__iter__` of its own.
+        left: the pass that the loop had left in its middle at a save.
+        leaves: whether the script begins another one after that.
+        told: whether a warning has named what no resume gives back.
     """
 
     def __init__(self, *, late: bool = False) -> None:
@@ -125,50 +219,83 @@ class Tracker:
         self.replay: Replay | None = None
         self.created: Mapping[str, Any] | None = None
         self.restored: Mapping[str, Any] | None = None
+        self.reentry: TrainingStart | None = None
         self.late = late
         self.outer: Outer | None = None
+        self.left: Epoch | None = None
+        self.leaves = self.told = False
+
+    @property
+    def next(self) -> Replay | None:
+        """How the next pass is to begin: as the last one, if that was no more than a look."""
+        epoch = self.epoch
+        looked = self.reentry is not None and epoch is not None and epoch.replay is not None and epoch.peeked
+        return epoch.replay if self.replay is None and epoch is not None and looked else self.replay
 
     def begin(self, loader: DataLoader[Any], make: Callable[[], Any]) -> Any:
         """Make an iterator; note or replay what its order is made from."""
-        replay, self.replay, self.restored = self.replay, None, None
-        if replay is None:
-            here = starting_state(loader)
-            loaded = getattr(loader, "next_iter_state", None) is not None
-            iterator = make()
-            self._note(loader, here, again=False)
-            if loaded:
-                self.epoch = Epoch(UNKNOWN)  # the loader goes on by itself, from where is not ours to see
-        elif replay.own:
-            here = starting_state(loader)
-            iterator = make()
-            load_global_state(here["global"])
-            self.epoch = Epoch(UNKNOWN)
-        elif replay.fresh:
-            here = starting_state(loader)
-            load_starting_state(loader, replay.begin["created"] or here)
-            indices = Indices(loader, before=here)
-            with _put(loader, indices):
+        with self._beginning(loader) as replay:
+            if replay is None:
+                here = starting_state(loader)
+                loaded = getattr(loader, "next_iter_state", None) is not None
                 iterator = make()
-            indices.hand_over(iterator)
-            self.created = replay.begin["created"]
-            self._note(loader, here, again=True)
-        else:
-            iterator = self._replayed(loader, replay, make)
-        if self.epoch is not None:
-            _watch(iterator, self.epoch)
+                self._note(loader, here, again=False)
+                if loaded:
+                    self.epoch = Epoch(UNKNOWN)  # the loader goes on by itself, from where is not ours to see
+            elif replay.own:
+                here = starting_state(loader)
+                iterator = make()
+                load_global_state(here["global"])
+                self.epoch = Epoch(UNKNOWN)
+            elif replay.fresh:
+                here = starting_state(loader)
+                load_starting_state(loader, replay.begin["created"] or here)
+                indices = Indices(loader, before=here)
+                with _put(loader, indices):
+                    iterator = make()
+                indices.hand_over(iterator)
+                self.created = replay.begin["created"]
+                self._note(loader, here, again=True)
+            else:
+                iterator = self._replayed(loader, replay, make)
+            _watch(iterator, self.epoch, loader)
         return iterator
 
     def begin_again(self, loader: DataLoader[Any], iterator: Any, reset: Callable[[], None]) -> None:
         """Let an iterator with persistent workers begin another epoch."""
-        replay, self.replay, self.restored = self.replay, None, None
-        if replay is None or replay.fresh:
-            here = starting_state(loader)
-            reset()
-            self._note(loader, here, again=True)
-        else:
-            self._replayed(loader, replay, reset, again=iterator)
-        if self.epoch is not None:
-            _watch(iterator, self.epoch)
+        with self._beginning(loader) as replay:
+            if replay is None or replay.fresh:
+                here = starting_state(loader)
+                reset()
+                self._note(loader, here, again=True)
+            else:
+                self._replayed(loader, replay, reset, again=iterator)
+            _watch(iterator, self.epoch, loader)
+
+    @contextmanager
+    def _beginning(self, loader: DataLoader[Any]) -> Generator[Replay | None]:
+        replay, reentry = self.next, self.reentry
+        self.replay = self.restored = None
+        if self.left is not None and self.left is self.epoch:
+            self.leaves = True
+            _log.warning(
+                "a checkpoint was saved after the loop had left a %s at batch %d: its resume goes on there, "
+                "but this training begins another epoch, as later checkpoints know. For short epochs give it "
+                "RandomSampler(data, num_samples=...)",
+                type(loader).__name__, self.left.batches,
+            )  # fmt: skip
+        if reentry is not None and not reentry.is_due:
+            reentry = None
+        if reentry is not None:
+            reentry.put_back()
+        if replay is not None:
+            replay.load()
+        yield replay
+        if (epoch := self.epoch) is not None:
+            epoch.replay = None if replay is None or replay.fresh else replay
+            if reentry is not None:
+                # Another epoch draws as it begins; the rest of one draws nothing before its first batch.
+                reentry.by, epoch.first = epoch, reentry.put_back if epoch.replay else None
 
     def _note(self, loader: DataLoader[Any], here: Mapping[str, Any], *, again: bool) -> None:
         if not again:
@@ -177,7 +304,7 @@ class Tracker:
         begin = epoch_from(loader, here, created)
         # Workers have let their sampler begin already; another may have to wait until the first batch.
         made = None if loader.num_workers else starting_state(loader)
-        self.epoch = Epoch(begin, made=made, loader=ref(loader))
+        self.epoch = Epoch(begin, made=made)
 
     def _replayed(
         self, loader: DataLoader[Any], replay: Replay, make: Callable[[], Any], again: Any = None
@@ -212,7 +339,7 @@ class Tracker:
         load_global_state(here)
         load_samplers_state(loader, replay.samplers)
         begun = replay.batches or replay.begun or loader.num_workers or replay.rest is not None
-        self.epoch = Epoch(replay.begin, made=None if begun else UNKNOWN, loader=ref(loader))
+        self.epoch = Epoch(replay.begin, made=None if begun else UNKNOWN)
         self.epoch.batches = self.epoch.skipped = replay.batches if replay.rest is None else 0
         return iterator
 
@@ -319,7 +446,7 @@ def track(loader: DataLoader[Any]) -> Tracker:
             loader.__class__ = _subclass(type(loader), _loader_overrides)
         if (kept := kept_iterator(loader)) is not None:
             epoch = Epoch(UNKNOWN)
-            _watch(kept, epoch)
+            _watch(kept, epoch, loader)
             # Of torchdata's, which may be in the middle of an epoch; others are refused there.
             tracker.epoch = epoch if hasattr(loader, "state_dict") else None
     return tracker
@@ -365,8 +492,11 @@ def _read_otherwise(tracker: Tracker) -> str | None:
     return f"it has drawn {drawn} batches of this epoch for {outer.batches} that it has handed out"
 
 
-def _watch(iterator: Any, epoch: Epoch) -> None:
-    epoch.iterator = ref(iterator)
+def _watch(iterator: Any, epoch: Epoch | None, loader: DataLoader[Any]) -> None:
+    if epoch is None:
+        return
+    epoch.iterator, epoch.loader = ref(iterator), ref(loader)
+    _open.add(epoch)
     setattr(iterator, EPOCH, epoch)
     if not hasattr(type(iterator), _STOCK):
         iterator.__class__ = _subclass(type(iterator), _iterator_overrides)
@@ -425,12 +555,11 @@ def _iterator_overrides(stock: type[Any]) -> Mapping[str, Any]:
 
     def draw_next(self: Any) -> Any:
         epoch = self.__dict__[EPOCH]
-        if epoch.made is not None:
-            epoch.note_first()
+        epoch.draw()
         try:
             batch = draw(self)
         except StopIteration:
-            epoch.ended = True
+            epoch.end()
             raise
         epoch.batches += 1
         epoch.thread = threading.get_ident()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ckpt_core.coordination import place_in_job
-from ckpt_core.data import LoaderPosition
+from ckpt_core.data import LoaderPosition, await_training, tell_of_missing
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state._groups import fit_of
@@ -80,7 +80,7 @@ class TrainState:
         scaler: a gradient scaler.
         dataloader: one or several torch DataLoaders, or objects with `state_dict` and `load_state_dict`. The
             next `iter` after a load gives the rest of the epoch. Not yet being iterated, unless they tell
-            their position themselves.
+            their position themselves. Without any, a resume begins the data again.
         gradients: whether the parameters' gradients are part of the state, for saves within an accumulation
             window. A capture compares them between ranks.
         rng: whether the random number generators are part of the state.
@@ -118,6 +118,7 @@ class TrainState:
         self._with_model, self._with_rng, self._with_gradients = True, rng, gradients
         require("TrainState", boolean("gradients", gradients))
         self._begun: tuple[SavedState, list[str]] | None = None
+        self._lacks_loader = bool(self._optimizers) and not loaders
         for each in self._optimizers.values():
             unwrap_optimizer(each)
         taken = {*self._optimizers, *self._shared, *loaders, *([_SEED] if rng else ())}
@@ -192,7 +193,7 @@ class TrainState:
                 shared[name] = state
         if gradients is not None:
             tree[_GRADIENTS], shared[_GRADIENTS] = gradients
-        per_rank: dict[str, Any] = {name: each.state() for name, each in self._dataloaders.items()}
+        per_rank = self._positions()
         if per_rank:
             shared[POSITIONS] = dict(per_rank)
         if self._with_rng:
@@ -215,6 +216,12 @@ class TrainState:
             },
             dense=bool(bases),
         )
+
+    def _positions(self) -> dict[str, Any]:
+        if self._lacks_loader:
+            self._lacks_loader = False
+            tell_of_missing("it to TrainState(dataloader=...)")
+        return {name: each.state() for name, each in self._dataloaders.items()}
 
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
         """Return the load target; see `StateSource`.
@@ -301,6 +308,7 @@ class TrainState:
         if self._with_rng:
             # Last: making the iterator of a loader draws from the global generator.
             notes += _apply_rng(saved)
+            await_training(self._dataloaders.values(), partial(load_rng_state, rng_state()))
         for note in notes:
             _log.warning("%s", note)
         return notes

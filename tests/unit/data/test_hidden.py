@@ -148,7 +148,8 @@ def test_what_is_iterated_before_it_is_tracked_is_refused_by_the_first_save():
     with pytest.raises(ConfigError, match="iterated already"):
         position.state()
     assert position.state(ended=True)["ended"], "it is not in use: a host says that no epoch goes on"
-    next(iter(loader))
+    own = iter(loader)
+    next(own)
     assert not position.state()["ended"], "the loop has begun an epoch of its own"
 
 

@@ -150,7 +150,8 @@ def test_a_batch_sampler_of_ones_own_keeps_its_batches():
 
     live = make()
     position = LoaderPosition(live)
-    next(iter(live))
+    begun = iter(live)
+    next(begun)
     again = make()
     (note,) = LoaderPosition(again).restore(position.state(), same_ranks=False)
     assert "each rank goes on after its own 1 batches" in note
