@@ -131,8 +131,7 @@ class TrainingState:
         files, weights = self._files()
         part = model_part(0) if trainer.is_fsdp_enabled else _PLAIN_MODEL_PART
         state, items = saved_part(model, model_state(model), self._contents, place=_MODEL)
-        dense = bool(items)
-        if dense and not self._stock_files:
+        if items and not self._stock_files:
             state, places = self._without_adapters(state, weights, files)
             items |= {ADAPTERS: places}
         sharded: dict[str, dict[str, Any]] = {part: {"model": state}}
@@ -149,7 +148,6 @@ class TrainingState:
             optimizers=optimizers,
             positions={} if self._progress is None else {"training": self._progress.in_samples()},
             configuration=lambda: _configured(trainer.args),
-            dense=dense,
         )
 
     def _without_adapters(

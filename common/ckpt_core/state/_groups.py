@@ -172,7 +172,9 @@ def class_names(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def check_class(optimizer: torch.optim.Optimizer, saved: Sequence[str]) -> None:
-    """Check that a checkpoint is of the same optimizer of torch, or of one that inherits from the other.
+    """Check that a checkpoint is of this class of optimizer, or of a relative.
+
+    That is the same class of torch, or one that inherits from the other.
 
     Classes are known by their own names: modules move.
 

@@ -214,7 +214,6 @@ class TrainState:
                 for name, each in self._dataloaders.items()
                 if (position := each.in_samples(per_rank[name])) is not None
             },
-            dense=bool(bases),
         )
 
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
