@@ -162,7 +162,7 @@ def check_entries(optimizer: torch.optim.Optimizer, saved: SavedEntries) -> None
 
 
 def class_names(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the class of an optimizer and what it inherits from, up to a class of torch."""
+    """Return the classes of an optimizer, its own first, up to one of torch."""
     names: list[str] = []
     for each in type(optimizer).__mro__[: type(optimizer).__mro__.index(torch.optim.Optimizer)]:
         names.append(f"{each.__module__}.{each.__qualname__}")
@@ -198,7 +198,10 @@ def check_class(optimizer: torch.optim.Optimizer, saved: Sequence[str]) -> None:
 
 
 def _state_names(optimizer: torch.optim.Optimizer) -> set[str] | None:
-    """Return the names of the optimizer's state, or those that a first step creates; None if unknown."""
+    """Return the names of the state that is there, or that a first step creates.
+
+    None if they are not known.
+    """
     kept = [state for state in optimizer.state.values() if isinstance(state, Mapping)]
     if not kept:
         number, group = next((n, g) for n, g in enumerate(optimizer.param_groups) if g["params"])
