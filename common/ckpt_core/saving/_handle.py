@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 @final
-class _Outcome(Future[CheckpointInfo]):
+class _OutcomeFuture(Future[CheckpointInfo]):
     """The outcome of a save; `taken` once somebody has received its error."""
 
     taken = False
@@ -56,7 +56,7 @@ class SaveHandle:
         self.created = created
         self._pid = os.getpid()
         self.staged: Future[None] = Future()
-        self.committed: Future[CheckpointInfo] = _Outcome()
+        self.committed: Future[CheckpointInfo] = _OutcomeFuture()
         self.uploaded = cast("Future[CheckpointInfo | None]", self.committed)
         for future in (self.staged, self.committed):
             future.set_running_or_notify_cancel()  # a caller that waits must not cancel the save
@@ -73,7 +73,7 @@ class SaveHandle:
     @property
     def taken(self) -> bool:
         """Whether its error has been received."""
-        return cast("_Outcome", self.committed).taken
+        return cast("_OutcomeFuture", self.committed).taken
 
     def result(self, timeout_seconds: float | None = None) -> CheckpointInfo:
         """Wait for the commit.

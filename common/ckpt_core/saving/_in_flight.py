@@ -265,7 +265,7 @@ class InFlightSaves:
         return bool(full[0])
 
     def _deliver(self, *, together: bool = False) -> None:
-        """Wait for the oldest save; raise or log its failure, unless the caller has it already."""
+        """Wait for the oldest save; raise or log its failure unless it was taken."""
         handle = self._undelivered[0]
         wait_for([handle.committed])
         self._undelivered.popleft()

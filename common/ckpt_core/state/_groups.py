@@ -122,7 +122,7 @@ def arrange(
     return arranged
 
 
-def check_kind(optimizer: torch.optim.Optimizer, *, options: Collection[str], state: Collection[str]) -> None:
+def check_entries(optimizer: torch.optim.Optimizer, saved: SavedEntries) -> None:
     """Check by names that a checkpoint is of this kind of optimizer; torch does not.
 
     New releases of torch add options, and so do schedulers and users; some options add names to the state. An
@@ -130,34 +130,27 @@ def check_kind(optimizer: torch.optim.Optimizer, *, options: Collection[str], st
 
     Args:
         optimizer: the live one; it is not changed.
-        options: names in the saved groups; unknown if empty.
-        state: names of what was saved for a parameter; empty before the first step.
+        saved: its entries in the checkpoint.
 
     Raises:
         IncompatibleCheckpointError: it is of another kind.
     """
-    missing = sorted(set(optimizer.defaults) - set(options) - {*_IMPLEMENTATION, *_OF_SCHEDULERS})
+    options = {str(path[2]) for path in saved if path[0] == "param_groups" and len(path) > 2}
+    state = {str(path[2]) for path in saved if path[0] == "state" and len(path) > 2}
+    missing = sorted(set(optimizer.defaults) - options - {*_IMPLEMENTATION, *_OF_SCHEDULERS})
     known = set(optimizer.defaults).union(*optimizer.param_groups)
-    foreign = sorted(set(options) - known - {*_IMPLEMENTATION, *_OF_SCHEDULERS})
+    foreign = sorted(options - known - {*_IMPLEMENTATION, *_OF_SCHEDULERS})
+    # Before the first step there is no state to compare.
     differ = missing or foreign if state else missing and foreign
-    if not options or not differ or (live := _state_names(optimizer)) == set(state):
+    if not options or not differ or (live := _state_names(optimizer)) == state:
         return
-    missing += sorted((live or set()) - set(state))
-    foreign += sorted(set(state) - (live or set()))
+    missing += sorted((live or set()) - state)
+    foreign += sorted(state - (live or set()))
     raise IncompatibleCheckpointError(
         f"the checkpoint is of another kind of optimizer than {type(optimizer).__name__}: it has "
         f"{', '.join(foreign) or 'nothing else'} and lacks {', '.join(missing) or 'nothing'}",
         missing=missing,
         unexpected=foreign,
-    )
-
-
-def check_entries(optimizer: torch.optim.Optimizer, saved: SavedEntries) -> None:
-    """Check the names of an optimizer's entries in a checkpoint; see `check_kind`."""
-    check_kind(
-        optimizer,
-        options={str(path[2]) for path in saved if path[0] == "param_groups" and len(path) > 2},
-        state={str(path[2]) for path in saved if path[0] == "state" and len(path) > 2},
     )
 
 

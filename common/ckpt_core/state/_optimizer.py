@@ -15,7 +15,7 @@ from torch import nn
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state import _fsdp1, _groups
 from ckpt_core.state._groups import is_flat, nested, probe
-from ckpt_core.state._nested import rekeyed
+from ckpt_core.state._nested import leaves, rekeyed
 from ckpt_core.state._packed import PACKED, packed_state, speaker
 from ckpt_core.state._parameter_names import ParameterNames
 
@@ -155,12 +155,7 @@ def check_groups(
     names = ParameterNames.of(model)
     state = nested(state) if is_flat(state) else state
     groups = state.get("param_groups", ())
-    kept = [values for values in state.get("state", {}).values() if isinstance(values, Mapping)]
-    _groups.check_kind(
-        optimizer,
-        options={str(name) for group in groups for name in group},
-        state={str(name) for values in kept for name in values},
-    )
+    _groups.check_entries(optimizer, {path: None for path, _ in leaves(state)})
     _groups.check_members(names.of_groups(optimizer), groups, names.resolve, fit=fit)
 
 
