@@ -230,7 +230,7 @@ ELSEWHERE = {
     "_sampler_iter": "the same",
     "_consumed": "lightning's CombinedLoader: see tests/adapters/test_lightning_data.py",
     "_sampler_iter_yielded": "torchdata's iterator: the same",
-    "_load_state_dict_pre_hooks": "torch.nn.Module, set in its constructor: tests/unit/state/test_own_loaders.py",
+    "_load_state_dict_pre_hooks": "torch.nn.Module, set in its constructor: see tests/unit/state",
     "_scale": "torch.amp.GradScaler, set in its constructor",
     "_process_group": "torch.distributed._shard.sharded_tensor.ShardedTensor",
     "_fsdp_param_group": "FSDP2's state of a module: see tests/distributed/test_gradients_of_ranks.py",

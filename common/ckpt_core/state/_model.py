@@ -134,9 +134,9 @@ def model_target(
         target |= template(
             {name: value if value is None else empty_like(value, value.dtype)}, _only(saved, name)
         )
-    for name in extra & set(live):
+    for name in map(str, extra & set(live)):
         # Extra state, and what modules pack for their state_dict, may have another form than the saved one.
-        target[str(name)] = template({name: live[str(name)]}, _only(saved, name))[str(name)]
+        target[name] = template({name: live[name]}, _only(saved, name))[name]
     return target
 
 
