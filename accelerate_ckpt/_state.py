@@ -221,7 +221,6 @@ class AcceleratorState:
             optimizers=optimizers,
             positions=positions_in_samples(positions),
             configuration=lambda: {name: getattr(accelerator, name, None) for name in _CONFIGURED},
-            dense=bool(bases),
         )
 
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:

@@ -200,9 +200,9 @@ class Announcements:
     def make(self) -> None:
         """Announce what was committed since the last call; cheap if nothing was."""
         while self._saves and self._saves[0].done():
-            committed = self._saves.pop(0).committed
-            if committed.exception() is None:
-                self._announce(committed.result(), last=False)
+            handle = self._saves.pop(0)
+            if handle.error is None:
+                self._announce(handle.result(), last=False)
 
     def end(self) -> None:
         """Announce what is left, after the last save; and the last as the last."""

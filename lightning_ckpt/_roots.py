@@ -181,7 +181,7 @@ class Roots:
         manager = self.managers.get(place.root)
 
         def ended(saved: Future[CheckpointInfo]) -> None:
-            if saved.exception() is None:
+            if Future.exception(saved) is None:  # looked at without taking it from the user
                 _remove(storage, manager, place, remove_file)
             else:
                 _logger.warning("%s is kept, because the save after it failed", place)
@@ -209,7 +209,7 @@ class Roots:
 
     def _note_saved(self) -> None:
         for root, handle in self._saved:
-            if handle.done() and handle.committed.exception() is None:
+            if handle.done() and handle.error is None:
                 self._origins[root] = handle.step, handle.name
         self._saved = [each for each in self._saved if not each[1].done()]
 

@@ -409,7 +409,6 @@ def capture(
         local=local_buffers(model, tree[MODEL]),
         stable=stable_tensors(model, trained_by),
         optimizers=trained_by,
-        dense=bool(bases),
         positions=positions_in_samples(trainer.fit_loop, per_rank.get(POSITIONS)),
         configuration=lambda: configuration_of(trainer),
     )

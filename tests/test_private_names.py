@@ -50,6 +50,9 @@ TORCH = {
     "torch.distributed.checkpoint.filesystem:FileSystemReader._get_metadata_path": "rank",
     "torch.distributed.checkpoint.metadata:_MEM_FORMAT_ENCODING": None,
     "torch.distributed.checkpoint.planner_helpers:_create_chunk_list": "tensor",
+    "torch.nn:Module._load_from_state_dict": (
+        "state_dict prefix local_metadata strict missing_keys unexpected_keys error_msgs"
+    ),
     "torch.amp.grad_scaler:GradScaler._lazy_init_scale_growth_tracker": "dev",
     "torch.distributed.distributed_c10d:PrefixStore": None,
     "torch.distributed.distributed_c10d:_get_default_store": "",
@@ -227,6 +230,7 @@ ELSEWHERE = {
     "_dataloader": "a loader of Fabric: see tests/adapters/test_fabric.py",
     "_consumed": "lightning's CombinedLoader: see tests/adapters/test_lightning_data.py",
     "_sampler_iter_yielded": "torchdata's iterator: the same",
+    "_load_state_dict_pre_hooks": "torch.nn.Module, set in its constructor: see tests/unit/state",
     "_scale": "torch.amp.GradScaler, set in its constructor",
     "_process_group": "torch.distributed._shard.sharded_tensor.ShardedTensor",
     "_fsdp_param_group": "FSDP2's state of a module: see tests/distributed/test_gradients_of_ranks.py",

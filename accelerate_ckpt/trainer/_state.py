@@ -135,8 +135,7 @@ class TrainingState:
         files, weights = self._files()
         part = model_part(0) if trainer.is_fsdp_enabled else _PLAIN_MODEL_PART
         state, items = saved_part(model, model_state(model), self._contents, place=_MODEL)
-        dense = bool(items)
-        if not self._twice and (dense or (self._stock_files and weights is None)):
+        if not self._twice and (items or (self._stock_files and weights is None)):
             state, places = self._without_adapters(state, weights, files)
             items |= {ADAPTERS: places}
         sharded: dict[str, dict[str, Any]] = {part: {"model": state}}
@@ -153,7 +152,6 @@ class TrainingState:
             optimizers=optimizers,
             positions={} if self._progress is None else {"training": self._progress.in_samples()},
             configuration=lambda: _configured(trainer.args),
-            dense=dense,
         )
 
     def _without_adapters(

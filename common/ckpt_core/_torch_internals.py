@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch._utils import _rebuild_tensor_v2 as rebuild_tensor
 from torch._utils import _rebuild_tensor_v3 as rebuild_tensor_of_new_dtype
 from torch.distributed._shard.sharded_tensor import Shard as TensorShard
@@ -28,6 +29,23 @@ from torch.storage import _storage_type_to_dtype_map as dtypes_by_storage_type
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
+
+
+def loads_itself(module: nn.Module, *, is_root: bool) -> bool:
+    """Return whether a module has a way of its own to load its state, or hooks.
+
+    Torch asks the `load_state_dict` of the root only. Hooks of FSDP2 and of torch's other wrappers change
+    placements and prefixes, batch norms add a counter: they take no other shapes.
+    """
+    kind = type(module)
+    hooks = module._load_state_dict_pre_hooks.values()
+    return (
+        kind._load_from_state_dict
+        not in {nn.Module._load_from_state_dict, nn.BatchNorm1d._load_from_state_dict}
+        or kind.set_extra_state is not nn.Module.set_extra_state
+        or (is_root and kind.load_state_dict is not nn.Module.load_state_dict)
+        or not all(str(each.__module__).startswith("torch.distributed.") for each in hooks)
+    )
 
 
 def without_step_hooks() -> dict[str, Any]:
@@ -215,6 +233,7 @@ __all__ = [
     "kept_iterator",
     "layout_named",
     "let_draw_from",
+    "loads_itself",
     "metadata_path",
     "new_dtypes",
     "own_part",

@@ -528,14 +528,14 @@ class CheckpointManager:
 
     def _own_root(self) -> None:
         """Wait for the saves in flight and claim the root; see `Ownership.take`."""
-        self._saver.in_flight.wait()
+        self._saver.in_flight.wait(together=True)
         self._root.take()
         self._coordinator.run_on_coordinator(self._root.check, what="taking the root")
 
     def _rewind(self) -> None:
         """Wait for the saves in flight, and forget the last one, as a load follows."""
         self._meter.pause()
-        self._saver.in_flight.wait()
+        self._saver.in_flight.wait(together=True)
         self._saver.in_flight.forget()
 
     def __enter__(self) -> Self:

@@ -201,7 +201,6 @@ class CapturedState:
         optimizers: torch optimizers; their steps wait for pending copies.
         positions: name of a loader -> how far training is in it, for the manifest.
         configuration: returns the host's configuration, of which the manifest gets a digest; called once.
-        dense: whether small tensors are written close together, for they are most of the state.
     """
 
     sharded: Mapping[str, StateDict] = field(default_factory=dict[str, StateDict])
@@ -215,7 +214,6 @@ class CapturedState:
     optimizers: Sequence[Any] = ()
     positions: Mapping[str, DataPosition] = field(default_factory=dict[str, DataPosition])
     configuration: Callable[[], Any] | None = None
-    dense: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

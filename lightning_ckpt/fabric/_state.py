@@ -207,7 +207,6 @@ class FabricState:
             groups=groups,
             stable=stable,
             optimizers=tuple(self._parts.optimizers.values()),
-            dense=bool(bases),
         )
 
     def _filtered(self, key: str, values: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -63,7 +63,7 @@ class Ranking:
 
 
 def _failed(handle: SaveHandle | None) -> bool:
-    return handle is not None and handle.done() and handle.committed.exception() is not None
+    return handle is not None and handle.error is not None
 
 
 @final

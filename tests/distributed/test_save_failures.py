@@ -49,6 +49,10 @@ def disk_full_on_one_rank(root: str, deliver: str) -> dict[str, Any]:
     with CheckpointManager(faulty_on(1, root, fault), deadline_seconds=60) as checkpoints:
         checkpoints.save(1, state)
         handle = checkpoints.save(2, state)
+        if dist.get_rank() == 0 and deliver == "save":
+            # Where only one rank has taken the error, every rank raises before they go on together.
+            with pytest.raises(SaveError):
+                handle.result(60)
         calls = {"wait": checkpoints.wait, "save": lambda: checkpoints.save(3, state)}
         with pytest.raises(SaveError) as caught:
             calls[deliver]()

@@ -31,7 +31,6 @@ class Shards:
 
     value_indices = ()
     records: Mapping[MetadataIndex, bytes] = MappingProxyType({})
-    dense = False
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         self._tensors = tensors

@@ -78,6 +78,32 @@ def test_a_failed_save_is_told_wherever_the_manager_is_asked_next(tmp_path, leav
     checkpoints.close()
 
 
+@pytest.mark.parametrize("leave", ["close", "wait", "with", "load", "resume", "prune", "save"])
+def test_a_failed_save_that_the_handle_has_told_is_not_told_again(tmp_path, leave):
+    saved(tmp_path, 1)
+    checkpoints = CheckpointManager(failing(tmp_path, NO_SPACE))
+    handle = checkpoints.save(2, {"a": torch.ones(1)})
+    with pytest.raises(SaveError):
+        handle.result(LONG)
+    calls = {
+        "close": checkpoints.close,
+        "wait": checkpoints.wait,
+        "with": lambda: checkpoints.__exit__(None, None, None),
+        "load": lambda: checkpoints.load({}),
+        "resume": lambda: checkpoints.resume({}),
+        "prune": checkpoints.prune,
+        "save": lambda: checkpoints.save(2, {"a": torch.ones(1)}).result(LONG),
+    }
+    calls[leave]()
+    checkpoints.close()
+
+
+def test_an_exception_that_ends_the_with_block_is_not_noted_beside_itself(tmp_path):
+    with pytest.raises(SaveError) as caught, CheckpointManager(failing(tmp_path, NO_SPACE)) as checkpoints:
+        checkpoints.save(2, {"a": torch.ones(1)}).result(LONG)
+    assert not getattr(caught.value, "__notes__", None)
+
+
 def test_a_failed_save_does_not_hide_the_exception_of_the_loop(tmp_path):
     def job() -> None:
         with CheckpointManager(failing(tmp_path, NO_SPACE)) as checkpoints:

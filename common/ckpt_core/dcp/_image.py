@@ -28,8 +28,8 @@ from ckpt_core.storage import ALIGNMENT
 from ckpt_core.types import FileEntry
 
 PIECE_BYTES = 16 << 20
-_DENSE_ALIGNMENT: Final = 64
-"""That of torch's own zips."""
+_ALIGNMENT_OF_SMALL: Final = 64
+"""Of payloads that are no longer than padding to a page is worth; that of torch's own zips."""
 
 ShardSpec = tuple[MetadataIndex, torch.dtype, tuple[int, ...]]
 """Index, dtype and shape of a shard, or of one of the tensors that a wrapped shard is made of."""
@@ -60,7 +60,6 @@ class ImageLayout:
         specs: the payloads, in the order of the file.
         records: `wrapped_pickle` of the shards that are wrapped; their payloads follow one another.
         zip64_from: the smallest payload size that uses the 64-bit fields of zip.
-        dense: whether small payloads begin right behind one another, and not each on a page.
 
     Attributes:
         slots: of all payloads.
@@ -73,9 +72,8 @@ class ImageLayout:
         records: Mapping[MetadataIndex, bytes] = MappingProxyType({}),
         *,
         zip64_from: int = ZIP32_LIMIT,
-        dense: bool = False,
     ) -> None:
-        self._zip64_from, self._dense = zip64_from, dense
+        self._zip64_from = zip64_from
         self._frames: list[tuple[int, bytes]] = []
         slots: list[Slot] = []
         self.firsts: list[int] = []
@@ -96,13 +94,12 @@ class ImageLayout:
         """Append the archive of one shard; yield the slots of its payloads."""
         start = self.size_bytes
         sizes = [torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape in specs]
-        small = self._dense and max(sizes) < BLOCK_BYTES
         archive = build_archive(
             record,
             [(size, 0) for size in sizes],
             offset=start,
             zip64_from=self._zip64_from,
-            alignment=_DENSE_ALIGNMENT if small else ALIGNMENT,
+            alignment=_ALIGNMENT_OF_SMALL if max(sizes) < BLOCK_BYTES else ALIGNMENT,
         )
         self.size_bytes = start + archive.size_bytes
         at = start

@@ -82,7 +82,6 @@ class Part:
         specs: index, dtype and shape of every tensor in `shards`.
         records: the pickles of the shards that are wrapped.
         value_indices: the entries of `values`.
-        dense: whether small shards are written close together.
     """
 
     def __init__(self) -> None:
@@ -95,7 +94,6 @@ class Part:
         self._value_items: list[_Item] = []
         self._replicas: dict[int, list[_Replica]] = {}
         self._serialised: dict[MetadataIndex, tuple[str, bytes]] = {}
-        self.dense = False
         self.specs: list[ShardSpec] = []
         self.records: dict[MetadataIndex, bytes] = {}
         self.value_indices: list[MetadataIndex] = []

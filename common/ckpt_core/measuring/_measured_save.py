@@ -63,7 +63,7 @@ class MeasuredSave:
         self.name = handle.name
 
         def durable(future: Future[CheckpointInfo]) -> None:
-            if future.exception() is None:
+            if Future.exception(future) is None:  # looked at without taking it from the user
                 self.durable = clock() - self.began
 
         def uploaded(future: Future[CheckpointInfo | None]) -> None:
@@ -121,7 +121,7 @@ class MeasuredSave:
         """What has become of it, once it has ended."""
         if self.handle is None:
             return "skipped" if self.skipped else "failed"
-        return "committed" if self.handle.committed.exception() is None else "failed"
+        return "committed" if Future.exception(self.handle.committed) is None else "failed"
 
     @property
     def ended(self) -> bool:

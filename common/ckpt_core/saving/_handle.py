@@ -6,10 +6,30 @@ import os
 from concurrent.futures import Future, InvalidStateError
 from typing import TypeVar, cast, final
 
+from typing_extensions import override
+
 from ckpt_core.coordination import require_same_process
 from ckpt_core.types import CheckpointInfo
 
 T = TypeVar("T")
+
+
+@final
+class _OutcomeFuture(Future[CheckpointInfo]):
+    """The outcome of a save; `taken` once somebody has received its error."""
+
+    taken = False
+
+    @override
+    def result(self, timeout: float | None = None) -> CheckpointInfo:
+        self.exception(timeout)
+        return super().result()
+
+    @override
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        error = super().exception(timeout)
+        self.taken = error is not None
+        return error
 
 
 @final
@@ -21,7 +41,8 @@ class SaveHandle:
         name: directory name of the checkpoint under its root.
         created: when it was agreed on, Unix seconds on the coordinator's clock.
         staged: resolves when training may change the state.
-        committed: resolves when the checkpoint exists, or raises the same `SaveError` on every rank.
+        committed: resolves when the checkpoint exists, or raises the same `SaveError` on every rank. Who gets
+            the error here, or from `result`, has it: the manager does not raise it again.
         uploaded: resolves with the checkpoint when every further tier that it was due for has it; with None
             if it was due for none, a newer one has overtaken it, or it was left to the next run; raises
             `UploadError` if it could not be uploaded in time. Without an `Upload` it is `committed`.
@@ -35,7 +56,7 @@ class SaveHandle:
         self.created = created
         self._pid = os.getpid()
         self.staged: Future[None] = Future()
-        self.committed: Future[CheckpointInfo] = Future()
+        self.committed: Future[CheckpointInfo] = _OutcomeFuture()
         self.uploaded = cast("Future[CheckpointInfo | None]", self.committed)
         for future in (self.staged, self.committed):
             future.set_running_or_notify_cancel()  # a caller that waits must not cancel the save
@@ -43,6 +64,16 @@ class SaveHandle:
     def done(self) -> bool:
         """Return whether the save has ended, successfully or not."""
         return self.committed.done()
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why the save has failed, None if it has not; the manager raises it all the same."""
+        return Future.exception(self.committed) if self.committed.done() else None
+
+    @property
+    def taken(self) -> bool:
+        """Whether its error has been received."""
+        return cast("_OutcomeFuture", self.committed).taken
 
     def result(self, timeout_seconds: float | None = None) -> CheckpointInfo:
         """Wait for the commit.

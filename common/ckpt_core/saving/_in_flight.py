@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
@@ -181,7 +182,7 @@ class InFlightSaves:
             return False
         # The number of handles is equal on every rank, so all ranks raise at the same call.
         while len(self._undelivered) >= self._options.arenas:
-            self._deliver()
+            self._deliver(together=True)
         return True
 
     def overdue(self) -> bool:
@@ -210,8 +211,11 @@ class InFlightSaves:
         """Describe where a given-up save still hangs; "" if none does."""
         return self._thread.stuck()
 
-    def wait(self) -> None:
+    def wait(self, *, together: bool = False) -> None:
         """Wait for every save in flight and its prune, and deliver the first failure.
+
+        Args:
+            together: whether all ranks wait, and the next thing that they do is collective.
 
         Raises:
             SaveError: a save failed, and `on_error` is `raise`. If several did, the next call raises the
@@ -220,7 +224,7 @@ class InFlightSaves:
         if self._task is not None:
             self._task.over.wait()
         while self._undelivered:
-            self._deliver()
+            self._deliver(together=together)
 
     def settle(self) -> None:
         """Wait for every save in flight, ahead of a mandatory one; only log failures."""
@@ -260,15 +264,22 @@ class InFlightSaves:
         )
         return bool(full[0])
 
-    def _deliver(self) -> None:
-        """Wait for the oldest save and raise or log its failure."""
+    def _deliver(self, *, together: bool = False) -> None:
+        """Wait for the oldest save; raise or log its failure unless it was taken."""
         handle = self._undelivered[0]
-        error = handle.committed.exception()
+        wait_for([handle.committed])
         self._undelivered.popleft()
+        error = handle.error
         if error is None:
             return
         if self.latest is handle:
             self.latest = None  # a later save of the same name is a new attempt
+        taken = handle.taken
+        if together:  # no rank may go on to what is collective without one that raises
+            (lacking,) = self._coordinator.all_reduce_max([int(not taken)], what="delivering a failed save")
+            taken = not lacking
+        if taken:
+            return
         # Training may continue after a failed save, but not when the root belongs to another job.
         if self._options.on_error == "raise" or not isinstance(error, SaveError):
             raise error
@@ -281,6 +292,6 @@ def _fail(handle: SaveHandle, error: BaseException) -> None:
 
 
 def _log_failure(handle: SaveHandle) -> None:
-    error = handle.committed.exception()
-    if error is not None:
+    error = handle.error
+    if error is not None and not handle.taken:
         _logger.error("training continues without the checkpoint of step %d: %s", handle.step, error)

@@ -44,14 +44,12 @@ class Offer:
         files: names of the small files that this rank could write.
         shared: names of its shared items.
         groups: part -> the names in its parameter groups.
-        dense: whether small shards are written close together.
     """
 
     rank_local: frozenset[BufferKey] = frozenset()
     files: frozenset[str] = frozenset()
     shared: frozenset[str] = frozenset()
     groups: Mapping[str, GroupNames] = field(default_factory=dict[str, GroupNames])
-    dense: bool = False
 
 
 @message
@@ -119,8 +117,6 @@ class PlanCache:
         fits = (offer, list(sharded)) == (self._offer, list(self.parts))
         self._offer = offer
         self.parts = {name: self.parts.get(name) or Part() for name in sharded}
-        for part in self.parts.values():
-            part.dense = offer.dense
         alike = [self.parts[name].update(tree) for name, tree in sharded.items()]
         self._valid = self._valid and fits and all(alike)
         return self._distrusted or not self._valid

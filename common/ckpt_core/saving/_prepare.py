@@ -316,7 +316,6 @@ def _offer(state: CapturedState, files: Collection[str], *, several: bool) -> Of
         files=frozenset(files),
         shared=frozenset(state.shared),
         groups=groups,
-        dense=state.dense,
     )
 
 

@@ -282,8 +282,7 @@ class SaveRun:
     def _given_up(self) -> SaveError | None:
         if not self._handle.done():
             return None
-        error = self._handle.committed.exception()
-        return SaveError(f"while writing: given up before it ended ({error})", phase="write")
+        return SaveError(f"while writing: given up before it ended ({self._handle.error})", phase="write")
 
     def _failed(self, error: CheckpointError) -> CheckpointError:
         """Remove the written files unless possibly committed; return the handle's error."""

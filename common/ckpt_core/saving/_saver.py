@@ -147,7 +147,7 @@ class Saver:
 
     def prewarm(self, state: State | CapturedState) -> int:
         """Plan and allocate the arenas ahead of the first save; see `Preparer.prewarm`."""
-        self.in_flight.wait()
+        self.in_flight.wait(together=True)
         return self._preparer.prewarm(state)
 
     @property

@@ -13,14 +13,15 @@ from typing import Final, final
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from ckpt_core.formats.chunks import BLOCK_BYTES
 from ckpt_core.options import Headroom
 from ckpt_core.state import PICKLED
 from ckpt_core.storage import Storage
 
 _PAGE: Final = 4096
-_FRAME_BYTES: Final = 1536
-"""Upper bound of the zip around a tensor, without its padding to a page."""
-_TABLE_BYTES: Final = 512
+_FRAME_BYTES: Final = 832
+"""Upper bound of the zip around a tensor, without padding to a page."""
+_TABLE_BYTES: Final = 320
 """Upper bound of a chunk's entries in its rank's table and in `.metadata`, without its name."""
 _ENTRY_BYTES: Final = 3072
 """Upper bound of a plain value in its file and in the tables."""
@@ -160,6 +161,7 @@ def _part_bytes(metadata: Metadata) -> int:
         item = entry.properties.dtype.itemsize
         for chunk in entry.chunks:
             payload = chunk.sizes.numel() * item
-            pages = -(-(payload + _FRAME_BYTES) // _PAGE)
-            total += pages * _PAGE + _TABLE_BYTES + name_bytes + int(payload * _BLOCK_CRC)
+            padding = 0 if payload < BLOCK_BYTES else _PAGE
+            framed = payload + _FRAME_BYTES + padding
+            total += framed + _TABLE_BYTES + name_bytes + int(payload * _BLOCK_CRC)
     return total

@@ -202,9 +202,7 @@ class Stager:
 
     def _laid_out(self, parts: Mapping[str, Part], generation: int) -> _Layouts:
         if generation != self._generation:
-            self._layouts = {
-                name: ImageLayout(part.specs, part.records, dense=part.dense) for name, part in parts.items()
-            }
+            self._layouts = {name: ImageLayout(part.specs, part.records) for name, part in parts.items()}
             self._generation = generation
         return self._layouts
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from ckpt_core._torch_internals import without_step_hooks
 from ckpt_core.errors import IncompatibleCheckpointError
-from ckpt_core.types import SavedState
+from ckpt_core.types import SavedEntries, SavedState
 
 
 def probe(optimizer: torch.optim.Optimizer, group: int, parameter: torch.Tensor) -> Mapping[str, Any]:
@@ -87,6 +87,7 @@ def fit_of(saved: SavedState) -> Fit:
 # How a step is computed, not its result: the live optimizer's choice is kept, because it depends on the
 # device, the strategy and the torch version.
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable", "param_names")
+_OF_TORCH = "torch.optim."
 _OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 
 
@@ -121,39 +122,86 @@ def arrange(
     return arranged
 
 
-def check_kind(optimizer: torch.optim.Optimizer, *, options: Collection[str], state: Collection[str]) -> None:
+def check_entries(optimizer: torch.optim.Optimizer, saved: SavedEntries) -> None:
     """Check by names that a checkpoint is of this kind of optimizer; torch does not.
 
-    New releases of torch add names, and so do schedulers and users; an optimizer of another kind has extra
-    names and lacks others, in its groups and in its state.
+    New releases of torch add options, and so do schedulers and users; some options add names to the state. An
+    optimizer of another kind has other options and other state.
 
     Args:
         optimizer: the live one; it is not changed.
-        options: names in the saved groups; unknown if empty.
-        state: names of what was saved for a parameter.
+        saved: its entries in the checkpoint.
 
     Raises:
         IncompatibleCheckpointError: it is of another kind.
     """
-    missing = sorted(set(optimizer.defaults) - set(options) - {*_IMPLEMENTATION, *_OF_SCHEDULERS})
+    options = {str(path[2]) for path in saved if path[0] == "param_groups" and len(path) > 2}
+    state = {str(path[2]) for path in saved if path[0] == "state" and len(path) > 2}
+    missing = sorted(set(optimizer.defaults) - options - {*_IMPLEMENTATION, *_OF_SCHEDULERS})
     known = set(optimizer.defaults).union(*optimizer.param_groups)
-    foreign = sorted(set(options) - known - {*_IMPLEMENTATION, *_OF_SCHEDULERS})
-    if not options or not missing or not foreign or _state_names(optimizer) == set(state):
+    foreign = sorted(options - known - {*_IMPLEMENTATION, *_OF_SCHEDULERS})
+    # Before the first step there is no state to compare.
+    differ = missing or foreign if state else missing and foreign
+    if not options or not differ or (live := _state_names(optimizer)) == state:
         return
+    missing += sorted((live or set()) - state)
+    foreign += sorted(state - (live or set()))
     raise IncompatibleCheckpointError(
-        f"the checkpoint is of another kind of optimizer: it has {', '.join([*foreign, *sorted(state)])} and "
-        f"lacks {', '.join(missing)}, which {type(optimizer).__name__} has",
+        f"the checkpoint is of another kind of optimizer than {type(optimizer).__name__}: it has "
+        f"{', '.join(foreign) or 'nothing else'} and lacks {', '.join(missing) or 'nothing'}",
         missing=missing,
         unexpected=foreign,
     )
 
 
-def _state_names(optimizer: torch.optim.Optimizer) -> set[str]:
-    """Return the names of the optimizer's state, or those that a first step creates."""
+def class_names(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the classes of an optimizer, its own first, up to one of torch."""
+    names: list[str] = []
+    for each in type(optimizer).__mro__[: type(optimizer).__mro__.index(torch.optim.Optimizer)]:
+        names.append(f"{each.__module__}.{each.__qualname__}")
+        if names[-1].startswith(_OF_TORCH):
+            break
+    return names
+
+
+def check_class(optimizer: torch.optim.Optimizer, saved: Sequence[str]) -> None:
+    """Check that a checkpoint is of this class of optimizer, or of a relative.
+
+    That is the same class of torch, or one that inherits from the other.
+
+    Classes are known by their own names: modules move.
+
+    Args:
+        optimizer: the live one.
+        saved: its `class_names` at the save.
+
+    Raises:
+        IncompatibleCheckpointError: it is of another class.
+    """
+    live = class_names(optimizer)
+    then, now = ([name.rpartition(".")[2] for name in names] for names in (saved, live))
+    of_torch = saved[-1].startswith(_OF_TORCH) and live[-1].startswith(_OF_TORCH)
+    if then[-1] != now[-1] if of_torch else then[0] not in now and now[0] not in then:
+        raise IncompatibleCheckpointError(
+            f"the checkpoint is of another kind of optimizer: {saved[0]} was saved, and the live one is "
+            f"{live[0]}, to which the same values mean something else. Build the one that was saved, or load "
+            "the rest without it",
+            mismatched=[f"{saved[0]} != {live[0]}"],
+        )
+
+
+def _state_names(optimizer: torch.optim.Optimizer) -> set[str] | None:
+    """Return the names of the state that is there, or that a first step creates.
+
+    None if they are not known.
+    """
     kept = [state for state in optimizer.state.values() if isinstance(state, Mapping)]
     if not kept:
         number, group = next((n, g) for n, g in enumerate(optimizer.param_groups) if g["params"])
-        kept = [probe(optimizer, number, group["params"][0])]
+        try:
+            kept = [probe(optimizer, number, group["params"][0])]
+        except Exception:  # noqa: BLE001 - of anyone's step, as for lack of a closure; its names stay unknown
+            return None
     return {str(name) for state in kept for name in state}
 
 

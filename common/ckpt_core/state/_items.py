@@ -17,10 +17,12 @@ from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, CorruptCheckpointError, FileFailure, IncompatibleCheckpointError
 from ckpt_core.formats.checksums import crc32
 from ckpt_core.names import FORMAT_VERSION
+from ckpt_core.state._groups import check_entries
 from ckpt_core.state._nested import leaves, rekeyed, with_empties
 from ckpt_core.state._packed import PACKED
-from ckpt_core.state._tensors import is_sharded, local_bytes
+from ckpt_core.state._tensors import is_sharded, local_bytes, template
 from ckpt_core.state._value_codec import NotEncodableError, decode, encode
+from ckpt_core.types import SavedEntries
 
 MAX_SHARED_BYTES = 1 << 20
 """Items with more tensor bytes than this are stored with the model, in the sharded data."""
@@ -92,6 +94,17 @@ def _keys(item: Any) -> Any:
     return state
 
 
+def item_target(item: Any, saved: SavedEntries) -> dict[str, Any]:
+    """Return the load target for an object's state in the sharded data.
+
+    Raises:
+        IncompatibleCheckpointError: the object is an optimizer, and the state is of one of another kind.
+    """
+    if isinstance(item, torch.optim.Optimizer):
+        check_entries(item, saved)
+    return template(item.state_dict(), saved)
+
+
 def load_item(name: str, item: Any, state: Any, *, of_tree: bool = False) -> None:
     """Load the saved state of an object.
 
@@ -104,6 +117,8 @@ def load_item(name: str, item: Any, state: Any, *, of_tree: bool = False) -> Non
     Raises:
         IncompatibleCheckpointError: the object refuses the state.
     """
+    if isinstance(item, torch.optim.Optimizer):
+        check_entries(item, {path: None for path, _ in leaves(state)})
     try:
         live = _keys(item)
         state = rekeyed(state, live)

@@ -12,17 +12,20 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
+from torch.nn.parameter import is_lazy
 
+from ckpt_core._torch_internals import loads_itself
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state._fsdp1 import is_fsdp1
 from ckpt_core.state._parameter_names import ParameterNames, Prefixes
-from ckpt_core.state._tensors import matches, placeholders, put_back_packed, template
+from ckpt_core.state._tensors import empty_like, matches, placeholders, put_back_packed, shape_of, template
 from ckpt_core.types import SavedEntries, SavedState
 
 _logger = logger_of(__name__)
 _EXTRA_STATE: Final = "_extra_state"
 _COMPILED: Final = "_orig_mod."
+_ACTIVATIONS: Final = "_checkpoint_wrapped_module"
 
 Models: TypeAlias = nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module]
 
@@ -116,7 +119,7 @@ def model_target(
         base: names that the checkpoint may lack, because the model has their values.
     """
     lacking = set(base) - {path[0] for path in saved}
-    live = {name: value for name, value in model_state(model).items() if name not in lacking}
+    live = {name: v for name, v in model_state(model).items() if name not in lacking and not is_lazy(v)}
     if of is not None:
         live = {name: value for name, value in live.items() if of.wants(("model", name))}
     target = placeholders({name: value for name, value in live.items() if isinstance(value, torch.Tensor)})
@@ -126,10 +129,38 @@ def model_target(
         if str(path[0]).endswith(_EXTRA_STATE)
         or (entry is not None and not matches(live.get(str(path[0])), entry) and _is_packed(path[0], live))
     }
-    for name in extra & set(live):
+    for name in _of_own_loaders(model, saved, target) if of is None or not of.include else ():
+        value = target.pop(name, None)
+        target |= template(
+            {name: value if value is None else empty_like(value, value.dtype)}, _only(saved, name)
+        )
+    for name in map(str, extra & set(live)):
         # Extra state, and what modules pack for their state_dict, may have another form than the saved one.
-        target[str(name)] = template({name: live[str(name)]}, _only(saved, name))[str(name)]
+        target[name] = template({name: live[name]}, _only(saved, name))[name]
     return target
+
+
+def _of_own_loaders(model: nn.Module, saved: SavedEntries, target: Mapping[str, Any]) -> set[str]:
+    """Return the names that modules with ways of their own to load must be given.
+
+    Such a module may take other names and shapes than it has, and may swap them: what is below it gets
+    memory of its own. It decides when the rest has been read. Where everything fits, nothing is special.
+    """
+    names = {str(path[0]) for path in saved} | set(target)
+    odd = {name for name in names if not name.endswith(_EXTRA_STATE) and not _fits(name, saved, target)}
+    prefixes = Prefixes(model)
+    found: set[str] = set()
+    for raw, module in prefixes.modules.items() if odd and not is_fsdp1(model) else ():
+        if loads_itself(module, is_root=not raw):
+            prefix = prefixes.name(f"{raw}." if raw else "")
+            below = {name for name in names if name.startswith(prefix)}
+            found |= below if odd & below else set()
+    return found
+
+
+def _fits(name: str, saved: SavedEntries, target: Mapping[str, Any]) -> bool:
+    entry = saved.get((name,))
+    return entry is not None and name in target and shape_of(target[name]) == entry.shape
 
 
 def _is_packed(name: str | int, live: Mapping[str, Any]) -> bool:
@@ -177,7 +208,15 @@ def _put_back(model: nn.Module, state: Mapping[str, Any], *, strict: bool, base:
             values[key] = remaining.pop(name, state[name])
         elif strict and key.endswith(_EXTRA_STATE) and isinstance(live, Mapping):
             values[key] = {}  # empty extra state is not recorded in a checkpoint
-    found: Any = model.load_state_dict({**values, **remaining}, strict=False)
+    # For a module with a load of its own; checkpoint wrappers put in their prefix themselves.
+    raw_of = {
+        prefixes.name(f"{raw}."): f"{raw}." for raw in prefixes.modules if raw and _ACTIVATIONS not in raw
+    }
+    others: dict[str, Any] = {}
+    for name, value in remaining.items():
+        parent = max((each for each in raw_of if name.startswith(each)), key=len, default="")
+        others[raw_of.get(parent, "") + name.removeprefix(parent)] = value
+    found: Any = model.load_state_dict({**values, **others}, strict=False)
     if found is None or not strict:
         return  # a method of the model's own, which raises its own errors
     # Torch reports a loaded key as unexpected if the parameter's own name has a dot.

@@ -7,7 +7,7 @@ starts at 1), and a save must never change training. The names are the same as t
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -15,9 +15,12 @@ from torch import nn
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state import _fsdp1, _groups
 from ckpt_core.state._groups import is_flat, nested, probe
-from ckpt_core.state._nested import rekeyed
+from ckpt_core.state._nested import leaves, rekeyed
 from ckpt_core.state._packed import PACKED, packed_state, speaker
 from ckpt_core.state._parameter_names import ParameterNames
+
+_CLASS: Final = "optimizer_class"
+"""Key of the names of its classes, beside `PACKED`."""
 
 
 def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
@@ -71,7 +74,7 @@ def optimizer_state(
     if _fsdp1.is_fsdp1(model):
         own = packed_state(optimizer, inner) if optimizer is not inner else {}
         _refuse_beside(inner, set(own) - PACKED)
-        return _with_own_groups(_fsdp1.optimizer_state(model, inner))
+        return _complete(inner, _fsdp1.optimizer_state(model, inner))
     members_of_groups = (names or ParameterNames.of(model)).of_groups(inner)
     packed = packed_state(optimizer, inner)
     by_index: dict[Any, str] = {}
@@ -81,7 +84,7 @@ def optimizer_state(
         groups.append({**group, "params": list(members)})
     state = {by_index.get(key, str(key)): values for key, values in packed["state"].items()}
     beside = {key: value for key, value in packed.items() if key not in PACKED}
-    return _with_own_groups({**beside, "state": state, "param_groups": groups})
+    return _complete(inner, {**beside, "state": state, "param_groups": groups})
 
 
 def _refuse_beside(optimizer: torch.optim.Optimizer, keys: Collection[str]) -> None:
@@ -92,7 +95,8 @@ def _refuse_beside(optimizer: torch.optim.Optimizer, keys: Collection[str]) -> N
         )
 
 
-def _with_own_groups(state: dict[str, Any]) -> dict[str, Any]:
+def _complete(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Add what the optimizer is, and copy tensors among its hyperparameters."""
     groups = [
         {
             key: value.detach().clone() if isinstance(value, torch.Tensor) else value
@@ -100,7 +104,7 @@ def _with_own_groups(state: dict[str, Any]) -> dict[str, Any]:
         }
         for group in state["param_groups"]
     ]
-    return {**state, "param_groups": groups}
+    return {**state, "param_groups": groups, _CLASS: _groups.class_names(optimizer)}
 
 
 def load_optimizer_state(
@@ -123,7 +127,7 @@ def load_optimizer_state(
         if _fsdp1.is_fsdp1(model)
         else _index_form(model, inner, state, fit=fit)
     )
-    beside = {key: value for key, value in state.items() if key not in PACKED}
+    beside = {key: value for key, value in state.items() if key not in {*PACKED, _CLASS}}
     try:
         speaker(optimizer, inner).load_state_dict({**beside, **indexed})
     except (ValueError, TypeError, KeyError) as error:
@@ -144,17 +148,14 @@ def check_groups(
         IncompatibleCheckpointError: it is not.
     """
     optimizer = unwrap_optimizer(optimizer)
+    if state is not None and _CLASS in state and fit != "any":
+        _groups.check_class(optimizer, state[_CLASS])
     if state is None or _fsdp1.is_fsdp1(model):
         return  # `load_optimizer_state` checks it; under FSDP1 a check is a collective
     names = ParameterNames.of(model)
     state = nested(state) if is_flat(state) else state
     groups = state.get("param_groups", ())
-    kept = [values for values in state.get("state", {}).values() if isinstance(values, Mapping)]
-    _groups.check_kind(
-        optimizer,
-        options={str(name) for group in groups for name in group},
-        state={str(name) for values in kept for name in values},
-    )
+    _groups.check_entries(optimizer, {path: None for path, _ in leaves(state)})
     _groups.check_members(names.of_groups(optimizer), groups, names.resolve, fit=fit)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from ckpt_core.data import is_stateful
 from ckpt_core.errors import ConfigError
-from ckpt_core.state._items import load_item
+from ckpt_core.state._items import item_target, load_item
 from ckpt_core.state._nested import Path, get, is_leaf, under
 from ckpt_core.state._tensors import template
 from ckpt_core.state._train_state import TrainState
@@ -165,7 +165,7 @@ def _targets(value: Any, saved: SavedEntries, *prefix: str | int) -> Any:
     if isinstance(value, nn.Module):
         return _own(value.state_dict(), under(saved, *prefix))
     if is_stateful(value):
-        return template(value.state_dict(), under(saved, *prefix))
+        return item_target(value, under(saved, *prefix))
     return None if is_leaf(value) else [_targets(each, saved, *prefix, i) for i, each in enumerate(value)]
 
 

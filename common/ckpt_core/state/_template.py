@@ -51,11 +51,7 @@ def optimizer_target(model: nn.Module, optimizer: Any, saved: SavedEntries) -> d
             f"parameters{_NUMBERED}",
             unexpected=sorted(names),
         )
-    _groups.check_kind(
-        optimizer,
-        options={str(path[2]) for path in saved if path[0] == "param_groups" and len(path) > 2},
-        state={str(path[2]) for path in saved if path[0] == "state" and len(path) > 2},
-    )
+    _groups.check_entries(optimizer, saved)
     return tree
 
 

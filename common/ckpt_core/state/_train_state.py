@@ -21,6 +21,7 @@ from ckpt_core.state._items import (
     check_stateful,
     function_free,
     is_large,
+    item_target,
     load_item,
 )
 from ckpt_core.state._model import (
@@ -214,7 +215,6 @@ class TrainState:
                 for name, each in self._dataloaders.items()
                 if (position := each.in_samples(per_rank[name])) is not None
             },
-            dense=bool(bases),
         )
 
     def _positions(self) -> dict[str, Any]:
@@ -240,7 +240,7 @@ class TrainState:
             put(tree, _path(name), optimizer_target(self._model, optimizer, under(entries, *_path(name))))
         for name, item in self._items.items():
             if found := under(entries, "items", name):
-                put(tree, ("items", name), template(item.state_dict(), found))
+                put(tree, ("items", name), item_target(item, found))
         if self._with_gradients and _GRADIENTS in saved.shared:
             tree[_GRADIENTS] = self._gradients.target(under(entries, _GRADIENTS), saved.shared[_GRADIENTS])
         for name, each in self._kept_by_stock(saved):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Generator
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 
 import pytest
@@ -80,7 +80,7 @@ def test_a_failure_is_delivered_exactly_once(deliver, back_pressure):
     with flight(back_pressure) as each:
         save = handle()
         start(each, save, fail(save))
-        save.committed.exception(LONG)
+        wait([save.committed], LONG)
         with pytest.raises(SaveError, match="disk"):
             getattr(each, deliver)()
         each.wait()
@@ -233,12 +233,76 @@ def test_a_failure_is_told_at_the_same_call_on_every_rank():
     with flight(limit=2) as each:
         save = handle(1)
         start(each, save, fail(save))
-        save.committed.exception(LONG)
+        wait([save.committed], LONG)
         assert each.ready()
         later = handle(2)
         start(each, later, succeed(later))
         with pytest.raises(SaveError, match="disk"):
             each.ready()
+
+
+def in_another_thread(save: SaveHandle) -> None:
+    with ThreadPoolExecutor(1) as pool, pytest.raises(SaveError):
+        pool.submit(save.result, LONG).result()
+
+
+def by_result(save: SaveHandle) -> None:
+    with pytest.raises(SaveError):
+        save.result(LONG)
+
+
+def by_the_future(save: SaveHandle) -> None:
+    with pytest.raises(SaveError):
+        save.committed.result(LONG)
+
+
+TAKERS: dict[str, Callable[[SaveHandle], object]] = {
+    "result": by_result,
+    "the future's result": by_the_future,
+    "the future's exception": lambda save: save.committed.exception(LONG),
+    "another thread": in_another_thread,
+    "twice": lambda save: (by_result(save), by_result(save)),
+}
+
+
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+@pytest.mark.parametrize("deliver", ["ready", "wait", "close", "settle"])
+@pytest.mark.parametrize("taker", TAKERS)
+def test_an_error_that_was_taken_is_not_delivered_again(taker, deliver, on_error, caplog):
+    with flight(on_error=on_error) as each:
+        save = handle()
+        start(each, save, fail(save))
+        TAKERS[taker](save)
+        getattr(each, deliver)()
+        assert each.latest is None
+        each.close()
+    assert not caplog.records
+
+
+def test_a_look_that_timed_out_or_that_is_ours_takes_nothing():
+    with flight() as each:
+        save, go = handle(), threading.Event()
+        start(each, save, lambda: go.wait(LONG) and fail(save)())
+        with pytest.raises(TimeoutError):
+            save.result(0)
+        assert save.error is None
+        go.set()
+        wait([save.committed], LONG)
+        assert str(save.error) == "disk"
+        with pytest.raises(SaveError, match="disk"):
+            each.wait()
+
+
+def test_of_two_failed_saves_the_one_that_was_not_taken_is_delivered():
+    for taken in (1, 2):
+        with flight(limit=2) as each:
+            saves = [handle(step) for step in (1, 2)]
+            for save in saves:
+                start(each, save, fail(save, f"disk {save.step}"))
+            by_result(saves[taken - 1])
+            with pytest.raises(SaveError, match=f"disk {3 - taken}"):
+                each.wait()
+            each.wait()
 
 
 def test_a_failure_behind_the_one_that_close_raises_is_logged(caplog):

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import pytest
@@ -162,6 +161,7 @@ def test_names_are_those_of_torch_whatever_wraps_the_model():
     net.body = checkpoint_wrapper(nn.Sequential(torch.compile(net.body, backend="eager")))
     wrapped = torch.compile(net, backend="eager")
     ours, theirs = optimizer_state(wrapped, optimizer), get_optimizer_state_dict(wrapped, optimizer)
+    assert ours.pop("optimizer_class") == ["torch.optim.adamw.AdamW"]
     assert_equal(ours, theirs)
     assert_equal(dict(model_state(wrapped)), dict(get_model_state_dict(wrapped)))
     assert ours["state"]["embed.weight"]["exp_avg"] is optimizer.state[net.embed.weight]["exp_avg"]
@@ -305,59 +305,15 @@ def test_state_of_unknown_parameters_is_refused_before_anything_is_read(tmp_path
     assert caught.value.unexpected == ["1.bias", "1.weight", "3.bias", "3.weight"]
 
 
-KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.001),
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.5),
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9),
-    "nadam": lambda p: torch.optim.NAdam(p, lr=0.002),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
-    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
-}
-
-
-def trained(kind: str, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    net = model()
-    optimizer = KINDS[kind](net.parameters())
-    train(net, optimizer, steps)
-    return net, optimizer
-
-
-@pytest.mark.parametrize("steps", [0, 1], ids=["fresh", "stepped"])
-@pytest.mark.parametrize(
-    ("saved", "live"),
-    [
-        ("adamw", "sgd"),
-        ("momentum", "adamw"),
-        ("adamw", "nadam"),
-        ("rmsprop", "adamw"),
-        ("adagrad", "sgd"),
-        ("adamw", "adafactor"),
-        ("sgd", "momentum"),
-        ("adafactor", "adafactor"),
-    ],
-)
-def test_the_state_of_an_optimizer_of_another_kind_is_refused(tmp_path, saved, live, steps):
-    net, optimizer = trained(saved, 1)
-    written = save(TrainState(model=net, optimizer=optimizer), tmp_path)
-    net, optimizer = trained(live, steps)
-    before = copy.deepcopy(optimizer.state_dict())
-    state = TrainState(model=net, optimizer=optimizer)
-    if saved == live or {saved, live} == {"sgd", "momentum"}:
-        load(state, written)
-        return
-    with pytest.raises(IncompatibleCheckpointError, match="another kind of optimizer"):
-        load(state, written)
-    assert_equal(optimizer.state_dict(), before)
-
-
 def test_names_that_torch_schedulers_and_users_add_make_no_other_kind(tmp_path):
-    net, optimizer = trained("adamw", 1)
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    train(net, optimizer, 1)
     group = optimizer.param_groups[0]
     del group["decoupled_weight_decay"]  # as of an older release
     group.update(initial_lr=0.1, max_lr=1.0, of_the_user=3)
     written = save(TrainState(model=net, optimizer=optimizer), tmp_path)
-    net, optimizer = trained("adamw", 0)
+    optimizer = torch.optim.AdamW(net.parameters())
     load(TrainState(model=net, optimizer=optimizer), written)
     assert optimizer.param_groups[0]["of_the_user"] == 3
 

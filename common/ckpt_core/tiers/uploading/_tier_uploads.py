@@ -202,7 +202,7 @@ class TierUploads:
         self, uploaded: Future[CheckpointInfo | None], due: Sequence[Uploader], done: Future[CheckpointInfo]
     ) -> None:
         """Put a committed save in the lines that it is due for. On the save thread."""
-        error = done.exception()
+        error = Future.exception(done)  # looked at without taking it from the user
         if error is not None:
             settle(uploaded, error)
             return
