@@ -11,9 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from ckpt_core.cadence import EverySeconds, FailureRate, Optimal, optimal_interval
-from ckpt_core.journal import failure_rate
-from ckpt_core.simulation import (
+from benchmarks.simulation import (
     LLAMA_3_DEVICE_SECONDS,
     ExponentialFailures,
     FailureTrace,
@@ -24,6 +22,8 @@ from ckpt_core.simulation import (
     WeibullFailures,
     simulate,
 )
+from ckpt_core.cadence import EverySeconds, FailureRate, Optimal, optimal_interval
+from ckpt_core.journal import failure_rate
 
 HOUR, DAY = 3600.0, 86400.0
 JOB = SimulatedJob(work=5 * DAY, step=5.0, stall=1.0, slowdown=2.0, durable=60.0, down=180.0, restore=60.0)

@@ -1,7 +1,7 @@
 """The hosts' own tests, run without ours and through ours: what passes alone must pass with us.
 
-Their sources are not ours to keep: `--sources DIR` holds checkouts, named as on GitHub, and in `site-packages`
-what they import beyond our own.
+Their sources are not ours to keep: `--sources DIR` holds checkouts, named as on GitHub, and in its folder
+`site-packages` what they import beyond our own.
 """
 
 from __future__ import annotations

@@ -11,12 +11,11 @@ from contextlib import contextmanager
 from typing import Final, Protocol
 
 from ckpt_core._version import __version__
-from ckpt_core.cli import _completion, _cp, _missing
+from ckpt_core.cli import _completion, _cp, _missing, _plan
 from ckpt_core.cli._arguments import OPTIONS_VARIABLE, Commands, place_of, storage_options
 from ckpt_core.cli._outcome import Outcome
 from ckpt_core.cli._outcome import show as show_outcome
 from ckpt_core.cli._progress_line import say
-from ckpt_core.cli.costs import plan, simulate
 from ckpt_core.cli.inspection import diff, du, ls, report, show
 from ckpt_core.cli.upkeep import mark, pin, prune, verify
 from ckpt_core.disclosure import printable
@@ -40,8 +39,7 @@ _COMMANDS: Final[tuple[CommandModule, ...]] = (
     *(ls, show, diff, du, report),
     *(verify, _cp, _missing),
     *(prune, pin, mark),
-    *(plan, simulate),
-    _completion,
+    *(_plan, _completion),
 )
 """In the order of `ckpt --help`."""
 

@@ -1,4 +1,4 @@
-"""PyTorch's own FSDP2 example on two ranks, edited as its user would: a manager in place of its checkpointer."""
+"""PyTorch's own FSDP2 example on two ranks, edited by a user: a manager in place of its checkpointer."""
 
 from __future__ import annotations
 

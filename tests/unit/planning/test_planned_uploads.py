@@ -9,6 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.simulation import ExponentialFailures, Scenario, SimulatedJob, simulate
+from benchmarks.simulation._tiers_of_run import TiersOfRun
 from ckpt_core import EverySeconds, KeepLatest
 from ckpt_core.cadence import Optimal, optimal_interval
 from ckpt_core.cli import main
@@ -24,8 +26,6 @@ from ckpt_core.planning import (
 )
 from ckpt_core.planning._month import PlannedSave
 from ckpt_core.planning._planned_uploads import TierLosses, UploadTimes, uploads_of
-from ckpt_core.simulation import ExponentialFailures, Scenario, SimulatedJob, simulate
-from ckpt_core.simulation._tiers_of_run import TiersOfRun
 from tests.unit.planning.test_cost_plan import GB, terms
 
 FAST = StorageProfile(name="fast", write=100 * GB, read=100 * GB, commit_seconds=0.0)

@@ -8,11 +8,11 @@ from typing import Final, final
 
 import numpy as np
 
+from benchmarks.simulation._simulated_job import LearnedRate, RunParts, SimulatedJob
+from benchmarks.simulation._stretch import RunSoFar, Stretch
+from benchmarks.simulation._tiers_of_run import TiersOfRun
 from ckpt_core.cadence import SavePolicy
 from ckpt_core.errors import ConfigError
-from ckpt_core.simulation._simulated_job import LearnedRate, RunParts, SimulatedJob
-from ckpt_core.simulation._stretch import RunSoFar, Stretch
-from ckpt_core.simulation._tiers_of_run import TiersOfRun
 
 _MOST_TIMES: Final = 100
 """A run of a goodput below one percent is of no use to anybody."""

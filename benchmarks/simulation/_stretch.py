@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable
 from typing import Final, final
 
+from benchmarks.simulation._next_save import ContextAt, NextSave, repeats
+from benchmarks.simulation._simulated_job import STEPS_TO_MEASURE, LearnedRate, RunParts, SimulatedJob
+from benchmarks.simulation._tiers_of_run import TiersOfRun
 from ckpt_core.cadence import CadenceContext, Counts, FailureRate, SaveCosts, SavePolicy
-from ckpt_core.simulation._next_save import ContextAt, NextSave, repeats
-from ckpt_core.simulation._simulated_job import STEPS_TO_MEASURE, LearnedRate, RunParts, SimulatedJob
-from ckpt_core.simulation._tiers_of_run import TiersOfRun
 
 _SETTLED: Final = 4
 """After so many saves of a start, no fact that a decision reads changes any more."""

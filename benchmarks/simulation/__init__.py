@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpt_core.simulation._failure_traces import (
+from benchmarks.simulation._failure_traces import (
     LLAMA_3_DEVICE_SECONDS,
     ExponentialFailures,
     FailureTrace,
@@ -10,8 +10,8 @@ from ckpt_core.simulation._failure_traces import (
     WeibullFailures,
     failures_from_csv,
 )
-from ckpt_core.simulation._simulated_job import LearnedRate, RunParts, SimulatedJob
-from ckpt_core.simulation._study import PARTS, Scenario, Study, simulate
+from benchmarks.simulation._simulated_job import LearnedRate, RunParts, SimulatedJob
+from benchmarks.simulation._study import PARTS, Scenario, Study, simulate
 
 __all__ = [
     "LLAMA_3_DEVICE_SECONDS",

@@ -11,6 +11,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.simulation import (
+    ExponentialFailures,
+    RecordedFailures,
+    Scenario,
+    SimulatedJob,
+    WeibullFailures,
+    failures_from_csv,
+    simulate,
+)
 from ckpt_core.cadence import (
     AtSteps,
     CadenceContext,
@@ -32,15 +41,6 @@ from ckpt_core.cadence import (
 )
 from ckpt_core.errors import ConfigError
 from ckpt_core.retention import KeepLatest
-from ckpt_core.simulation import (
-    ExponentialFailures,
-    RecordedFailures,
-    Scenario,
-    SimulatedJob,
-    WeibullFailures,
-    failures_from_csv,
-    simulate,
-)
 
 DAY = 86400.0
 NEVER = 1e12

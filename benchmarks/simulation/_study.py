@@ -9,11 +9,11 @@ from typing import Final, final
 
 import numpy as np
 
+from benchmarks.simulation._failure_traces import FailureTrace
+from benchmarks.simulation._replay import replay
+from benchmarks.simulation._simulated_job import LearnedRate, RunParts, SimulatedJob
 from ckpt_core.cadence import SavePolicy
 from ckpt_core.retention import RetentionPolicy, plan_prune
-from ckpt_core.simulation._failure_traces import FailureTrace
-from ckpt_core.simulation._replay import replay
-from ckpt_core.simulation._simulated_job import LearnedRate, RunParts, SimulatedJob
 from ckpt_core.types import CheckpointInfo
 from ckpt_core.validation import integer, require
 
