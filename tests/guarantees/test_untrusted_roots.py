@@ -1,0 +1,242 @@
+"""An untrusted root chooses neither where to write, nor what to connect to, nor what runs."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from ckpt_core.cli import main
+from ckpt_core.commit import Catalog, begin, commit
+from ckpt_core.storage import LocalStorage
+from ckpt_core.tiers import TierRecord, write_tiers
+from tests.unit.commit.checkpoints import manifest_of, save, write_files
+
+pytestmark = pytest.mark.reliability
+
+SECRET = "hunter2SECRET"
+
+
+def tree(folder: Path) -> dict[str, bytes | str]:
+    """Every entry below a directory, links as what they point to."""
+    return {
+        str(path.relative_to(folder)): str(path.readlink()) if path.is_symlink() else path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_symlink() or path.is_file()
+    }
+
+
+@pytest.fixture
+def untrusted(tmp_path):
+    """A root from a stranger, whose one checkpoint is called as the test likes."""
+    root = tmp_path / "untrusted"
+
+    def make(name: str, *more: str) -> Path:
+        storage, files = LocalStorage(root), {"__0_0.distcp": b"x", **dict.fromkeys(more, b"the attacker's")}
+        working = begin(storage, "first", "00000008")
+        write_files(storage, working, files)
+        commit(storage, working, "first", manifest_of(8, files))
+        (root / "first").rename(root / name)
+        return root
+
+    return make
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A directory of the user's, with his own files."""
+    place = tmp_path / "project"
+    for file in ("src/train.py", ".git/config", "notes", "cron.d/backup", "step-000000008/mine"):
+        (place / file).parent.mkdir(parents=True, exist_ok=True)
+        (place / file).write_text("the user's")
+    return place
+
+
+# --- where to write -----------------------------------------------------------------------------------------
+
+STRANGE = [
+    *(".git", "src", ".ssh", "..git", "...", "cron.d", "autostart", "torch", "site-packages", "notes"),
+    *(
+        "\uff0egit",
+        "\u200c.git",
+        "ste\u0440-000000008",
+        "checkpoint-8\n",
+        "checkpoint-8.d",
+        ".ckpt",
+    ),
+    *("-rf", "checkpoint-\u0668", "CVS"),
+]
+
+
+@pytest.mark.parametrize("name", STRANGE)
+@pytest.mark.parametrize("form", ["{root}", "{root}@8"])
+def test_a_copy_takes_no_name_that_the_root_chose_and_no_host_uses(untrusted, project, name, form, capsys):
+    root, before = untrusted(name), tree(project)
+    for target in (project, project / "new"):
+        assert main(["cp", form.format(root=root), str(target)]) == 2
+        assert "is not called as checkpoints are" in capsys.readouterr().err
+        assert main(["upload", str(root), "--to", str(target)]) == 2
+    assert tree(project) == before
+
+
+@pytest.mark.parametrize(
+    "name", ["checkpoint-8", "epoch=1-step=8.ckpt", "checkpoint_8", "last.ckpt", "epoch_3"]
+)
+def test_the_names_of_hosts_are_copied_as_they_are(untrusted, tmp_path, name):
+    root = untrusted(name)
+    for words in (
+        ["cp", str(root), str(tmp_path / "one")],
+        ["upload", str(root), "--to", str(tmp_path / "two")],
+    ):
+        assert main(words) == 0
+        assert [info.name for info in Catalog(LocalStorage(words[-1])).committed()] == [name]
+
+
+def test_a_name_of_the_users_own_is_copied_when_he_writes_it_unless_it_is_hidden(
+    untrusted, tmp_path, project
+):
+    root = untrusted("my-best-model")
+    assert main(["cp", f"{root}/my-best-model", str(tmp_path / "to")]) == 0
+    assert [info.name for info in Catalog(LocalStorage(tmp_path / "to")).committed()] == ["my-best-model"]
+    (root / "newest").symlink_to("my-best-model")
+    assert main(["cp", f"{root}/newest", str(tmp_path / "other")]) == 2  # the link has chosen the name
+    (root / "my-best-model").rename(root / ".git")
+    before = tree(project)
+    assert main(["cp", f"{root}/.git", str(project)]) == 2
+    assert tree(project) == before
+
+
+@pytest.mark.parametrize("kind", ["directory", "file", "link", "dangling link", "empty directory"])
+def test_a_copy_joins_nothing_that_is_no_checkpoint(untrusted, tmp_path, kind, capsys):
+    root, target, name = untrusted("step-000000008"), tmp_path / "target", "step-000000008"
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "mine").write_text("the user's")
+    target.mkdir()
+    if "link" in kind:
+        (target / name).symlink_to(tmp_path / "nothing" if "dangling" in kind else elsewhere)
+    elif kind == "file":
+        (target / name).write_text("the user's")
+    else:
+        (target / name).mkdir()
+        if kind == "directory":
+            (target / name / "manifest.json").write_text("the user's")
+    before = tree(target), tree(elsewhere)
+    for words in (["cp", str(root), str(target)], ["upload", str(root), "--to", str(target)]):
+        assert main(words) in {1, 2}
+        assert "was not touched" in capsys.readouterr().err
+    assert (tree(target), tree(elsewhere)) == before
+    assert sorted(path.name for path in target.iterdir()) == [name]
+
+
+@pytest.mark.parametrize("path", [".git/config", ".envrc", "sub/.ssh/authorized_keys", ".git/.metadata"])
+def test_no_file_that_other_programs_read_by_its_hidden_name_is_copied(untrusted, tmp_path, path, capsys):
+    root = untrusted("step-000000008", ".metadata", path)
+    assert main(["cp", str(root), str(tmp_path / "to")]) == 1
+    assert f"hidden files, which other programs may read: {path}" in capsys.readouterr().out
+    assert not [file for file in tree(tmp_path / "to") if not file.endswith(".lock")]
+
+
+def test_upload_writes_to_no_place_that_the_user_has_not_named(untrusted, project, capsys):
+    root, before = untrusted("step-000000008"), tree(project)
+    for url in (str(project), f"file://{project}", f"local://{project}/new", "/etc", f"{root}/../project"):
+        write_tiers(LocalStorage(root), [TierRecord(url=url, due=["step-000000008"])])
+        for words in (["upload", str(root)], ["upload", str(root), "--all", "--take-over"]):
+            assert main(words) == 2
+            assert f"names {url}; whoever wrote that root chose it" in capsys.readouterr().err
+    assert tree(project) == before
+
+
+# --- what to connect to -------------------------------------------------------------------------------------
+
+
+class Canary:
+    """A server on loopback that notes whoever comes, and what is said."""
+
+    def __init__(self) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port = self._socket.getsockname()[1]
+        self.heard = b""
+        self.visits = 0
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                visitor, _ = self._socket.accept()
+            except OSError:
+                return
+            self.visits += 1
+            with visitor:
+                visitor.sendall(b"220 welcome\r\n")
+                visitor.settimeout(1)
+                try:
+                    while text := visitor.recv(4096):
+                        self.heard += text
+                        visitor.sendall(b"331 go on\r\n")
+                except OSError:
+                    continue
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@pytest.fixture
+def canary():
+    server = Canary()
+    yield server
+    server.close()
+
+
+COMMANDS = [
+    *("ls {root}", "ls {root} --json", "show {root}", "verify {root}", "verify {root} --all", "du {root}"),
+    *("report {root}", "diff {root} --steps 8 9", "prune {root} --keep-latest 1", "prune {root} --bad"),
+    *("pin {root} 8 --reason x", "unpin {root} 8", "mark {root}@8 bad --reason x", "upload {root}"),
+    *("upload {root} --to {to}", "cp {root} {to}", "cp {root}@8 {to}", "ls {root} --tier {to}"),
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_command_connects_to_what_only_the_root_names(untrusted, tmp_path, canary, monkeypatch, command):
+    root = untrusted("step-000000008")
+    save(LocalStorage(root), 9)
+    places = [f"{scheme}://127.0.0.1:{canary.port}/x" for scheme in ("ftp", "http", "sftp", "webhdfs")]
+    tiers = [
+        TierRecord(url=url, due=["step-000000009"])
+        for url in [*places, *(f"{places[0]}{n}" for n in range(40))]
+    ]
+    write_tiers(LocalStorage(root), tiers)
+    monkeypatch.setenv("CKPT_SUITE_STORAGE_OPTIONS", json.dumps({"username": "me", "password": SECRET}))
+    words = [word.format(root=root, to=tmp_path / "to") for word in command.split()]
+    main([*words, "--storage-option", f"token={SECRET}"])
+    assert (canary.visits, canary.heard) == (0, b"")
+
+
+def test_what_the_user_asks_for_is_asked_without_his_options_unless_he_names_it(
+    untrusted, canary, monkeypatch, capsys
+):
+    root = untrusted("step-000000008")
+    url = f"ftp://127.0.0.1:{canary.port}/x"
+    write_tiers(LocalStorage(root), [TierRecord(url=url)])
+    monkeypatch.setenv("CKPT_SUITE_STORAGE_OPTIONS", json.dumps({"username": "me", "password": SECRET}))
+    assert main(["ls", str(root)]) == 0
+    assert f"not asked: {url}: `ckpt ls {root} --tier {url}`" in capsys.readouterr().out
+    main(["ls", str(root), "--tiers"])
+    assert canary.visits > 0
+    assert b"USER" in canary.heard
+    assert b"me" not in canary.heard.replace(b"anonymous", b"").lower()
+    assert SECRET.encode() not in canary.heard
+    main(["ls", str(root), "--tier", url])
+    assert SECRET.encode() in canary.heard  # the control: this server does hear passwords
+
+
+def test_ls_says_what_tiers_json_says(untrusted, capsys):
+    root = untrusted("step-000000008")
+    write_tiers(LocalStorage(root), [TierRecord(url="nosuch://place", due=["step-000000008"])])
+    assert main(["ls", str(root), "--json"]) == 0
+    (tier,) = json.loads(capsys.readouterr().out)["tiers"]
+    assert [each["state"] for each in tier["checkpoints"]] == ["waiting"]
+    assert tier["problem"] is None
