@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
 import socket
+import subprocess
+import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -240,3 +246,131 @@ def test_ls_says_what_tiers_json_says(untrusted, capsys):
     (tier,) = json.loads(capsys.readouterr().out)["tiers"]
     assert [each["state"] for each in tier["checkpoints"]] == ["waiting"]
     assert tier["problem"] is None
+
+
+# --- what runs ----------------------------------------------------------------------------------------------
+
+GIT = shutil.which("git")
+needs_git = pytest.mark.skipif(GIT is None, reason="git is not installed")
+HOOKS = ("post-index-change", "pre-commit", "post-checkout", "fsmonitor-watchman", "reference-transaction")
+
+ASKS = """
+from ckpt_core.provenance import find_code_version
+search = find_code_version()
+search._ended.wait(60)
+print(search.result().version or None, search.result().dirty)
+"""
+SAVES = f"""
+import sys, torch
+from ckpt_core import CheckpointManager
+with CheckpointManager(sys.argv[1]) as checkpoints:
+    checkpoints.save(1, {{"x": torch.zeros(4)}}).result()
+{ASKS}
+"""
+
+
+def git(directory: Path, *words: str) -> str:
+    command = [GIT, "-C", str(directory), "-c", "user.name=a", "-c", "user.email=a@b", *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def trapped(place: Path, ran: Path) -> str:
+    """A repository of which everything that it can name runs a program; its commit."""
+    place.mkdir()
+    git(place, "init", "-q")
+    (place / "train.py").write_text(ASKS)
+    (place / "data.x").write_text("one")
+    git(place, "add", ".")
+    git(place, "commit", "-qm", "one")
+    trap = place / ".git" / "trap"
+    trap.write_text(f'#!/bin/sh\necho "$0 $*" >> {ran}\ncat\n')
+    trap.chmod(0o755)
+    for hook in HOOKS:
+        shutil.copy(trap, place / ".git" / "hooks" / hook)
+    (place / ".gitattributes").write_text("*.x filter=f diff=d merge=m\n")
+    (place / ".git" / "info" / "attributes").write_text("*.py filter=g diff=d\n")
+    (place / ".git" / "more").write_text(f'[filter "f"]\n smudge = {trap}\n required = true\n')
+    for name, value in {
+        "filter.f.clean": trap, "filter.g.process": trap, "diff.d.textconv": trap, "diff.d.command": trap,
+        "diff.external": trap, "core.fsmonitor": trap, "core.pager": trap, "pager.status": trap,
+        "pager.rev-parse": trap, "alias.status": f"!{trap}", "alias.rev-parse": f"!{trap}",
+        "core.hooksPath": place / ".git" / "hooks", "core.sshCommand": trap, "core.editor": trap,
+        "credential.helper": trap, "core.askPass": trap, "gpg.program": trap, "include.path": "more",
+        "remote.origin.url": f"ext::{trap}", "remote.origin.promisor": "true", "protocol.ext.allow": "always",
+        "extensions.partialClone": "origin", "core.alternateRefsCommand": trap,
+    }.items():  # fmt: skip
+        git(place, "config", name, str(value))
+    os.utime(place / "data.x", (1, 1))  # so that its content has to be looked at
+    os.utime(place / "train.py", (1, 1))
+    return (place / ".git" / "refs" / "heads" / git_branch(place)).read_text().strip()
+
+
+def git_branch(place: Path) -> str:
+    return (place / ".git" / "HEAD").read_text().strip().rpartition("/")[2]
+
+
+def saved_from(script: Path, cwd: Path, root: Path, **variables: str) -> str:
+    environment = {name: text for name, text in os.environ.items() if name != "CKPT_SUITE_CODE_VERSION"}
+    done = subprocess.run(
+        [sys.executable, str(script), str(root)], cwd=cwd, env={**environment, **variables},
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    return done.stdout.strip()
+
+
+@needs_git
+def test_no_version_is_looked_for_in_the_current_directory(tmp_path):
+    ran, script = tmp_path / "ran", tmp_path / "elsewhere.py"
+    trapped(tmp_path / "archive", ran)
+    ran.unlink(missing_ok=True)
+    script.write_text(SAVES)
+    assert saved_from(script, tmp_path / "archive", tmp_path / "run") == "None None"
+    hostile = str(tmp_path / "archive" / ".git")
+    assert (
+        saved_from(script, tmp_path, tmp_path / "run2", GIT_DIR=hostile, GIT_WORK_TREE=str(tmp_path))
+        == "None None"
+    )
+    assert not ran.exists()
+
+
+@needs_git
+def test_noting_the_version_runs_nothing_that_the_repository_names(tmp_path):
+    ran = tmp_path / "ran"
+    commit = trapped(tmp_path / "archive", ran)
+    script = tmp_path / "archive" / "train.py"
+    ran.unlink(missing_ok=True)
+    assert saved_from(script, tmp_path / "archive", tmp_path / "run") == f"{commit} False"
+    (tmp_path / "archive" / "data.x").write_text("two")
+    assert saved_from(script, tmp_path, tmp_path / "run2") == f"{commit} True"
+    # An object that is not there is asked of no remote.
+    for pack in (tmp_path / "archive" / ".git" / "objects").glob("??/*"):
+        pack.unlink()
+    assert saved_from(script, tmp_path, tmp_path / "run3").startswith(commit)
+    assert not ran.exists(), ran.read_text()
+    itself = subprocess.Popen(
+        [GIT, "-C", str(script.parent), "status"], stdout=subprocess.DEVNULL, start_new_session=True
+    )
+    with suppress(subprocess.TimeoutExpired):  # the trap does not answer git as it should
+        itself.wait(2)
+    os.killpg(itself.pid, signal.SIGKILL)
+    itself.wait(60)
+    assert ran.exists()  # the control: git itself does run them
+
+
+@needs_git
+def test_the_version_of_a_worktree_and_of_staged_changes_is_known_and_runs_nothing(tmp_path):
+    place, ran = tmp_path / "plain", tmp_path / "ran"
+    place.mkdir()
+    git(place, "init", "-q")
+    (place / "train.py").write_text(ASKS)
+    git(place, "add", ".")
+    git(place, "commit", "-qm", "one")
+    git(place, "worktree", "add", "-q", str(tmp_path / "tree"))
+    commit = git(place, "rev-parse", "HEAD")
+    git(place, "config", "core.fsmonitor", f"touch {ran};")
+    script = tmp_path / "tree" / "train.py"
+    assert saved_from(script, tmp_path, tmp_path / "run") == f"{commit} False"
+    (tmp_path / "tree" / "more.py").write_text("1")
+    git(tmp_path / "tree", "-c", "core.fsmonitor=false", "add", ".")
+    assert saved_from(script, tmp_path, tmp_path / "run2") == f"{commit} True"
+    assert not ran.exists()
