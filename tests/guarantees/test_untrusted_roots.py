@@ -374,3 +374,47 @@ def test_the_version_of_a_worktree_and_of_staged_changes_is_known_and_runs_nothi
     git(tmp_path / "tree", "-c", "core.fsmonitor=false", "add", ".")
     assert saved_from(script, tmp_path, tmp_path / "run2") == f"{commit} True"
     assert not ran.exists()
+
+
+UPLOADS = """
+import os, sys
+sys.path[1:1] = os.environ.get("MORE", "").split(":") if "MORE" in os.environ else []
+import psutil, torch
+from ckpt_core import CheckpointManager, Upload
+from ckpt_core.tiers import _copy_process
+_copy_process._LEAST_BYTES = 0
+hostile, place = sys.argv[1:]
+os.chdir(hostile)
+with CheckpointManager(place + "/root", upload=Upload(place + "/tier")) as checkpoints:
+    checkpoints.save(1, {"x": torch.zeros(4)}).uploaded.result(100)
+    print(["_copy_service" in str(each.cmdline()) for each in psutil.Process().children()])
+"""
+
+
+@pytest.mark.parametrize("variables", [{}, {"MORE": "lib:.:"}, {"PYTHONPATH": "."}], ids=str)
+def test_a_process_that_copies_imports_nothing_from_where_the_job_has_gone(tmp_path, variables):
+    ran, hostile, clean = tmp_path / "ran", tmp_path / "hostile", tmp_path / "clean"
+    clean.mkdir()
+    names = (
+        "dataclasses",
+        "sitecustomize",
+        "usercustomize",
+        "signal",
+        "json",
+        "ckpt_core",
+        "msgspec",
+        "typing",
+    )
+    for name in names:
+        for place in (hostile, hostile / "lib"):
+            place.mkdir(exist_ok=True)
+            (place / f"{name}.py").write_text(f"open({str(ran)!r}, 'a').write(__file__)")
+    before = os.environ.get("PYTHONPATH", "")
+    paths = variables.get("PYTHONPATH")
+    environment = {**os.environ, **variables, "PYTHONPATH": before if paths is None else f"{paths}:{before}"}
+    done = subprocess.run(
+        [sys.executable, "-c", UPLOADS, str(hostile), str(tmp_path)],
+        cwd=clean, env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "[True]\n"), done.stderr
+    assert not ran.exists(), ran.read_text()
