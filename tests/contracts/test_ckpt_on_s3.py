@@ -36,7 +36,8 @@ def test_every_command_takes_a_bucket_with_its_options(s3_endpoint, tmp_path, ca
         return json.loads(captured.out)
 
     def states():
-        return [each["state"] for each in ckpt("ls", tmp_path / "run", "--tier", url)["tiers"][0]["checkpoints"]]
+        (tier,) = ckpt("ls", tmp_path / "run", "--tier", url)["tiers"]
+        return [each["state"] for each in tier["checkpoints"]]
 
     assert states() == ["missing", "missing"]
     sent = ckpt("upload", tmp_path / "run", "--to", url)["tiers"][0]["checkpoints"]

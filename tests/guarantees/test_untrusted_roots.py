@@ -152,7 +152,7 @@ def test_upload_writes_to_no_place_that_the_user_has_not_named(untrusted, projec
         write_tiers(LocalStorage(root), [TierRecord(url=url, due=["step-000000008"])])
         for words in (["upload", str(root)], ["upload", str(root), "--all", "--take-over"]):
             assert main(words) == 2
-            assert f"names {url}; whoever wrote that root chose it" in capsys.readouterr().err
+            assert f"names {url}; the writer of that root chose it" in capsys.readouterr().err
     assert tree(project) == before
 
 

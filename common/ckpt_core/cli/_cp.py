@@ -280,9 +280,9 @@ def outcome(target: Storage, results: Sequence[CopyResult], unreadable: Sequence
 def _refuse_places(
     todo: Sequence[tuple[CopySource, CheckpointInfo]], target: Storage, survey: Survey
 ) -> None:
-    """Refuse names that may mean something at the target, and to join what is no checkpoint.
+    """Refuse names with a meaning elsewhere, and to join what is no checkpoint.
 
-    Whoever wrote the source chose its names: `.git` or `src` would be the user's own.
+    The writer of the source chose its names: `.git` or `src` would be the user's own.
 
     Raises:
         CheckpointExistsError: something else is there under that name.
@@ -308,7 +308,7 @@ def _refuse_places(
 
 
 def _hidden_files(source: Storage, info: CheckpointInfo) -> list[str]:
-    """Return the files of a checkpoint with a hidden name, such as `.git/config`, that is not ours."""
+    """Return the files of others with a hidden name, such as `.git/config`."""
     paths = [entry.path for entry in Catalog(source).manifest(info.name).files]
     hidden = [path for path in paths if any(part.startswith(".") for part in path.split("/"))]
     return [path for path in hidden if "/" in path or not is_own_file(path)]
@@ -379,7 +379,7 @@ def _select(place: str, arguments: Namespace) -> CopySource:
 
 
 def _one(storage: Storage, info: CheckpointInfo, *, named: str = "") -> CopySource:
-    """Select a checkpoint; one found by a link is copied under its own name, which is not `named`."""
+    """Select a checkpoint, under its own name if a link is what was named."""
     everything = Catalog(storage).survey().everything
     same = [each for each in everything if each.manifest_sha256 == info.manifest_sha256]
     own = next((each for each in same if each.name == info.name), None) or next(iter(same), info)

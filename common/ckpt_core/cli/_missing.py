@@ -44,7 +44,7 @@ def run(arguments: Namespace) -> Outcome:
         named = ", ".join(each.url for each in records) or "no place"
         raise ConfigError(
             f"name the place to upload to: --to URL. {TIERS} of {storage.url} names {named}; "
-            "whoever wrote that root chose it"
+            "the writer of that root chose it"
         )
     options = options_for(arguments.to, arguments)
     url = open_storage(root_of(arguments.to), options).url.rstrip("/")
@@ -75,7 +75,7 @@ def run(arguments: Namespace) -> Outcome:
 
 
 def _judge_of_owners(storage: Storage, *, is_tier: bool) -> Callable[[Owner], bool]:
-    """Return what tells whether the owner of a tier is a job of this root that has ended.
+    """Return what tells whether the owner of a tier has ended.
 
     Args:
         storage: the root.

@@ -42,7 +42,7 @@ class TierColumn:
     running: bool = True
 
     def state(self, info: CheckpointInfo) -> str:
-        """Return the state of a checkpoint in this tier, in a word or two; "?" if it is not known."""
+        """Return the state of a checkpoint in this tier, "?" if it is not known."""
         there = () if self.survey is None else self.survey.everything
         found = next((each for each in there if each.save_id == info.save_id), None)
         if found is not None:
@@ -129,7 +129,7 @@ def options_for(url: str, arguments: Namespace) -> dict[str, Any]:
 def tier_columns(storage: Storage, survey: Survey, arguments: Namespace) -> tuple[TierColumns | None, str]:
     """List the further tiers of a root.
 
-    Whoever wrote the root chose them. So none is asked unless the user says so, and only what the user names
+    The writer of the root chose them. So none is asked unless the user says so, and only what the user names
     gets options.
 
     Returns:

@@ -120,7 +120,7 @@ def _search_trees() -> Iterator[CodeVersion]:
 
 
 def version_of_tree(git: str, directory: str) -> Iterator[CodeVersion]:
-    """Yield the commit of a working tree, then also whether it is dirty; nothing that it configures runs."""
+    """Yield the commit of a working tree, then also whether it is dirty."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
 
     def ask(*words: str, **variables: str) -> list[str]:

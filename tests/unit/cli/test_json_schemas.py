@@ -37,7 +37,8 @@ def place(tmp_path_factory):
 
 
 CALLS = [
-    "ls runs/a", "ls runs/a --tiers", "ls runs", "ls tier", "show runs/a", "show runs/a --tensors", "show runs/b --step 2",
+    "ls runs/a", "ls runs/a --tiers",
+    "ls runs", "ls tier", "show runs/a", "show runs/a --tensors", "show runs/b --step 2",
     "diff runs/a --steps 2 4", "diff runs/a runs/a", "verify runs/a --all", "verify runs/b --all",
     "ls runs/b", "show runs/b --step 2", "du runs/a", "du runs/b", "report runs/a",
     "report runs/b --html page.html",

@@ -120,7 +120,7 @@ def try_lock_file(file: PathAt) -> Lock | None:
 
 
 def give_room(file: PathAt) -> None:
-    """Free some of the room that the lock files beside a file keep for small files on a full disk."""
+    """Free some of the room that the lock files beside a file keep."""
     for lock in file.path.parent.glob("*.lock"):
         status = lock.lstat()
         if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:

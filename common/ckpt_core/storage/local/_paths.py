@@ -125,19 +125,22 @@ class PathAt:
             os.replace(draft.name, self.name, src_dir_fd=draft.directory, dst_dir_fd=self.directory)
 
     def overwrite(self, content: bytes) -> bool:
-        """Replace the content of an existing file in the room that it has; return whether it fits."""
+        """Replace the content of a file in the room that it has; return whether it fits."""
         try:
-            descriptor = self.open_existing(os.O_WRONLY)
+            descriptor = self.open_existing(os.O_RDWR)
         except OSError:
             return False
-        with os.fdopen(descriptor, "wb", buffering=0) as stream:
-            status = os.fstat(descriptor)
-            fits = status.st_nlink == 1 and len(content) <= min(status.st_blocks * 512, _PAGE)
-            if fits:
-                stream.write(content)
-                stream.truncate()
-                os.fsync(descriptor)
-        return fits
+        with os.fdopen(descriptor, "r+b", buffering=0) as stream:
+            status, before = os.fstat(descriptor), stream.read(_PAGE)
+            if status.st_nlink > 1 or max(status.st_size, len(content)) > min(status.st_blocks * 512, _PAGE):
+                return False
+            for each in (content, before):
+                with suppress(OSError):
+                    os.pwrite(descriptor, each, 0)
+                    stream.truncate(len(each))
+                    os.fsync(descriptor)
+                    return each is content
+        return False
 
     def delete(self) -> None:
         """Delete a file, a link (not its target) or a directory; no-op if absent."""

@@ -58,7 +58,7 @@ class LocalStorage(Storage):
         return self._root.joinpath(*key_parts(key))
 
     def check_root(self) -> None:
-        """Create the root if necessary and prove that a file can be written there, unless it is full."""
+        """Create the root if necessary and prove that it can be written or is full."""
         try:
             make_directories(self._root)
             sync_parents(self._root)
