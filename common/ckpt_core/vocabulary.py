@@ -66,7 +66,7 @@ COMMANDS: Final = {
     ),
     **dict.fromkeys(("check", "validate", "fsck"), "use `ckpt verify CHECKPOINT`"),
     **dict.fromkeys(("copy", "mv", "sync", "download", "pull"), "use `ckpt cp SRC DST`"),
-    **dict.fromkeys(("push",), "use `ckpt upload ROOT`"),
+    **dict.fromkeys(("push",), "use `ckpt upload ROOT --to URL`"),
     **dict.fromkeys(("compare",), "use `ckpt diff CHECKPOINT CHECKPOINT`"),
     **dict.fromkeys(
         ("export", "convert", "merge"),

@@ -36,12 +36,12 @@ def test_every_command_takes_a_bucket_with_its_options(s3_endpoint, tmp_path, ca
         return json.loads(captured.out)
 
     def states():
-        return [each["state"] for each in ckpt("ls", tmp_path / "run")["tiers"][0]["checkpoints"]]
+        (tier,) = ckpt("ls", tmp_path / "run", "--tier", url)["tiers"]
+        return [each["state"] for each in tier["checkpoints"]]
 
     assert states() == ["missing", "missing"]
-    assert [each["name"] for each in ckpt("upload", tmp_path / "run")["tiers"][0]["checkpoints"]] == [
-        "step-000000002"
-    ]
+    sent = ckpt("upload", tmp_path / "run", "--to", url)["tiers"][0]["checkpoints"]
+    assert [each["name"] for each in sent] == ["step-000000002"]
     assert states() == ["missing", "committed"]
     assert [each["state"] for each in ckpt("cp", tmp_path / "run", url)["checkpoints"]] == ["there", "copied"]
     assert [each["step"] for each in ckpt("ls", url)["checkpoints"]] == [1, 2]

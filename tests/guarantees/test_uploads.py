@@ -296,7 +296,7 @@ def test_the_end_waits_for_uploads_up_to_a_limit_and_names_the_rest(tmp_path, ca
             manager._cadence.preempted = True
         manager.close()
     assert "not yet in memory://gate: step(s) 1; the next run uploads the rest" in caplog.text
-    assert f"`ckpt upload {tmp_path}`" in caplog.text
+    assert f"`ckpt upload {tmp_path} --to memory://gate`" in caplog.text
     assert handle.uploaded.result(60) is None
     assert list(read_tiers(LocalStorage(tmp_path))[0].due) == ["step-000000001"]
     assert steps(gate.storage) == []

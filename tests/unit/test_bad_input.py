@@ -256,7 +256,9 @@ def operations_of_a_save(root):
 def test_a_disk_that_is_full_at_any_moment_of_a_save_costs_that_save_only(history, tmp_path):
     rehearsed = operations_of_a_save(shutil.copytree(history, tmp_path / "rehearsal"))
     last_change = max(op.number for op in rehearsed if op.method == "rename")
-    numbers = [op.number for op in rehearsed if op.method in CHANGES and op.number <= last_change]
+    # The record of the owner is of no need: the lock is what protects.
+    changes = [op for op in rehearsed if op.method in CHANGES and op.key != "writer.json"]
+    numbers = [op.number for op in changes if op.number <= last_change]
     assert len(numbers) > 20
     for number in numbers:
         root = Path(shutil.copytree(history, tmp_path / f"full-at-{number}"))

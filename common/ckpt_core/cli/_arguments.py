@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from argparse import ArgumentParser, Namespace
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -60,7 +60,11 @@ class Commands(Protocol):
 
 @contextmanager
 def claimed(
-    storage: Storage, command: str, *, take_over: bool, ended: Owner | None = None
+    storage: Storage,
+    command: str,
+    *,
+    take_over: bool,
+    has_ended: Callable[[Owner], bool] = lambda _: False,
 ) -> Generator[Lease]:
     """Hold the lease of a root for a command.
 
@@ -71,19 +75,14 @@ def claimed(
         storage: the root.
         command: its name, shown to a job that is refused.
         take_over: whether the user says that the owner has ended.
-        ended: an owner of another root whose process has certainly ended.
+        has_ended: returns whether an owner has certainly ended, for a reason that the command knows.
 
     Raises:
         RootBusyError: another live job holds the root, or may hold it.
     """
     owner = Owner.of(storage)
-    known = is_left_over(owner) or (
-        owner is not None
-        and ended is not None
-        and bool(owner.pid)
-        and (owner.host, owner.pid) == (ended.host, ended.pid)
-    )
-    if owner is not None and not take_over and not known and not _locks(storage):
+    known = take_over or is_left_over(owner) or owner is None or has_ended(owner)
+    if not known and not _locks(storage):
         advice = ", or use --dry-run" if command == "ckpt prune" else ""
         raise RootBusyError(
             f"{storage.url} belongs to {owner}: if that job has ended, add --take-over; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 from argparse import ArgumentParser, Namespace
@@ -35,13 +36,15 @@ from ckpt_core.errors import (
     NoRoomError,
     RootBusyError,
 )
-from ckpt_core.names import MARKER, run_name
+from ckpt_core.names import MARKER, is_own_file, parse_step_name, run_name
 from ckpt_core.options import bytes_text, parse_size
 from ckpt_core.storage import Storage, Throttle
 from ckpt_core.tiers import CopyTerms, copy_checkpoint
 from ckpt_core.types import CheckpointInfo
 
 _MOST_LISTED: Final = 5
+_OF_HOSTS: Final = re.compile(r"(?:checkpoint|epoch|step)[-_=][0-9]+|[A-Za-z0-9][ -.0-~]*\.ckpt")
+"""What Accelerate, the Trainer and Lightning call checkpoints; no program takes it for something else."""
 
 
 @final
@@ -54,6 +57,7 @@ class CopySource:
         infos: the checkpoints, in the order of their copies.
         relatives: everything in the root: what belongs to the same run.
         is_run: whether the run was named, not a checkpoint.
+        named: whether the user wrote the name of the checkpoint.
         renames: whether a copy whose name is taken gets one of its lineage, as by a job.
         unreadable: problems of directories that may be checkpoints.
     """
@@ -62,6 +66,7 @@ class CopySource:
     infos: Sequence[CheckpointInfo]
     relatives: Sequence[CheckpointInfo]
     is_run: bool = False
+    named: bool = False
     renames: bool = False
     unreadable: Sequence[str] = ()
 
@@ -226,6 +231,7 @@ def copy_all(
             todo.append((selection, info))
         else:
             results.append(_found(selection, info, found, target))
+    _refuse_places(todo, target, survey)
     runs = [] if mixed else [each.source for each in selections if each.is_run and each.infos]
     journal = joined_journal(runs, target)
     if not todo and not is_left_over(Owner.of(target)):
@@ -271,6 +277,43 @@ def outcome(target: Storage, results: Sequence[CopyResult], unreadable: Sequence
     )
 
 
+def _refuse_places(
+    todo: Sequence[tuple[CopySource, CheckpointInfo]], target: Storage, survey: Survey
+) -> None:
+    """Refuse names with a meaning elsewhere, and to join what is no checkpoint.
+
+    The writer of the source chose its names: `.git` or `src` would be the user's own.
+
+    Raises:
+        CheckpointExistsError: something else is there under that name.
+        ConfigError: the user has not written such a name, or it is hidden.
+    """
+    for selection, info in todo:
+        name = info.name
+        usual = parse_step_name(name) is not None or _OF_HOSTS.fullmatch(name) is not None
+        if name.startswith(".") or not (usual or selection.named):
+            advice = (
+                "" if name.startswith(".") else f"; if it is, `ckpt cp {selection.source.url}/{name} DST`"
+            )
+            raise ConfigError(
+                f"{selection.source.url}/{name} is not called as checkpoints are, and may mean something "
+                f"else in {target.url}: nothing was copied{advice}"
+            )
+        there = name in {each.name for each in survey.everything}
+        if target.supports_rename and not there and target.entry(name) is not None:
+            raise CheckpointExistsError(
+                f"{target.url}/{name} is no checkpoint, and was not touched: move it, or copy to another "
+                "root; nothing was copied"
+            )
+
+
+def _hidden_files(source: Storage, info: CheckpointInfo) -> list[str]:
+    """Return the files of others with a hidden name, such as `.git/config`."""
+    paths = [entry.path for entry in Catalog(source).manifest(info.name).files]
+    hidden = [path for path in paths if any(part.startswith(".") for part in path.split("/"))]
+    return [path for path in hidden if "/" in path or not is_own_file(path)]
+
+
 def _refuse_without_room(target: Storage, infos: Sequence[CheckpointInfo]) -> None:
     """Refuse copies that do not fit, before anything is sent.
 
@@ -300,15 +343,14 @@ def _sent_bytes(target: Storage, info: CheckpointInfo) -> int:
 
 
 def _options_of_target(arguments: Namespace) -> dict[str, Any]:
-    if arguments.to_storage_option:
+    if arguments.to_storage_option and not is_local(arguments.target):
         return storage_options(arguments.to_storage_option, "")
     return _options_of(arguments.target, arguments)
 
 
 def _options_of(place: str, arguments: Namespace) -> dict[str, Any]:
     """Return the options for a place: those of the command are for its URLs."""
-    urls = [each for each in (*arguments.sources, arguments.target) if not is_local(each)]
-    return {} if urls and is_local(place) else dict(arguments.storage_options)
+    return {} if is_local(place) else dict(arguments.storage_options)
 
 
 def _select(place: str, arguments: Namespace) -> CopySource:
@@ -324,7 +366,7 @@ def _select(place: str, arguments: Namespace) -> CopySource:
     with suppress(ConfigError):  # a bucket has no parent; any other error is raised when it is a root
         storage, name = open_checkpoint(place, options)
         if storage.exists(f"{name}/{MARKER}"):
-            return _one(storage, Catalog(storage).find(name=name))
+            return _one(storage, Catalog(storage).find(name=name), named=name)
     storage, survey = find_root(place, options)
     infos = survey.everything if arguments.all else survey.committed
     return CopySource(
@@ -336,12 +378,12 @@ def _select(place: str, arguments: Namespace) -> CopySource:
     )
 
 
-def _one(storage: Storage, info: CheckpointInfo) -> CopySource:
-    """Select a checkpoint; one found by a link is copied under its own name."""
+def _one(storage: Storage, info: CheckpointInfo, *, named: str = "") -> CopySource:
+    """Select a checkpoint, under its own name if a link is what was named."""
     everything = Catalog(storage).survey().everything
-    named = [each for each in everything if each.manifest_sha256 == info.manifest_sha256]
-    own = next((each for each in named if each.name == info.name), None) or next(iter(named), info)
-    return CopySource(source=storage, infos=[own], relatives=everything)
+    same = [each for each in everything if each.manifest_sha256 == info.manifest_sha256]
+    own = next((each for each in same if each.name == info.name), None) or next(iter(same), info)
+    return CopySource(source=storage, infos=[own], relatives=everything, named=named == own.name)
 
 
 def _refuse_other_runs(selections: Sequence[CopySource], target: Storage, survey: Survey) -> None:
@@ -385,6 +427,11 @@ def _copied(
 ) -> CopyResult:
     source = selection.source
     try:
+        if hidden := _hidden_files(source, info):
+            problem = (
+                f"it has hidden files, which other programs may read: {', '.join(hidden[:_MOST_LISTED])}"
+            )
+            return CopyResult(info=info, source=source.url, state="FAILED", problem=problem)
         otherwise = run_name(info.name, info.lineage.id) if selection.renames and info.lineage.id else ""
         found = copy_checkpoint(source, target, info.name, terms, check=lease.check, otherwise=otherwise)
     except CorruptCheckpointError as error:

@@ -12,7 +12,7 @@ from typing import Final, Protocol
 
 from ckpt_core._version import __version__
 from ckpt_core.cli import _completion, _cp, _missing, _plan
-from ckpt_core.cli._arguments import OPTIONS_VARIABLE, Commands, place_of, storage_options
+from ckpt_core.cli._arguments import OPTIONS_VARIABLE, Commands, is_local, place_of, storage_options
 from ckpt_core.cli._outcome import Outcome
 from ckpt_core.cli._outcome import show as show_outcome
 from ckpt_core.cli._progress_line import say
@@ -64,7 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(parsed: argparse.Namespace) -> int:
     try:
-        parsed.storage_options = storage_options(parsed.storage_option, place_of(parsed))
+        place = place_of(parsed)
+        options = storage_options(parsed.storage_option, place)
+        parsed.storage_options = {} if is_local(place) else options  # a path takes none
         outcome: Outcome = parsed.command(parsed)
     except KeyboardInterrupt:
         return 130

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import partial
 
-from ckpt_core.cli._arguments import Commands, claimed, open_target
+from ckpt_core.cli._arguments import Commands, claimed, open_root, open_target
 from ckpt_core.cli._cp import CopySource, add_copy_options, copy_all, outcome, pace_of
 from ckpt_core.cli._outcome import Outcome
-from ckpt_core.cli._tier_columns import open_with_tiers, options_for
+from ckpt_core.cli._tier_columns import options_for
 from ckpt_core.commit import Catalog, Owner, Survey
-from ckpt_core.disclosure import public_url
 from ckpt_core.errors import CheckpointNotFoundError, ConfigError, RootBusyError
+from ckpt_core.hosting import root_of
 from ckpt_core.names import TIERS, WRITER
-from ckpt_core.storage import Storage, excludes_others
+from ckpt_core.storage import Storage, excludes_others, open_storage
 from ckpt_core.tiers import TierRecord, read_tiers
 from ckpt_core.types import CheckpointInfo
 
@@ -25,91 +25,85 @@ def add(commands: Commands, shared: ArgumentParser) -> None:
         "upload",
         parents=[shared],
         help="upload what a job that ended has left in its local root",
-        description="Uploads to the tiers that the root's tiers.json names: what was due and is not there, "
-        "and the newest. Verified and resumable as `cp`. A live job uploads by itself.",
+        description="Uploads what was due for a place and is not there, and the newest. Verified and "
+        "resumable as `cp`. A live job uploads by itself.",
     )
     command.add_argument("root", metavar="ROOT", help="path of a run")
-    command.add_argument("--to", metavar="URL", help="only to this place, which tiers.json need not name")
+    command.add_argument("--to", metavar="URL", help="the place to upload to; tiers.json need not name it")
     command.add_argument("--all", action="store_true", help="everything of the present lineage")
     add_copy_options(command)
     command.set_defaults(command=run)
 
 
 def run(arguments: Namespace) -> Outcome:
-    """Upload what is due, and the newest, to every tier or to the one named."""
+    """Upload what is due, and the newest, to the place named."""
     pace = pace_of(arguments)
-    storage = open_with_tiers(arguments)
+    storage = open_root(arguments.root, arguments.storage_options)
     records = read_tiers(storage)
-    chosen = _chosen(records, arguments, storage.url)
-    ended = _owner_that_ended(storage, records if any(each in records for each in chosen) else ())
+    if arguments.to is None:
+        named = ", ".join(each.url for each in records) or "no place"
+        raise ConfigError(
+            f"name the place to upload to: --to URL. {TIERS} of {storage.url} names {named}; "
+            "the writer of that root chose it"
+        )
+    options = options_for(arguments.to, arguments)
+    url = open_storage(root_of(arguments.to), options).url.rstrip("/")
+    record = next((each for each in records if each.url.rstrip("/") == url), None)
+    has_ended = _judge_of_owners(storage, is_tier=record is not None)
     survey = Catalog(storage).survey()
     if not survey.committed:
         nothing = CheckpointNotFoundError(f"{storage.url}: no checkpoint is committed there")
         raise next(iter(survey.unreadable.values()), nothing)
-    outcomes = []
-    for record in chosen:
-        target = open_target(arguments.to or record.url, options_for(record.url, arguments))
-        if target.url == storage.url:
-            raise ConfigError(f"{target.url} is the root itself: name another place to upload to")
-        there = Catalog(target).survey()
-        infos = survey.committed if arguments.all else _due(record, survey, there)
-        names = {info.save_id: info.name for info in there.everything}
-        selection = CopySource(
-            source=storage,
-            # What the tier has by another name, because its own was taken, is not sent again.
-            infos=[info for info in infos[::-1] if names.get(info.save_id, info.name) == info.name],
-            relatives=survey.everything,
-            is_run=True,
-            renames=True,
-        )
-        claim = partial(claimed, target, "ckpt upload", take_over=arguments.take_over, ended=ended)
-        outcomes.append(outcome(target, copy_all([selection], target, there, pace=pace, claim=claim), ()))
-    return Outcome(
-        fields={"root": storage.url, "tiers": [each.fields for each in outcomes]},
-        parts=[part for each in outcomes for part in each.parts],
-        exit_code=max(each.exit_code for each in outcomes),
+    target = open_target(arguments.to, options)
+    if target.url == storage.url:
+        raise ConfigError(f"{target.url} is the root itself: name another place to upload to")
+    there = Catalog(target).survey()
+    infos = survey.committed if arguments.all else _due(record or TierRecord(url=url), survey, there)
+    names = {info.save_id: info.name for info in there.everything}
+    selection = CopySource(
+        source=storage,
+        # What the tier has by another name, because its own was taken, is not sent again.
+        infos=[info for info in infos[::-1] if names.get(info.save_id, info.name) == info.name],
+        relatives=survey.everything,
+        is_run=True,
+        renames=True,
     )
+    claim = partial(claimed, target, "ckpt upload", take_over=arguments.take_over, has_ended=has_ended)
+    sent = outcome(target, copy_all([selection], target, there, pace=pace, claim=claim), ())
+    fields = {"root": storage.url, "tiers": [sent.fields]}
+    return Outcome(fields=fields, parts=sent.parts, exit_code=sent.exit_code)
 
 
-def _chosen(records: Sequence[TierRecord], arguments: Namespace, root: str) -> Sequence[TierRecord]:
-    """Return the tiers to upload to: those of the root, or the one named.
-
-    Raises:
-        ConfigError: there are none.
-    """
-    if arguments.to is None and not records:
-        raise ConfigError(
-            f"{root} has no {TIERS}: no job uploads from there; name the place to upload to: --to URL"
-        )
-    if arguments.to is None:
-        return records
-    url = public_url(arguments.to).rstrip("/")
-    return [each for each in records if each.url.rstrip("/") == url] or [TierRecord(url=url)]
-
-
-def _owner_that_ended(storage: Storage, records: Sequence[TierRecord]) -> Owner | None:
-    """Return the last owner of a root if it has ended, None if that is unknown.
+def _judge_of_owners(storage: Storage, *, is_tier: bool) -> Callable[[Owner], bool]:
+    """Return what tells whether the owner of a tier has ended.
 
     Args:
         storage: the root.
-        records: the tiers that its job uploads to by itself.
+        is_tier: whether its job uploads to that tier by itself.
 
     Raises:
-        RootBusyError: it is alive, and uploads to these tiers.
+        RootBusyError: the job is alive, and uploads there.
     """
+    last = Owner.of(storage)
     try:
         lock = storage.try_lock(WRITER)
-    except OSError:
-        return None  # a root that this user can only read
-    if lock is None and records:
+    except OSError:  # a root that this user can only read
+        return lambda _: False
+    if lock is None and is_tier:
         raise RootBusyError(
             f"{storage.url} belongs to a live job ({Owner.of(storage) or 'of unknown name'}), which uploads "
             "by itself: wait until it ends, or name another place: --to URL"
         )
     if lock is None:
-        return None
+        return lambda _: False
     lock.release()
-    return Owner.of(storage) if excludes_others(lock) else None
+    idle = excludes_others(lock)
+
+    def has_ended(owner: Owner) -> bool:
+        died_here = last is not None and (owner.host, owner.pid) == (last.host, last.pid)
+        return idle and bool(owner.pid) and (owner.has_ended or died_here)
+
+    return has_ended
 
 
 def _due(record: TierRecord, survey: Survey, there: Survey) -> list[CheckpointInfo]:

@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, final
 
-from ckpt_core.cli._arguments import is_local, open_root, storage_options
+from ckpt_core.cli._arguments import is_local, storage_options
 from ckpt_core.commit import Catalog, Owner, Survey
+from ckpt_core.crew import run_all
+from ckpt_core.disclosure import public_url
 from ckpt_core.errors import CheckpointError
 from ckpt_core.hosting import root_of
 from ckpt_core.names import WRITER
@@ -18,6 +20,7 @@ from ckpt_core.types import CheckpointInfo
 
 _PATIENCE_SECONDS: Final = 60.0
 """A tier that does not answer must not keep the others from being listed; a request has a third of it."""
+_MOST_TIERS: Final = 16
 
 
 @final
@@ -27,7 +30,7 @@ class TierColumn:
 
     Attributes:
         record: of the tier; None for the root itself.
-        survey: what it holds; None if it cannot be reached.
+        survey: what it holds; None if it was not asked, or cannot be reached.
         problem: why it cannot.
         running: whether a job may be uploading there now.
     """
@@ -39,21 +42,20 @@ class TierColumn:
     running: bool = True
 
     def state(self, info: CheckpointInfo) -> str:
-        """Return the state of a checkpoint in this tier, in a word or two."""
-        if self.survey is None:
-            return "?"
-        found = next((each for each in self.survey.everything if each.save_id == info.save_id), None)
+        """Return the state of a checkpoint in this tier, "?" if it is not known."""
+        there = () if self.survey is None else self.survey.everything
+        found = next((each for each in there if each.save_id == info.save_id), None)
         if found is not None:
             return "committed" if found.damaged is None else "damaged"
-        if info.name in self.survey.unreadable:
+        if self.survey is not None and info.name in self.survey.unreadable:
             return "damaged"
-        if self.record is None:
-            return "missing"
-        begun = self.record.uploading
+        begun = None if self.record is None else self.record.uploading
         if begun is not None and begun.name == info.name:
             word = "uploading" if self.running else "waiting"
             return f"{word} {100 * begun.done_bytes // max(begun.size_bytes, 1)} %"
-        return "waiting" if info.name in self.record.due else "missing"
+        if self.record is not None and info.name in self.record.due:
+            return "waiting"
+        return "?" if self.survey is None else "missing"
 
     @property
     def waiting(self) -> bool:
@@ -90,7 +92,7 @@ class TierColumns:
                         "step": info.step,
                         "name": info.name,
                         "save_id": info.save_id,
-                        "state": None if column.survey is None else column.state(info),
+                        "state": None if (state := column.state(info)) == "?" else state,
                     }
                     for info in self.united.infos
                 ],
@@ -106,28 +108,17 @@ class TierColumns:
         return [
             *(f"cannot be reached: {each.label}: {each.problem}" for each in self.columns if each.problem),
             *(
-                f"waiting, and no job uploads: {each.label}: the next run does, or `ckpt upload {root}`"
+                f"waiting, and no job uploads: {each.label}: the next run does, or "
+                f"`ckpt upload {root} --to {each.label}`"
                 for each in self.columns
                 if each.waiting
             ),
+            *(
+                f"not asked: {each.label}: `ckpt ls {root} --tier {each.label}`, or --tiers for all"
+                for each in self.columns
+                if each.survey is None and not each.problem
+            ),
         ]
-
-
-def open_with_tiers(arguments: Namespace) -> Storage:
-    """Open a root.
-
-    Options of storage are for its tiers if it is a path and they are not.
-
-    Raises:
-        CheckpointNotFoundError: there is nothing at that place.
-        ConfigError: it cannot be opened, or takes no options.
-    """
-    options = arguments.storage_options
-    if options and is_local(arguments.root):
-        records, _ = _records(open_storage(root_of(arguments.root)))
-        if not all(map(is_local, (getattr(arguments, "to", None) or "", *(each.url for each in records)))):
-            return open_root(arguments.root, {})
-    return open_root(arguments.root, options)
 
 
 def options_for(url: str, arguments: Namespace) -> dict[str, Any]:
@@ -138,24 +129,34 @@ def options_for(url: str, arguments: Namespace) -> dict[str, Any]:
 def tier_columns(storage: Storage, survey: Survey, arguments: Namespace) -> tuple[TierColumns | None, str]:
     """List the further tiers of a root.
 
+    The writer of the root chose them. So none is asked unless the user says so, and only what the user names
+    gets options.
+
     Returns:
         The columns, None if there are no tiers; and what is wrong with the file that names them, or "".
     """
-    records, problem = _records(storage)
+    try:
+        records, problem = read_tiers(storage), ""
+    except (CheckpointError, OSError) as error:
+        records, problem = [], str(error)
+    named = {public_url(url).rstrip("/"): url for url in arguments.tier}
+    urls = {record.url.rstrip("/") for record in records}
+    records += [TierRecord(url=url) for url in named if url not in urls]
     if not records:
         return None, problem
-    columns = [TierColumn(label=storage.url, survey=survey)]
     running = _may_have_writer(storage)
-    columns += [replace(_column(record, arguments), running=running) for record in records]
+    columns = [TierColumn(label=each.url, record=each, running=running) for each in records]
+
+    def look(number: int) -> None:
+        url = named.get(records[number].url.rstrip("/"))
+        if url is not None or arguments.tiers:
+            options = {} if url is None else options_for(url, arguments)
+            columns[number] = _asked(columns[number], url or records[number].url, options)
+
+    run_all(look, range(len(columns)), _MOST_TIERS, name="ckpt-tier")
+    columns.insert(0, TierColumn(label=storage.url, survey=survey))
     united = unite([column.survey for column in columns if column.survey is not None])
     return TierColumns(columns=columns, united=united), problem
-
-
-def _records(storage: Storage) -> tuple[list[TierRecord], str]:
-    try:
-        return read_tiers(storage), ""
-    except (CheckpointError, OSError) as error:
-        return [], str(error)
 
 
 def _may_have_writer(storage: Storage) -> bool:
@@ -166,10 +167,9 @@ def _may_have_writer(storage: Storage) -> bool:
     return not owner.has_ended
 
 
-def _column(record: TierRecord, arguments: Namespace) -> TierColumn:
+def _asked(column: TierColumn, url: str, options: Mapping[str, Any]) -> TierColumn:
     try:
-        options = options_for(record.url, arguments)
-        tier = open_storage(root_of(record.url), options, deadline_seconds=_PATIENCE_SECONDS)
-        return TierColumn(label=record.url, record=record, survey=Catalog(tier).survey())
+        tier = open_storage(root_of(url), options, deadline_seconds=_PATIENCE_SECONDS)
+        return replace(column, survey=Catalog(tier).survey())
     except (CheckpointError, OSError) as error:
-        return TierColumn(label=record.url, record=record, problem=str(error))
+        return replace(column, problem=str(error))

@@ -15,7 +15,7 @@ from ckpt_core.crew import run_all
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CorruptCheckpointError, RootBusyError
 from ckpt_core.names import WRITER
-from ckpt_core.storage import Lock, Storage, excludes_others, read_small
+from ckpt_core.storage import Lock, Storage, excludes_others, is_full, read_small
 
 _logger = logger_of(__name__)
 
@@ -89,11 +89,15 @@ class Lease:
     newest job, and `check`, called before each commit, stops a job that another has replaced. On object
     stores, and on network filesystems without locks, that is the only fence. Where each node has a disk of
     its own, all of this holds for every disk. Any thread may call any method.
+
+    A disk without room for the record is locked all the same, since only who owns a root can free space
+    there; the record follows once there is room.
     """
 
     def __init__(self, storage: Storage, owner: Owner, lock: Lock) -> None:
         self._storage = storage
         self._locks = [lock]
+        self._unrecorded: set[Storage] = set()
         self._locks_a_file = excludes_others(lock) and storage.exists(_LOCK_FILE)
         self.owner = owner
 
@@ -155,10 +159,22 @@ class Lease:
 
     def _claim(self, storage: Storage) -> None:
         try:
-            storage.replace(WRITER, self._content)
+            self._record(storage)
         except BaseException:
             self._locks.pop().release()
             raise
+
+    def _record(self, storage: Storage) -> None:
+        """Write the record, or note that there is no room for it."""
+        try:
+            storage.replace(WRITER, self._content)
+        except OSError as error:
+            if not is_full(error) or not (excludes_others(self._locks[-1]) or Owner.of(storage) is None):
+                raise
+            storage.delete(WRITER)  # of a job that has ended: the lock is ours
+            self._unrecorded.add(storage.own)
+        else:
+            self._unrecorded.discard(storage.own)
 
     def is_held(self) -> bool:
         """Return whether no other job has taken the root since."""
@@ -170,7 +186,11 @@ class Lease:
         parts = self._storage.parts
 
         def look(number: int) -> None:
+            awaited = parts[number].own in self._unrecorded
             holders[number] = Owner.of(parts[number])
+            if holders[number] is None and awaited:
+                self._record(parts[number])
+                holders[number] = self.owner
 
         run_all(look, range(len(parts)), _MOST_THREADS, name="ckpt-group")
         return [holders[number] for number in range(len(parts))]

@@ -12,9 +12,10 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -29,7 +30,7 @@ PATIENCE_SECONDS: Final = 1.0
 _GIT_SECONDS: Final = 60.0
 _LONGEST: Final = 200
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
-_REDIRECTIONS: Final = frozenset({"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"})
+_ANSWERS: Final = 4
 _logger = logger_of(__name__)
 
 
@@ -110,53 +111,46 @@ def _search(_pid: int) -> CodeSearch:
 
 
 def _search_trees() -> Iterator[CodeVersion]:
-    git = shutil.which("git")
-    if git is None:
+    git, script = shutil.which("git"), getattr(sys.modules.get("__main__"), "__file__", None)
+    if git is None or not Path(git).is_absolute() or not isinstance(script, str):
         return
-    for directory in _directories():
-        found = False
-        for version in version_of_tree(git, directory):
-            found = True
-            yield version
-        if found:
-            return
+    place = Path(script).resolve()
+    if Path(sys.prefix).resolve() not in place.parents:  # else a program that is installed
+        yield from version_of_tree(git, str(place.parent))
 
 
-def _directories() -> Iterator[str]:
-    """Yield where the code may be: the script's directory, then the current one."""
-    script = getattr(sys.modules.get("__main__"), "__file__", None)
-    if isinstance(script, str):
-        place = Path(script).resolve()
-        if Path(sys.prefix).resolve() not in place.parents:  # else a program that is installed
-            yield str(place.parent)
-    yield str(Path.cwd())
-
-
-def version_of_tree(
-    git: str, directory: str, environment: Mapping[str, str] = os.environ
-) -> Iterator[CodeVersion]:
+def version_of_tree(git: str, directory: str) -> Iterator[CodeVersion]:
     """Yield the commit of a working tree, then also whether it is dirty."""
-    variables = {name: value for name, value in environment.items() if name not in _REDIRECTIONS}
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
 
-    def ask(*words: str) -> list[str]:
+    def ask(*words: str, **variables: str) -> list[str]:
         # git changes to the directory by itself: here the interpreter would wait for a filesystem that hangs.
-        command: Sequence[str] = (git, "-C", directory, "--no-optional-locks", "-c", "core.fsmonitor=false")
         answer = subprocess.run(  # noqa: S603 - fixed words, and the directory of the running code
-            [*command, *words],
+            [git, "-C", directory, "--no-optional-locks", *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env=variables,
+            env={**plain, **variables},
             timeout=_GIT_SECONDS,
             check=False,
         )
-        return answer.stdout.decode(errors="replace").splitlines()
+        return answer.stdout.decode(errors="surrogateescape").splitlines()
 
-    commit = "".join(ask("rev-parse", "--verify", "HEAD"))
-    if not _COMMIT.fullmatch(commit):
+    places = ("--show-toplevel", "--git-path", "index", "--git-path", "objects")
+    found = ask("rev-parse", "--path-format=absolute", *places, "HEAD")
+    if len(found) != _ANSWERS or not _COMMIT.fullmatch(found[-1]):
         return
+    tree, index, objects, commit = found
     yield CodeVersion(commit)
+    # A repository may name filters, monitors and transports, which `status` would run. One of our own with
+    # the same commit, index and objects names none.
+    with tempfile.TemporaryDirectory() as own:
+        Path(own, "refs").mkdir()
+        Path(own, "HEAD").write_text(commit)
+        variables = {"GIT_DIR": own, "GIT_WORK_TREE": tree, "GIT_INDEX_FILE": index}
+        variables |= {"GIT_OBJECT_DIRECTORY": objects, "GIT_CONFIG_GLOBAL": os.devnull}
+        quick = ("--no-ahead-behind", "--untracked-files=no", "--ignore-submodules=all")
+        lines = ask("status", "--porcelain=v2", "--branch", *quick, **variables, GIT_CONFIG_NOSYSTEM="1")
     # The header proves that git has run: where SIGCHLD is ignored its exit code is lost.
-    lines = ask("status", "--porcelain=v2", "--branch", "--no-ahead-behind", "--untracked-files=no")
     if f"# branch.oid {commit}" in lines:
         yield CodeVersion(commit, any(not line.startswith("#") for line in lines))

@@ -20,9 +20,16 @@ MAX_VALUES: Final = 10_000
 """Of further values only the types count: a configuration is small, but may refer to data."""
 
 _DEEPEST: Final = 20
+_HUMP: Final = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|\W+")
 _SECRET: Final = re.compile(
-    r"(token|key|secret|password|passwd|passphrase|credentials?|auth)$", re.IGNORECASE
+    r"secret|passw|passphrase|passcode|credential|(?:private|access|api)_?key|conn(?:ection)?_?str|bearer"
+    r"|(?:^|_)(?:auth|creds?|dsn|jwt|pwd|psk|cookies?|(?:db|database)_ur[il])(?:_|$)"
+    r"|(?:^|_)(?:pins?|pass|pat|otp|sas|sig)$|(?:token|key|auth|pwd)s?$"
 )
+_COUNT: Final = re.compile(
+    r"(?:^|_)(?:max|min|num|n|total|new|train|eval|context|batch|warmup|per)_.*(?:tokens|keys)$"
+)
+"""How many there are, which counts, unlike what they are."""
 _NAMED: Final = frozenset({"dtype", "device"})
 _logger = logger_of(__name__)
 
@@ -77,7 +84,12 @@ class _Canonical:
 
     def _mapping(self, values: Mapping[Any, Any], depth: int) -> dict[str, Any]:
         named = {str(key): value for key, value in values.items()}
-        return {key: self.form(value, depth) for key, value in named.items() if not _SECRET.search(key)}
+        return {key: self.form(value, depth) for key, value in named.items() if not _is_secret(key)}
+
+
+def _is_secret(name: str) -> bool:
+    words = _HUMP.sub("_", name).lower()
+    return _SECRET.search(words) is not None and _COUNT.search(words) is None
 
 
 def _plain(value: Any) -> Any:

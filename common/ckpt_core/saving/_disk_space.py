@@ -152,7 +152,8 @@ class DiskSpace:
         if self._storage.free_files() is None:
             return 0
         try:
-            return len(Catalog(self._storage).manifest(info.name).files)
+            # And the directory, the manifest and the marker.
+            return len(Catalog(self._storage).manifest(info.name).files) + 3
         except (CheckpointNotFoundError, CorruptCheckpointError):
             return 0
 

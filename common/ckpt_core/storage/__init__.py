@@ -1,6 +1,14 @@
 """Storage of bytes: the `Storage` contract, its backends, and `open_storage`."""
 
-from ckpt_core.storage._base import ALIGNMENT, Lock, RangeReader, SpreadReader, Storage, StorageEntry
+from ckpt_core.storage._base import (
+    ALIGNMENT,
+    Lock,
+    RangeReader,
+    SpreadReader,
+    Storage,
+    StorageEntry,
+    is_full,
+)
 from ckpt_core.storage._keys import RangeStream
 from ckpt_core.storage._layered import LayeredStorage
 from ckpt_core.storage._memory import MemoryStorage
@@ -30,6 +38,7 @@ __all__ = [
     "StorageEntry",
     "Throttle",
     "excludes_others",
+    "is_full",
     "is_in_bucket",
     "open_storage",
     "read_intact",

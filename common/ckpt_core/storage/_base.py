@@ -6,6 +6,7 @@ the root itself.
 
 from __future__ import annotations
 
+import errno
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -19,6 +20,11 @@ ALIGNMENT: Final = 4096
 """Direct writes need memory, offsets and lengths that are multiples of this, and so do fast direct reads."""
 
 _BLOCK_BYTES: Final = 4 << 20
+
+
+def is_full(error: OSError) -> bool:
+    """Return whether it says that there is no room: no byte, no inode, or a quota."""
+    return error.errno in {errno.ENOSPC, errno.EDQUOT}
 
 
 class StorageEntry(NamedTuple):
@@ -128,6 +134,8 @@ class Storage(ABC):
     @abstractmethod
     def check_root(self) -> None:
         """Create the root if necessary and prove that a file can be written there.
+
+        One that is full passes, since its owner may free space there.
 
         Raises:
             NotADirectoryError: the root is a file.

@@ -11,7 +11,7 @@ from typing import Any
 
 from ckpt_core.disclosure import public_url
 from ckpt_core.errors import ConfigError
-from ckpt_core.storage._base import Storage
+from ckpt_core.storage._base import Storage, is_full
 from ckpt_core.storage.local._storage import LocalStorage
 from ckpt_core.storage.object._storage import REQUEST_SECONDS, ObjectStorage
 
@@ -77,7 +77,7 @@ def unwritable(url: str, error: OSError) -> ConfigError:
 def _remedy(url: str, error: OSError) -> str:
     if "://" in url:
         return "Nothing was written"
-    if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+    if is_full(error):
         return "Free space there, or choose another directory"
     if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT, None}:
         return "Choose a directory this job may write to"

@@ -205,13 +205,16 @@ class CopyProcess:
         if self._connection is not None:
             return self._connection
         connection, inner = Pipe()
-        words = [str(inner.fileno()), str(os.getpid()), *sys.path]
+        # What is relative, or was when this process began, may by now lead to modules of somebody else.
+        found = [each for each in map(str, sys.path) if each.startswith(os.sep)]
+        words = [str(inner.fileno()), str(os.getpid()), *found]
         try:
             process = subprocess.Popen(  # noqa: S603 - fixed words, and where this process finds modules
                 [get_executable() or sys.executable, "-P", "-c", _PROGRAM, *words],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[inner.fileno()],
+                env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
                 start_new_session=True,
             )
         except (OSError, RuntimeError) as error:  # no such program; or the interpreter is ending

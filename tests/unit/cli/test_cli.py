@@ -17,6 +17,7 @@ from ckpt_core.cli.upkeep import _verify
 from ckpt_core.commit import Catalog, Lease, begin, commit, replaced
 from ckpt_core.storage import LocalStorage, ObjectStorage
 from ckpt_core.testing import Fault, FaultyStorage
+from ckpt_core.tiers import TierRecord, write_tiers
 from ckpt_core.types import Lineage
 from tests.unit.commit.checkpoints import manifest_of, save, write_files
 
@@ -548,7 +549,6 @@ def test_pin_and_unpin(ckpt, ckpt_json, root):
         ["prune", "x", "--keep-best", "loss:1:2"],
         ["prune", "x", "--policy", "missing.yaml"],
         ["ls", "x", "--storage-option", "no value"],
-        ["ls", "x", "--storage-option", "anon=true"],
         ["ls", "no-such-protocol://x"],
         ["ls", "s3://"],
         ["show", "gs:///run"],
@@ -566,6 +566,18 @@ def test_storage_options_reach_the_storage(ckpt):
     url = f"memory://{secrets.token_hex(8)}/run"
     save(ObjectStorage(url), 1)
     assert ckpt("ls", url, "--storage-option", "use_listings_cache=false")[0] == 0
+
+
+@pytest.mark.parametrize(
+    "command", ["ls", "show", "verify", "du", "report", "prune --keep-latest 1 --dry-run"]
+)
+def test_one_spelling_of_options_serves_paths_and_urls(ckpt, tmp_path, monkeypatch, command):
+    save(LocalStorage(tmp_path / "run"), 1)
+    monkeypatch.setenv("CKPT_SUITE_STORAGE_OPTIONS", "{anon: true}")
+    words = command.split()
+    assert ckpt(words[0], tmp_path / "run", *words[1:], "--storage-option", "secret=@HOME")[0] == 0
+    write_tiers(LocalStorage(tmp_path / "run"), [TierRecord(url="s3://bucket/run")])
+    assert ckpt(words[0], tmp_path / "run", *words[1:], "--storage-option", "secret=@HOME")[0] == 0
 
 
 def test_a_storage_failure_is_one_line(ckpt, tmp_path):

@@ -181,8 +181,7 @@ def test_cp_does_not_mix_runs_because_one_would_count_as_abandoned(ckpt, root, t
         (["{root}", "{root}/step-000000100"], 2, "is itself a committed checkpoint"),
         (["{root}", "{bucket}", "--bandwidth", "fast"], 2, "--bandwidth"),
         (["{root}", "{bucket}", "--bandwidth", "0"], 2, "--bandwidth"),
-        (["{root}", "{root}2", "--storage-option", "anon=true"], 2, "apply to URLs only"),
-        (["{root}", "{root}2", "--to-storage-option", "anon=true"], 2, "apply to URLs only"),
+        (["{root}", "{bucket}", "--storage-option", "anon"], 2, "has no ="),
         (["{root}"], 2, "DST"),
     ],
 )
@@ -253,7 +252,7 @@ def tiers_of(root: Path, *records: TierRecord) -> None:
     write_tiers(LocalStorage(root), records)
 
 
-def test_upload_sends_what_was_due_and_the_newest_to_each_tier(ckpt, root, bucket, tmp_path):
+def test_upload_sends_what_was_due_and_the_newest(ckpt, root, bucket, tmp_path):
     storage = LocalStorage(root)
     for step in (400, 500, 600):
         save_on(storage, step, TWO)
@@ -263,21 +262,22 @@ def test_upload_sends_what_was_due_and_the_newest_to_each_tier(ckpt, root, bucke
         TierRecord(url=bucket, every=2, due=("step-000000300", "step-000000004"), uploading=running),
         TierRecord(url=str(tmp_path / "share"), every=5),
     )
-    code, out, err = ckpt("upload", root, "--json")
-    assert (code, err) == (0, "")
-    assert [len(tier["checkpoints"]) for tier in json.loads(out)["tiers"]] == [3, 1]
+    for place, sent in ((bucket, 3), (tmp_path / "share", 1)):
+        code, out, err = ckpt("upload", root, "--to", place, "--json")
+        assert (code, err) == (0, "")
+        assert [len(tier["checkpoints"]) for tier in json.loads(out)["tiers"]] == [sent]
+        assert ckpt("upload", root, "--to", place)[1].splitlines() == [f"0 copied to {place}, 0 B"]
     assert (steps(bucket), steps(tmp_path / "share")) == ([300, 400, 600], [600])
-    assert ckpt("upload", root)[1].splitlines() == [
-        f"0 copied to {bucket}, 0 B",
-        f"0 copied to {tmp_path}/share, 0 B",
-    ]
     assert ckpt("upload", root, "--all", "--to", bucket)[0] == 0
     assert (steps(bucket), steps(tmp_path / "share")) == ([100, 300, 400, 500, 600], [600])
 
 
-def test_upload_without_tiers_needs_a_place(ckpt, root, bucket):
+def test_upload_needs_a_place_that_the_user_names(ckpt, root, bucket):
     code, _, err = ckpt("upload", root)
-    assert (code, "--to URL" in err) == (2, True)
+    assert (code, "--to URL" in err, "names no place" in err) == (2, True, True)
+    tiers_of(root, TierRecord(url=bucket))
+    code, _, err = ckpt("upload", root)
+    assert (code, f"names {bucket}" in err, steps(bucket)) == (2, True, [])
     assert ckpt("upload", root, "--to", bucket)[0] == 0
     assert steps(bucket) == [300]
 
@@ -301,7 +301,7 @@ def test_upload_refuses_the_root_itself(ckpt, root):
 def test_upload_leaves_its_tiers_to_a_live_job_and_other_places_are_free(ckpt, root, bucket, tmp_path):
     tiers_of(root, TierRecord(url=bucket))
     with Lease.acquire(LocalStorage(root), "train.py"):
-        code, _, err = ckpt("upload", root)
+        code, _, err = ckpt("upload", root, "--to", bucket)
         assert (code, steps(bucket)) == (1, [])
         assert "belongs to a live job (train.py" in err
         assert ckpt("upload", root, "--to", tmp_path / "share")[0] == 0
@@ -314,9 +314,9 @@ def test_upload_takes_a_bucket_over_from_the_job_that_died_with_the_root(ckpt, r
     LocalStorage(root).replace("writer.json", json.dumps({"id": "one", **dead}).encode())
     target = open_storage(bucket)
     target.replace("writer.json", json.dumps({"id": "two", **dead, "pid": 4712}).encode())
-    assert ckpt("upload", root)[0] == 1  # another process
+    assert ckpt("upload", root, "--to", bucket)[0] == 1  # another process
     target.replace("writer.json", json.dumps({"id": "two", **dead}).encode())
-    assert ckpt("upload", root)[0] == 0
+    assert ckpt("upload", root, "--to", bucket)[0] == 0
     assert steps(bucket) == [300]
 
 
@@ -329,8 +329,8 @@ def test_ls_shows_a_column_for_each_tier(ckpt, root, bucket):
     uploading = Uploading(name="step-000000300", done_bytes=4, size_bytes=10)
     tiers_of(root, TierRecord(url=bucket, uploading=uploading), TierRecord(url="nosuch://place"))
     with Lease.acquire(storage, "train.py"):
-        code, out, _ = ckpt("ls", root)
-        json_code, json_out, _ = ckpt("ls", root, "--json")
+        code, out, _ = ckpt("ls", root, "--tiers")
+        json_code, json_out, _ = ckpt("ls", root, "--json", "--tiers")
     lines = out.splitlines()
     assert code == 0
     assert lines[0].split()[-3:] == [str(root), bucket, "nosuch://place"]
@@ -390,7 +390,7 @@ def test_ls_shows_what_a_job_that_has_ended_left_as_waiting(ckpt, root, bucket, 
     known = died != "killed elsewhere"  # there it may be alive
     assert ("waiting 40 %" in out, "uploading 40 %" in out) == (known, not known)
     assert out.splitlines()[2].endswith("waiting")
-    hint = f"waiting, and no job uploads: {bucket}: the next run does, or `ckpt upload {root}`"
+    hint = f"waiting, and no job uploads: {bucket}: the next run does, or `ckpt upload {root} --to {bucket}`"
     assert (hint in out) is known
 
 
@@ -401,9 +401,10 @@ def test_upload_gives_a_copy_whose_name_is_taken_the_name_that_a_job_would(ckpt,
     target.write_bytes("step-000000100/manifest.json", manifest_of(100).to_bytes())
     tiers_of(root, TierRecord(url=bucket, due=("step-000000300",)))
     before = target.read_bytes("step-000000300/COMMITTED")
-    assert ckpt("upload", root)[0] == 0
-    assert f"copied  {bucket}/step-000000300.run-bbbbbbbb" not in ckpt("upload", root)[1]  # it is there
-    assert ckpt("upload", root, "--all")[0] == 0
+    upload = ("upload", root, "--to", bucket)
+    assert ckpt(*upload)[0] == 0
+    assert f"copied  {bucket}/step-000000300.run-bbbbbbbb" not in ckpt(*upload)[1]  # it is there
+    assert ckpt(*upload, "--all")[0] == 0
     assert target.read_bytes("step-000000300/COMMITTED") == before
     names = {info.name: info.save_id for info in Catalog(target).committed(abandoned=True)}
     assert names["step-000000300.run-bbbbbbbb"] == f"{300:08x}"

@@ -36,11 +36,12 @@ def place(tmp_path_factory):
 
 
 CALLS = [
-    "ls runs/a", "ls runs", "ls tier", "show runs/a", "show runs/a --tensors", "show runs/b --step 2",
+    "ls runs/a", "ls runs/a --tiers",
+    "ls runs", "ls tier", "show runs/a", "show runs/a --tensors", "show runs/b --step 2",
     "diff runs/a --steps 2 4", "diff runs/a runs/a", "verify runs/a --all", "verify runs/b --all",
     "ls runs/b", "show runs/b --step 2", "du runs/a", "du runs/b", "report runs/a",
     "report runs/b --html page.html",
-    "cp runs/a copy", "cp runs/a copy", "cp runs/b bad", "upload runs/a", "pin runs/a@4 --reason r",
+    "cp runs/a copy", "cp runs/a copy", "cp runs/b bad", "upload runs/a --to tier", "pin runs/a@4 --reason r",
     "ls runs/a", "unpin runs/a@4", "mark runs/a@4 bad --reason r", "ls runs/a", "mark runs/a@4 good",
     "prune copy --keep-latest 1 --dry-run", "prune copy --keep-latest 1", "prune runs/b --damaged",
     "plan 7B --ranks 8 --storage s3", "plan 7B --ranks 16 --tp 2 --optimizer sgd --mtbf 6h --upload gcs",

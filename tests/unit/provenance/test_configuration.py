@@ -80,6 +80,32 @@ def test_no_secret_is_part_of_it(one, other):
     assert digest(one) == digest(other)
 
 
+NAMES = [
+    *("api_keys", "tokens", "secrets", "passwords", "pwd", "pin", "passcode", "connection_string", "db_uri"),
+    *("private_key_pem", "credential_json", "aws_secret_access_key_id", "api_token", "wandb_api_key"),
+    *("hfToken", "DB_PASS", "conn-str", "auth_header", "creds", "jwt", "session cookies", "sentry_dsn"),
+    *("proxyPwds", "bearerValue", "azure_sas", "secretKeys", "otp", "passphrase2", "ACCESS_KEYS_OLD"),
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("values", [("1234", "1235"), (1234, 1235), (["1234"], ["1235"])], ids=repr)
+def test_a_secret_is_known_by_plurals_prefixes_and_short_forms_of_its_name(name, values):
+    one, other = values
+    assert digest({"a": {name: one}}) == digest({"a": {name: other}})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("max_tokens", "num_keys", "tokenizer", "key_dim", "pin_memory", "author", "bypass_weights", "spin"),
+        *("n_train_tokens", "passes", "signal", "keyboard", "token_budget", "credit", "opinion", "pattern"),
+    ],
+)
+def test_what_only_sounds_like_a_secret_counts(name):
+    assert digest({name: 1}) != digest({name: 2})
+
+
 def test_objects_count_by_type_and_never_by_their_address():
     assert digest([Opaque(), {1, 2, 3}]) == digest([Opaque(), {3, 2, 1}])
 

@@ -8,9 +8,9 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from ckpt_core.cli._arguments import Commands
+from ckpt_core.cli._arguments import Commands, open_root
 from ckpt_core.cli._outcome import Outcome, Table, metrics_text, moment_text, time_text
-from ckpt_core.cli._tier_columns import TierColumns, open_with_tiers, tier_columns
+from ckpt_core.cli._tier_columns import TierColumns, tier_columns
 from ckpt_core.commit import Catalog, look_around, replaced
 from ckpt_core.errors import PartialCheckpointError
 from ckpt_core.hosting import root_of
@@ -27,12 +27,20 @@ def add(commands: Commands, shared: ArgumentParser) -> None:
     """Add the command to those of `ckpt`."""
     command = commands.add_parser("ls", parents=[shared], help="list the committed checkpoints of a root")
     command.add_argument("root", metavar="ROOT", help="path or URL of a run")
+    command.add_argument("--tiers", action="store_true", help="ask every place that tiers.json names, too")
+    command.add_argument(
+        "--tier",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="ask this place, with the storage options given; may be repeated",
+    )
     command.set_defaults(command=run)
 
 
 def run(arguments: Namespace) -> Outcome:
     """List the committed checkpoints of a root, and whatever else is there."""
-    storage = open_with_tiers(arguments)
+    storage = open_root(arguments.root, arguments.storage_options)
     catalog, survey = Catalog(storage), Catalog(storage).survey()
     tiers, problem = tier_columns(storage, survey, arguments)
     infos, stock_aside = survey.everything, replaced(storage)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Final, final
 
 from ckpt_core.disclosure import logger_of
-from ckpt_core.storage._base import Lock
+from ckpt_core.storage._base import Lock, is_full
 from ckpt_core.storage.local._paths import PathAt
 
 _logger = logger_of(__name__)
@@ -34,6 +34,9 @@ _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 # `struct flock` of 64-bit Linux: type, whence, start, length, process.
 _FLOCK: Final = struct.Struct("hhqqi")
+
+_ROOM_BYTES: Final = 16384
+"""Of each lock file: what it takes to pin, to mark and to record an owner on a full disk."""
 
 _guard = threading.Lock()
 # The process id is part of the key because a forked child inherits this set but not the locks.
@@ -86,7 +89,8 @@ def excludes_others(lock: Lock) -> bool:
 def try_lock_file(file: PathAt) -> Lock | None:
     """Lock a file that has no other use; None if a live process holds it.
 
-    Where the filesystem has no locks, the result excludes nothing, and a warning is logged.
+    Where the filesystem has no locks, or no room for the file, the result excludes nothing, and a warning is
+    logged.
 
     Raises:
         PermissionError: it is a link, no regular file, or may be opened by another user only.
@@ -95,14 +99,33 @@ def try_lock_file(file: PathAt) -> Lock | None:
     with _guard:
         if claim in _claims:
             return None
-        descriptor = _open(file)
+        try:
+            descriptor = _open(file)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            # So no job that is alive has made the file; without an inode, room is made unguarded.
+            _logger.warning("%s: there is no room for this lock file, so nothing is locked", file.path)
+            return UnguardedLock()
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(descriptor)
             return _without_lock(file.path, error)
+        with suppress(OSError):
+            if os.fstat(descriptor).st_size < _ROOM_BYTES:
+                os.pwrite(descriptor, bytes(_ROOM_BYTES), 0)
         _claims.add(claim)
         return FileLock(claim, descriptor)
+
+
+def give_room(file: PathAt) -> None:
+    """Free some of the room that the lock files beside a file keep."""
+    for lock in file.path.parent.glob("*.lock"):
+        status = lock.lstat()
+        if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
+            # By its path: to close a descriptor of a lock file drops a lock of this process.
+            os.truncate(lock, max(0, status.st_size - _ROOM_BYTES // 4))
 
 
 def holder_of(file: PathAt) -> int | None:

@@ -10,17 +10,21 @@ from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, suppress
 from operator import attrgetter
 from pathlib import Path
-from typing import IO, final
+from typing import IO, Final, final
 
 from ckpt_core.names import draft_name
-from ckpt_core.storage._base import Lock, RangeReader, Storage, StorageEntry
+from ckpt_core.storage._base import Lock, RangeReader, Storage, StorageEntry, is_full
 from ckpt_core.storage._keys import file_key, key_parts
 from ckpt_core.storage.local._direct import write_direct
-from ckpt_core.storage.local._locks import holder_of, try_lock_file
+from ckpt_core.storage.local._locks import give_room, holder_of, try_lock_file
 from ckpt_core.storage.local._paths import PathAt, path_below
 from ckpt_core.storage.local._posix import make_directories, sync_directory, sync_parents
 from ckpt_core.storage.local._reader import open_inside, open_local_ranges
 from ckpt_core.storage.local._rename import exchange, rename_exclusively
+
+_NO_ROOM: Final = (
+    "no room for this small file: free some, as by `ckpt prune`, which needs none, then try again"
+)
 
 
 @final
@@ -54,14 +58,11 @@ class LocalStorage(Storage):
         return self._root.joinpath(*key_parts(key))
 
     def check_root(self) -> None:
-        """Create the root if necessary and prove that a file can be written there."""
+        """Create the root if necessary and prove that it can be written or is full."""
         try:
             make_directories(self._root)
             sync_parents(self._root)
-            # Without a name where possible: a killed process would leave the file behind.
-            with tempfile.TemporaryFile(prefix=".probe-", dir=self._root) as probe:
-                probe.write(b"probe")
-                probe.flush()
+            self._probe()
         except NotADirectoryError as error:
             if (link := _dangling(self._root)) is not None:
                 target = f"a symbolic link to {link.readlink()}, which does not exist: create its target"
@@ -74,6 +75,15 @@ class LocalStorage(Storage):
                 hint = "cannot create files in the checkpoint root; check owner, mode and mount"
                 raise _explained(PermissionError, error, hint, at=self._root) from error
             raise _explained(OSError, error, "cannot use the checkpoint root", at=self._root) from error
+
+    def _probe(self) -> None:
+        try:
+            # Without a name where possible: a killed process would leave the file behind.
+            with tempfile.TemporaryFile(prefix=".probe-", dir=self._root, buffering=0) as probe:
+                probe.write(b"probe")
+        except OSError as error:
+            if not is_full(error):
+                raise
 
     @contextmanager
     def create(self, key: str) -> Generator[IO[bytes]]:
@@ -120,18 +130,23 @@ class LocalStorage(Storage):
             yield reader
 
     def replace(self, key: str, content: bytes) -> None:
-        """Write a small file atomically, durable on return."""
+        """Write a small file atomically, durable on return.
+
+        On a full disk a few small files still have room: that of lock files, then that of the file itself,
+        which is overwritten: a power cut meanwhile may leave neither content.
+        """
         with self._at(key, make=True) as target:
-            draft = target.beside(draft_name(target.name, secrets.token_hex(4)))
             try:
-                with draft.create_stream() as stream:
-                    stream.write(content)
-                    stream.flush()
-                    os.fsync(stream.fileno())
-                target.replace_by(draft)
-            except BaseException:
-                draft.delete()
-                raise
+                _replace(target, content)
+            except OSError as error:
+                if not is_full(error):
+                    raise
+                try:
+                    give_room(target)
+                    _replace(target, content)
+                except OSError:
+                    if not target.overwrite(content):
+                        raise _explained(OSError, error, _NO_ROOM, at=target.path) from error
             target.sync()
 
     def append(self, key: str, content: bytes) -> None:
@@ -269,6 +284,19 @@ class LocalStorage(Storage):
             return os.statvfs(self._root)
         except FileNotFoundError:
             return None
+
+
+def _replace(target: PathAt, content: bytes) -> None:
+    draft = target.beside(draft_name(target.name, secrets.token_hex(4)))
+    try:
+        with draft.create_stream() as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        target.replace_by(draft)
+    except BaseException:
+        draft.delete()
+        raise
 
 
 def _entry(child: os.DirEntry[str] | Path) -> StorageEntry | None:

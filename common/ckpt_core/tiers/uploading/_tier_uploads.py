@@ -257,10 +257,12 @@ class TierUploads:
             self._left |= {info.name for info in left}
             if left and self._job.coordinator.is_coordinator:
                 _logger.warning(
-                    "not yet in %s: step(s) %s; the next run uploads the rest, and so does `ckpt upload %s`",
+                    "not yet in %s: step(s) %s; the next run uploads the rest, and so does "
+                    "`ckpt upload %s --to %s`",
                     uploader.upload.url,
                     ", ".join(str(info.step) for info in left),
                     self._job.storage.url,
+                    uploader.upload.url,
                 )
         _join_all(uploaders)
         if uploaders and self._job.coordinator.is_coordinator:
