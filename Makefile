@@ -31,6 +31,7 @@ $(VENV)/.installed: pyproject.toml
 	@$(PIP) install "$(TORCH)"
 	@$(PIP) install --editable ".[dev]"
 	@$(PIP) install --upgrade --no-deps --target $(VENV)/low-bit torchao bitsandbytes  # see tests/support/low_bit.py
+	@$(PIP) install --upgrade --no-deps --target $(VENV)/outside/site-packages litgpt  # see tests/outside/test_outside.py
 	@npm install --silent --ignore-scripts --no-audit --no-fund --fetch-retries=0 --fetch-timeout=20000 --prefix $(VENV)/azurite azurite@3.35.0 || echo "Without npm the tests of Azure are skipped"
 	@touch $@
 

@@ -110,11 +110,12 @@ def steps_of(trace: Path) -> list[dict[str, object]]:
     )
 
 
-def judge(name: str, folder: Path, sources: Path | None = None) -> Result:
-    """Train whole, with and without ours; kill and resume; compare each step of each rank."""
+def judge(name: str, folder: Path, sources: Path | None = None, *, stock: bool = True) -> Result:
+    """Train whole, also without ours if `stock`; kill and resume; compare each step of each rank."""
     project = PROJECTS[name]
     try:
-        train(name, folder / "stock", "trace-stock", sources)
+        if stock:
+            train(name, folder / "stock", "trace-stock", sources)
         train(name, folder / "whole", "trace-whole", sources, OUTSIDE_OURS="1")
         train(
             name, folder / "killed", "trace-killed", sources, OUTSIDE_OURS="1", OUTSIDE_KILL=str(project.kill)
@@ -125,10 +126,9 @@ def judge(name: str, folder: Path, sources: Path | None = None) -> Result:
     at = 0
     whole: list[dict[str, object]] = []
     for rank in range(project.ranks):
-        stock, whole, resumed = (
-            steps_of(folder / f"trace-{run}.{rank}") for run in ("stock", "whole", "resumed")
-        )
-        if problem := _difference(stock, whole):
+        whole, resumed = (steps_of(folder / f"trace-{run}.{rank}") for run in ("whole", "resumed"))
+        problem = _difference(steps_of(folder / f"trace-stock.{rank}"), whole) if stock else ""
+        if problem:
             return Result(steps=len(whole), resumed_at=0, problem=f"saving changes the training: {problem}")
         if not 0 < len(resumed) < len(whole):
             return Result(steps=len(whole), resumed_at=0, problem=f"{len(resumed)} steps after the resume")
