@@ -230,6 +230,7 @@ ELSEWHERE = {
     "_dataloader": "a loader of Fabric: see tests/adapters/test_fabric.py",
     "_consumed": "lightning's CombinedLoader: see tests/adapters/test_lightning_data.py",
     "_sampler_iter_yielded": "torchdata's iterator: the same",
+    "_finished": "the same",
     "_load_state_dict_pre_hooks": "torch.nn.Module, set in its constructor: see tests/unit/state",
     "_scale": "torch.amp.GradScaler, set in its constructor",
     "_process_group": "torch.distributed._shard.sharded_tensor.ShardedTensor",

@@ -37,7 +37,7 @@ def open_root(task: Task, rank: int, held_directory: str | None) -> Storage:
     if held_directory is None:
         return storage
     hold = Hold(storage, task.file("held", rank))
-    key = f".incomplete-*-{held_directory}/*{DATA_SUFFIX}"
+    key = f".incomplete-*-{held_directory}~/*{DATA_SUFFIX}"
     # `close`, in case the first write covers the whole file.
     return FaultyStorage(
         storage, [Fault(method=method, key=key, before=hold) for method in ("write", "close")]

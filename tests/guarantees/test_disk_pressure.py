@@ -330,8 +330,7 @@ def test_a_save_that_is_let_through_fits_on_a_real_filesystem(mounted, options, 
     with CheckpointManager(root, headroom=0) as checkpoints:
         error, saves = fill(checkpoints, size_bytes)
         assert type(error) is NoRoomError, f"the disk ran full: {error}"
-        with pytest.raises(NoRoomError):
-            checkpoints.wait()
+        checkpoints.wait()
     assert saves >= least
     assert len(steps(LocalStorage(root))) == saves
     assert not list(root.glob(".incomplete-*"))

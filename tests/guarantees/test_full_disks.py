@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from contextlib import suppress
 
 import pytest
@@ -147,7 +148,7 @@ def test_the_lock_alone_keeps_a_second_job_out_of_a_full_disk(disk, root, fill):
         assert not (root / "writer.json").exists()
         lease.check()
         answer = subprocess.run(
-            ["python", "-m", "ckpt_core.cli", "prune", str(root), "--keep-latest", "1"],
+            [sys.executable, "-m", "ckpt_core.cli", "prune", str(root), "--keep-latest", "1"],
             capture_output=True,
             text=True,
             check=False,
@@ -179,29 +180,29 @@ def test_what_a_kind_names_is_pruned_without_space(disk, root, fill):
 
 @FILL
 def test_what_says_which_steps_may_go_changes_on_a_full_disk(disk, root, fill):
-    assert main(["pin", str(root), "1", "--reason", "published"]) == 0
+    assert main(["pin", f"{root}@1", "--reason", "published"]) == 0
     assert main(["mark", f"{root}@2", "bad", "--reason", "spike"]) == 0
     fill(disk)
-    assert main(["pin", str(root), "2", "--reason", "the spike of the paper"]) == 0
+    assert main(["pin", f"{root}@2", "--reason", "the spike of the paper"]) == 0
     assert main(["mark", f"{root}@3", "bad", "--reason", "another"]) == 0
     assert main(["mark", f"{root}@2", "good"]) == 0
-    assert main(["unpin", str(root), "1"]) == 0
+    assert main(["unpin", f"{root}@1"]) == 0
     found = {info.step: (info.pinned, info.bad) for info in Catalog(LocalStorage(root)).committed()}
     assert found == {1: (None, None), 2: ("the spike of the paper", None), 3: (None, "another")}
 
 
 def test_the_first_pin_and_the_first_mark_find_room_where_no_byte_is_free(disk, root):
     fill_bytes(disk)
-    assert main(["pin", str(root), "1", "--reason", "published"]) == 0
+    assert main(["pin", f"{root}@1", "--reason", "published"]) == 0
     assert main(["mark", f"{root}@3", "bad", "--reason", "spike"]) == 0
-    assert main(["unpin", str(root), "1"]) == 0
+    assert main(["unpin", f"{root}@1"]) == 0
     assert main(["prune", str(root), "--keep-latest", "1"]) == 0
     assert steps(root) == [2, 3]
 
 
 def test_what_finds_no_room_says_where_and_what_to_do(disk, root, capsys):
     fill_inodes(disk)
-    assert main(["pin", str(root), "1", "--reason", "published"]) == 1
+    assert main(["pin", f"{root}@1", "--reason", "published"]) == 1
     assert "no room for this small file: free some, as by `ckpt prune`" in (told := capsys.readouterr().err)
     assert f"{root}/pins.json" in told
 
@@ -213,7 +214,7 @@ def test_room_is_taken_from_lock_files_only_and_never_through_a_link(disk, root)
     (disk / "twin").write_bytes(bytes(8192))
     (root / "b.lock").hardlink_to(disk / "twin")
     fill_bytes(disk)
-    main(["pin", str(root), "1", "--reason", "published"])
+    main(["pin", f"{root}@1", "--reason", "published"])
     main(["mark", f"{root}@3", "bad", "--reason", "spike"])
     assert (root / "writer.json.lock").stat().st_size < 16384
     assert precious.stat().st_size == (disk / "twin").stat().st_size == 8192

@@ -12,6 +12,7 @@ from ckpt_core.commit import Catalog
 from ckpt_core.storage import LocalStorage, Storage
 from ckpt_core.telemetry import Event, Sink
 from ckpt_core.testing import Fault, FaultyStorage
+from tests.support.payloads import first_payload
 from tests.unit.commit.checkpoints import bucket_like, posix_like
 
 
@@ -36,7 +37,7 @@ def save_all(storage, *steps, **options):
 def flip(storage, step):
     key = f"step-{step:09d}/__0_0.distcp"
     content = bytearray(storage.read_bytes(key))
-    content[4096 + 10] ^= 1  # in the payload, which begins with the second page
+    content[first_payload(content) + 10] ^= 1
     storage.replace(key, bytes(content))
 
 

@@ -34,8 +34,7 @@ def test_weights_that_are_not_finite_are_not_committed(tmp_path, value, dtype, s
         with pytest.raises(SaveError, match=r"step 2 was not saved.*NaN or infinity in w\b"):
             manager.save(2, {"w": diverged.to(dtype)}).result()
         assert steps(manager) == [1]
-        with pytest.raises(SaveError):
-            manager.wait()
+        manager.wait()
         manager.save(3, {"w": fine.to(dtype)})
         manager.wait()
         assert steps(manager) == [3]

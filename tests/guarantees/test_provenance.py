@@ -144,7 +144,8 @@ def test_the_data_position_is_counted_in_samples_at_every_batch():
     assert again.in_samples(again.state()) == DataPosition(samples=10, of=10)
     stream = DataLoader(Stream(), batch_size=3)
     tracked = LoaderPosition(stream)
-    next(iter(stream))
+    begun = iter(stream)
+    next(begun)
     assert tracked.in_samples(tracked.state()) == DataPosition(samples=3)
 
 

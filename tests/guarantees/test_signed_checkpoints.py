@@ -190,8 +190,7 @@ def test_a_save_whose_signing_hangs_is_given_up_and_never_committed_later(tmp_pa
     while list(tmp_path.glob(".incomplete-*")):  # removed by the thread that has woken up
         threading.Event().wait(0.01)
     assert manager.checkpoints() == []
-    with pytest.raises(SaveError):
-        manager.close()
+    manager.close()
 
 
 def test_a_signature_covers_the_manifest_that_is_committed(tmp_path):

@@ -68,11 +68,10 @@ def saved(checkpoints: CheckpointManager, step: int, size_bytes: int = 4096) -> 
 
 
 def refused(checkpoints: CheckpointManager, step: int, size_bytes: int = 4096) -> CheckpointError:
-    """The error of a save that fails, whichever call tells it."""
+    """The error of a save that fails."""
     with pytest.raises(CheckpointError) as caught:
         saved(checkpoints, step, size_bytes)
-    with pytest.raises(CheckpointError):
-        checkpoints.wait()
+    checkpoints.wait()  # it was received, and is not raised again
     return caught.value
 
 
@@ -245,8 +244,7 @@ def test_a_name_that_could_not_be_made_durable_is_told_as_in_doubt_and_what_it_r
         (old,) = root.glob(f".incomplete-*-{name}~")
         assert (old / "COMMITTED").exists()
         calls.inject(())
-        with pytest.raises(SaveError):
-            checkpoints.wait()
+        checkpoints.wait()
         assert saved(checkpoints, 3) == 3
     state = state_of(0)
     with manager(root) as again:

@@ -200,7 +200,7 @@ def canary():
 COMMANDS = [
     *("ls {root}", "ls {root} --json", "show {root}", "verify {root}", "verify {root} --all", "du {root}"),
     *("report {root}", "diff {root} --steps 8 9", "prune {root} --keep-latest 1", "prune {root} --bad"),
-    *("pin {root} 8 --reason x", "unpin {root} 8", "mark {root}@8 bad --reason x", "upload {root}"),
+    *("pin {root}@8 --reason x", "unpin {root}@8", "mark {root}@8 bad --reason x", "upload {root}"),
     *("upload {root} --to {to}", "cp {root} {to}", "cp {root}@8 {to}", "ls {root} --tier {to}"),
 ]
 

@@ -345,8 +345,7 @@ def test_a_disk_that_is_really_full_costs_that_save_only(tiny_disk, monkeypatch,
         with pytest.raises(SaveError, match=rf"{root} {told}"):
             checkpoints.save(2, big).result()
         assert tree(root) == before
-        with pytest.raises(SaveError):
-            checkpoints.wait()
+        checkpoints.wait()
         checkpoints.save(2, train_state(2)).result()
         assert [info.step for info in checkpoints.checkpoints()] == [1, 2]
         assert checkpoints.verify() == []
@@ -426,8 +425,7 @@ def test_on_an_object_store_the_newer_job_fences_the_older_at_its_next_save(buck
     ):
         older.save(3, train_state(3)).result()
     newer.save(3, train_state(3)).result()
-    with pytest.raises(RootBusyError, match="no longer belongs"):
-        older.close()
+    older.close()
     newer.save(4, train_state(4)).result()
     assert [info.step for info in newer.checkpoints()] == [1, 2, 3, 4]
     newer.close()
@@ -452,8 +450,7 @@ def test_a_fenced_job_leaves_the_same_step_of_the_newer_one_alone(bucket):
     assert winner.result(60).step == 5
     assert verify(newer.storage, "step-000000005") == []
     newer.close()
-    with pytest.raises(CheckpointError):
-        older.close()
+    older.close()
 
 
 # --- what is on disk ----------------------------------------------------------------------------------------

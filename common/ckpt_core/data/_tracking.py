@@ -247,6 +247,8 @@ class Tracker:
                 iterator = make()
                 load_global_state(here["global"])
                 self.epoch = Epoch(UNKNOWN)
+                # Torchdata's makes another one in its place: that is the epoch, and this was no look.
+                self.epoch.ended = getattr(iterator, "_finished", False)
             elif replay.fresh:
                 here = starting_state(loader)
                 load_starting_state(loader, replay.begin["created"] or here)

@@ -16,7 +16,8 @@ from torch import nn
 
 from ckpt_core import CheckpointError, CheckpointManager, KeepAll, KeepLatest, TrainState
 from ckpt_core.names import data_name, step_name
-from ckpt_core.storage import ALIGNMENT, LocalStorage
+from ckpt_core.storage import LocalStorage
+from tests.support.payloads import first_payload
 
 KEPT: Final = 2
 SOUND: Final = 2
@@ -167,5 +168,5 @@ def copy_of(template: Path, root: Path) -> Path:
 def _flip(path: Path) -> None:
     """Damage the first tensor, and nothing around it."""
     content = bytearray(path.read_bytes())
-    content[ALIGNMENT] ^= 1
+    content[first_payload(content)] ^= 1
     path.write_bytes(content)

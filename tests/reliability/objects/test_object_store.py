@@ -208,8 +208,7 @@ def test_a_marker_that_hangs_fails_the_save_truthfully_and_may_come_true_later(b
         assert caught.value.in_doubt
         bucket.control.clear()
         bucket.control.release()
-        with pytest.raises(SaveError):
-            checkpoints.wait()
+        checkpoints.wait()
         until(lambda: storage.exists("step-000000001/COMMITTED"))
         assert checkpoints.verify(1) == []
         checkpoints.save(2, state_of(2)).result()
@@ -249,8 +248,7 @@ def test_a_late_upload_of_a_job_that_was_replaced_does_not_damage_the_newer_chec
     newer.save(3, state_of(3)).result()
     assert [info.step for info in newer.checkpoints()] == [1, 2, 3]
     newer.close()
-    with pytest.raises((RootBusyError, SaveError, CheckpointExistsError)):
-        older.close()
+    older.close()
 
 
 def with_a_late_marker(checkpoints, step):
@@ -313,8 +311,7 @@ def test_a_checkpoint_that_no_listing_shows_yet_is_never_overwritten(bucket):
             checkpoints.save(2, state_of(-2)).result()
         bucket.control.clear()
         assert checkpoints.verify(2) == []
-        with pytest.raises((CheckpointExistsError, SaveError)):
-            checkpoints.wait()
+        checkpoints.wait()
 
 
 def test_a_listing_that_shows_what_was_pruned_does_not_bring_it_back(bucket):

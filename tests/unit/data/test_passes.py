@@ -6,6 +6,7 @@ each of them. The samples and random numbers of every step are those of the trai
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -19,9 +20,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from ckpt_core import CheckpointManager
 from ckpt_core.state import TrainState, decode, encode
 from ckpt_core.types import SavedState
-from tests.unit.data.loops import Numbers, seed
+from tests.unit.data.loops import Numbers, StatefulStream, seed
 
 # Torchdata warns of torch.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -237,6 +239,7 @@ def test_a_loader_that_the_state_lacks_is_told_once_at_the_first_save(caplog, ki
 
 def test_no_loader_is_missed_where_none_is_needed(caplog):
     optimized().capture()  # numbers made in the loop
+    gc.collect()  # iterators of other tests
     live = loaders("plain")
     for _ in live["validation"]:
         pass
@@ -252,3 +255,20 @@ def test_no_loader_is_missed_where_none_is_needed(caplog):
         next(begun)
         optimized().capture()
     assert "no loader is in the state" not in caplog.text
+
+
+@pytest.mark.slow
+def test_an_epoch_that_a_stream_in_workers_has_ended_takes_nothing_of_the_next(tmp_path):
+    def made() -> tuple[Any, TrainState]:
+        loader: Any = StatefulDataLoader(StatefulStream(), batch_size=2, num_workers=2)
+        return loader, optimized(dataloader=loader)
+
+    loader, state = made()
+    with CheckpointManager(tmp_path) as manager:
+        whole = [batch.tolist() for batch in loader]
+        assert whole
+        manager.save(1, state)
+    loader, state = made()
+    with CheckpointManager(tmp_path) as manager:
+        assert manager.resume(state) == 1
+        assert [batch.tolist() for batch in loader] == whole

@@ -90,7 +90,7 @@ def test_the_chunk_is_one_torch_zip_with_a_checksum_for_every_part():
     assert sum(map(len, chunks)) == len(data)
     assert all(zipfile.ZipFile(io.BytesIO(chunk)).testzip() is None for chunk in chunks)
     assert bits(torch.load(io.BytesIO(chunks[0]), weights_only=True)) == bits(tensor)
-    assert layout.slots[1].payload % 4096 == 0
+    assert layout.slots[1].payload % 64 == 0
 
 
 def test_the_64_bit_fields_of_zip_are_used_for_far_and_for_large_parts():
