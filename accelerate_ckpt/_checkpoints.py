@@ -80,6 +80,9 @@ class AcceleratorCheckpoints:
         self._roots.continue_numbering()
         self._roll_call = RollCall(accelerator)
 
+    def __reduce__(self) -> Any:
+        return type(None), ()  # copies of the accelerator are stock's
+
     @property
     def manager(self) -> CheckpointManager:
         """The manager of the root for automatic names, or of the only root.
