@@ -16,6 +16,7 @@ from ckpt_core import ConfigError
 from ckpt_core.cadence import SavePolicy
 from ckpt_core.disclosure import logger_of
 from ckpt_core.hosting import close_at_exit, shadow
+from ckpt_core.options import shows_options
 from ckpt_core.retention import RetentionPolicy
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Sink
@@ -38,6 +39,7 @@ _SHADOWED = (
 )
 
 
+@shows_options(stock_files=False, gradients=False, contents=None, override=None, log_costs=True)
 def enable(
     accelerator: Accelerator,
     root: str | os.PathLike[str] | Storage | None = None,

@@ -24,6 +24,7 @@ from ckpt_core import CheckpointInfo, CheckpointManager, ConfigError
 from ckpt_core.cadence import SavePolicy, needed_counts
 from ckpt_core.disclosure import logger_of
 from ckpt_core.hosting import close_at_exit, shadow
+from ckpt_core.options import shows_options
 from ckpt_core.retention import RetentionPolicy
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Sink
@@ -283,6 +284,7 @@ class TrainerCheckpoints:
         return source
 
 
+@shows_options(stock_files=None, contents=None, override=None, log_costs=True)
 def enable_trainer(
     trainer: Trainer,
     root: str | os.PathLike[str] | Storage | None = None,

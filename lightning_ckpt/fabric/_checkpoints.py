@@ -20,7 +20,7 @@ from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, UntrustedCheckpointError
 from ckpt_core.hosting import CheckpointPath, Kind, ManagersByRoot, RunRoot, close_at_exit, shadow
 from ckpt_core.manager import CheckpointManager
-from ckpt_core.options import CheckpointOptions
+from ckpt_core.options import CheckpointOptions, shows_options
 from ckpt_core.retention import RetentionPolicy
 from ckpt_core.saving import SaveHandle
 from ckpt_core.state import Contents, contents_problem
@@ -44,6 +44,7 @@ _STOCK: Final = "_ckpt_stock_class"
 _logger = logger_of(__name__)
 
 
+@shows_options(sinks=(), contents=None, log_costs=True)
 def setup_fabric(
     fabric: Any,
     root: str | os.PathLike[str] | Storage,
