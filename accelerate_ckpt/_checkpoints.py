@@ -281,17 +281,16 @@ class AcceleratorCheckpoints:
                 place.name,
             )
         measured = {**self._metrics.at(self.step), **metrics}
-        handle = manager.save(
-            self.step,
-            self._state(manager, replace(self._arguments, safe=safe)),
-            metrics=measured,
-            annotations={
-                "framework": "accelerate",
-                "strategy": accelerator.distributed_type.value,
-                "reason": reason,
-            },
-            name=place.name,
-        )
+        annotations = {
+            "framework": "accelerate",
+            "strategy": accelerator.distributed_type.value,
+            "reason": reason,
+        }
+        state = self._state(manager, replace(self._arguments, safe=safe))
+        with self._roll_call.watching():
+            handle = manager.save(
+                self.step, state, metrics=measured, annotations=annotations, name=place.name
+            )
         if handle is not None:
             self._metrics.saved(measured)
             accelerator.project_configuration.iteration += 1

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Literal, final
 
 import torch
@@ -17,9 +20,11 @@ from ckpt_core.disclosure import logger_of
 _logger = logger_of(__name__)
 
 PATIENCE_SECONDS = 10.0
-"""How long the main process waits for the others at a first save."""
+"""How long the main process waits for the others before it says so."""
 _POLL_SECONDS = 0.05
 _ADVICE = "Call save_state() on every process; is it under `if accelerator.is_main_process`?"
+_ALONE = "the main process saves alone; random numbers and data of others are not saved"
+_WAITS = "this save waits for them"
 _numbers = itertools.count()
 
 
@@ -35,6 +40,7 @@ class RollCall:
         self._prefix = f"ckpt_suite/roll_call/{next(_numbers)}"
         self._round = 0
         self._over = False
+        self._saves = 0
 
     def call(self) -> Literal["all", "alone", "without"]:
         """Return who saves now: all, this one alone, or the main process without it."""
@@ -49,7 +55,7 @@ class RollCall:
         if self._over:
             return "all"
         if is_main:
-            self._warn("the main process saves alone; random numbers and data of others are not saved")
+            self._warn(_ALONE, self._absent)
             return "alone"
         self._round += 1
         _logger.warning("the main process has saved without this rank, which came later. %s", _ADVICE)
@@ -66,10 +72,33 @@ class RollCall:
                 store.set(self._key, "all" if all_here else "alone")
             elif late and not told:
                 told = True
-                self._warn("this save waits for them")
+                self._warn(_WAITS, self._absent)
             time.sleep(_POLL_SECONDS)
         found: bytes = store.get(self._key)
         return found == b"all"
+
+    @contextmanager
+    def watching(self) -> Generator[None]:
+        """Warn of ranks that do not come while a save by all ranks waits for them."""
+        own = self._accelerator.process_index
+        if not self._over:
+            yield
+            return
+        self._saves += 1
+        default_store().set(f"{self._prefix}/came/{own}", str(self._saves))  # nobody waits for it
+        watch = threading.Timer(PATIENCE_SECONDS, self._warn, (_WAITS, self._late))
+        watch.daemon = True
+        if own == 0:
+            watch.start()
+        try:
+            yield
+        finally:
+            watch.cancel()
+
+    def _late(self, rank: int) -> bool:
+        """Return whether a rank has come to fewer saves by all than this one."""
+        store, key = default_store(), f"{self._prefix}/came/{rank}"
+        return not store.check([key]) or int(store.get(key)) < self._saves
 
     def was_missed(self) -> bool:
         """Return whether the main process has saved alone meanwhile; collective."""
@@ -94,13 +123,16 @@ class RollCall:
         sharded = any(isinstance(each, DTensor) for model in models for each in model.parameters())
         return not sharded and self._accelerator.distributed_type != DistributedType.FSDP
 
-    def _warn(self, consequence: str) -> None:
-        store = default_store()
-        absent = [key.rpartition("/")[2] for key in self._others() if not store.check([key])]
-        _logger.warning(
-            "rank %s did not come to save_state() within %g s: %s. %s",
-            ", ".join(absent[:8]),
-            PATIENCE_SECONDS,
-            consequence,
-            _ADVICE,
-        )
+    def _absent(self, rank: int) -> bool:
+        return not default_store().check([f"{self._key}/{rank}"])
+
+    def _warn(self, consequence: str, is_missing: Callable[[int], bool]) -> None:
+        missing = [str(rank) for rank in range(self._accelerator.num_processes) if is_missing(rank)]
+        if missing:
+            _logger.warning(
+                "rank %s did not come to save_state() within %g s: %s. %s",
+                ", ".join(missing[:8]),
+                PATIENCE_SECONDS,
+                consequence,
+                _ADVICE,
+            )

@@ -47,8 +47,8 @@ _MANNER: Final = frozenset(
 """Options that say how saves and loads are done, not what they hold."""
 
 SECTION = "checkpoint"
-_Call = TypeVar("_Call", bound=Callable[..., Any])
 """The top-level key of our options in a file with other content."""
+_Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 @final
