@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Literal, final
 
@@ -23,8 +23,6 @@ PATIENCE_SECONDS = 10.0
 """How long the main process waits for the others before it says so."""
 _POLL_SECONDS = 0.05
 _ADVICE = "Call save_state() on every process; is it under `if accelerator.is_main_process`?"
-_ALONE = "the main process saves alone; random numbers and data of others are not saved"
-_WAITS = "this save waits for them"
 _numbers = itertools.count()
 
 
@@ -55,7 +53,7 @@ class RollCall:
         if self._over:
             return "all"
         if is_main:
-            self._warn(_ALONE, self._absent)
+            self._warn("the main process saves alone; random numbers and data of others are not saved")
             return "alone"
         self._round += 1
         _logger.warning("the main process has saved without this rank, which came later. %s", _ADVICE)
@@ -64,7 +62,7 @@ class RollCall:
     def _decide(self, *, is_main: bool) -> bool:
         """Wait for the others or the main process; return whether all are here."""
         store, others = default_store(), self._others()
-        store.set(f"{self._key}/{self._accelerator.process_index}", "here")
+        store.set(self._key_of(self._accelerator.process_index), "0")
         until, told = time.monotonic() + PATIENCE_SECONDS, False
         while not store.check([self._key]):
             late, all_here = time.monotonic() > until, is_main and store.check(others)
@@ -72,7 +70,7 @@ class RollCall:
                 store.set(self._key, "all" if all_here else "alone")
             elif late and not told:
                 told = True
-                self._warn(_WAITS, self._absent)
+                self._warn()
             time.sleep(_POLL_SECONDS)
         found: bytes = store.get(self._key)
         return found == b"all"
@@ -80,25 +78,17 @@ class RollCall:
     @contextmanager
     def watching(self) -> Generator[None]:
         """Warn of ranks that do not come while a save by all ranks waits for them."""
-        own = self._accelerator.process_index
-        if not self._over:
-            yield
-            return
-        self._saves += 1
-        default_store().set(f"{self._prefix}/came/{own}", str(self._saves))  # nobody waits for it
-        watch = threading.Timer(PATIENCE_SECONDS, self._warn, (_WAITS, self._late))
-        watch.daemon = True
-        if own == 0:
-            watch.start()
+        watch = threading.Timer(PATIENCE_SECONDS, self._warn)
+        if self._over:
+            own, self._saves = self._accelerator.process_index, self._saves + 1
+            default_store().set(self._key_of(own), str(self._saves))  # nobody waits for it
+            if own == 0:
+                watch.daemon = True
+                watch.start()
         try:
             yield
         finally:
             watch.cancel()
-
-    def _late(self, rank: int) -> bool:
-        """Return whether a rank has come to fewer saves by all than this one."""
-        store, key = default_store(), f"{self._prefix}/came/{rank}"
-        return not store.check([key]) or int(store.get(key)) < self._saves
 
     def was_missed(self) -> bool:
         """Return whether the main process has saved alone meanwhile; collective."""
@@ -123,11 +113,16 @@ class RollCall:
         sharded = any(isinstance(each, DTensor) for model in models for each in model.parameters())
         return not sharded and self._accelerator.distributed_type != DistributedType.FSDP
 
-    def _absent(self, rank: int) -> bool:
-        return not default_store().check([f"{self._key}/{rank}"])
+    def _key_of(self, rank: int) -> str:
+        return f"{self._prefix}/came/{rank}" if self._over else f"{self._key}/{rank}"
 
-    def _warn(self, consequence: str, is_missing: Callable[[int], bool]) -> None:
-        missing = [str(rank) for rank in range(self._accelerator.num_processes) if is_missing(rank)]
+    def _warn(self, consequence: str = "this save waits for them") -> None:
+        store, ranks = default_store(), range(self._accelerator.num_processes)
+        missing = [
+            str(rank)
+            for rank, key in zip(ranks, map(self._key_of, ranks), strict=True)
+            if not store.check([key]) or int(store.get(key)) < self._saves
+        ]
         if missing:
             _logger.warning(
                 "rank %s did not come to save_state() within %g s: %s. %s",

@@ -284,12 +284,7 @@ class CheckpointOptions:
 
 
 def signature_with_options(call: Callable[..., Any], **own: Any) -> inspect.Signature:
-    """Return the signature of a call with every option in place of `**options`.
-
-    Args:
-        call: a function, or a method, whose `self` is left out.
-        own: the call's further options, with their defaults.
-    """
+    """Return a call's signature with its `own` and all options in place of `**options`."""
     found, options = inspect.signature(call), inspect.signature(CheckpointOptions)
     named = [p for p in found.parameters.values() if p.kind is not p.VAR_KEYWORD and p.name != "self"]
     further = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=own[name]) for name in own]
