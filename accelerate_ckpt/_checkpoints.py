@@ -80,6 +80,9 @@ class AcceleratorCheckpoints:
         self._roots.continue_numbering()
         self._roll_call = RollCall(accelerator)
 
+    def __reduce__(self) -> Any:
+        return type(None), ()  # copies of the accelerator are stock's
+
     @property
     def manager(self) -> CheckpointManager:
         """The manager of the root for automatic names, or of the only root.
@@ -278,17 +281,16 @@ class AcceleratorCheckpoints:
                 place.name,
             )
         measured = {**self._metrics.at(self.step), **metrics}
-        handle = manager.save(
-            self.step,
-            self._state(manager, replace(self._arguments, safe=safe)),
-            metrics=measured,
-            annotations={
-                "framework": "accelerate",
-                "strategy": accelerator.distributed_type.value,
-                "reason": reason,
-            },
-            name=place.name,
-        )
+        annotations = {
+            "framework": "accelerate",
+            "strategy": accelerator.distributed_type.value,
+            "reason": reason,
+        }
+        state = self._state(manager, replace(self._arguments, safe=safe))
+        with self._roll_call.watching():
+            handle = manager.save(
+                self.step, state, metrics=measured, annotations=annotations, name=place.name
+            )
         if handle is not None:
             self._metrics.saved(measured)
             accelerator.project_configuration.iteration += 1

@@ -91,10 +91,12 @@ class Loading:
                 manager.load(state, strict=arguments["strict"], override=self._roots.override.values)
         if found:
             self._loaded_by(manager)
+            self._tell(manager, state.restored)
             return True
         name = self._roots.managers.coordinator.run_on_coordinator(lambda: newest_stock(manager.storage))
         if name is not None:
             self._load_stock(manager, name, arguments)
+            self._tell(manager, name)
             return True
         torn = self._roots.managers.coordinator.run_on_coordinator(lambda: torn_in(manager.storage))
         _logger.log(
@@ -133,15 +135,20 @@ class Loading:
             self._load_stock(manager, place.name, arguments)
         else:
             self._load(manager, place.name, arguments)
+        self._tell(manager, place.name)
 
     def _load(self, manager: CheckpointManager, name: str, arguments: Mapping[str, Any]) -> None:
-        strict = arguments.get("strict", True)
-        manager.load(self._state(manager), name=name, strict=strict, override=self._roots.override.values)
+        strict, state = arguments.get("strict", True), self._state(manager)
+        manager.load(state, name=name, strict=strict, override=self._roots.override.values)
         self._loaded_by(manager)
 
     def _loaded_by(self, manager: CheckpointManager) -> None:
         self._changed = manager
         self._roots.managers.loaded(manager)
+
+    def _tell(self, manager: CheckpointManager, name: str) -> None:
+        if self._accelerator.is_main_process:
+            tell_restored(self._progress.steps.step, manager.storage.url, name)
 
     def _load_stock(self, manager: CheckpointManager, name: str, arguments: Mapping[str, Any]) -> None:
         """Load what stock wrote; shards by the core: stock loses FSDP1's optimizer."""
@@ -181,6 +188,11 @@ class Loading:
                 'load_kwargs={"weights_only": False} lets a checkpoint run any code, and nothing was loaded. '
                 "If you trust who wrote it, give enable() allow_pickle=True"
             )
+
+
+def tell_restored(step: int, root: str, name: str) -> None:
+    """Say what a run goes on from, where a script without a logging setup shows it."""
+    _logger.warning("Restored step %d of %s (checkpoint %s)", step, root, name)
 
 
 def _looked_at(storage: Storage, name: str) -> tuple[Kind, str]:

@@ -15,7 +15,8 @@ from accelerate_ckpt._settings import Settings
 from ckpt_core import ConfigError
 from ckpt_core.cadence import SavePolicy
 from ckpt_core.disclosure import logger_of
-from ckpt_core.hosting import close_at_exit
+from ckpt_core.hosting import close_at_exit, shadow
+from ckpt_core.options import shows_options
 from ckpt_core.retention import RetentionPolicy
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Sink
@@ -38,6 +39,7 @@ _SHADOWED = (
 )
 
 
+@shows_options(stock_files=False, gradients=False, contents=None, override=None, log_costs=True)
 def enable(
     accelerator: Accelerator,
     root: str | os.PathLike[str] | Storage | None = None,
@@ -112,7 +114,8 @@ def attach(
     settings.options.refuse_on_exception("an Accelerator")
     attached = AcceleratorCheckpoints(accelerator, settings, sinks, implicit=implicit)
     shadows = _shadows(accelerator, attached)
-    accelerator.__dict__.update({**shadows, _ATTACHED: attached})
+    shadow(accelerator, shadows)
+    accelerator.__dict__[_ATTACHED] = attached
     close_at_exit(attached)
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Literal, final
 
 import torch
@@ -17,7 +20,7 @@ from ckpt_core.disclosure import logger_of
 _logger = logger_of(__name__)
 
 PATIENCE_SECONDS = 10.0
-"""How long the main process waits for the others at a first save."""
+"""How long the main process waits for the others before it says so."""
 _POLL_SECONDS = 0.05
 _ADVICE = "Call save_state() on every process; is it under `if accelerator.is_main_process`?"
 _numbers = itertools.count()
@@ -35,6 +38,7 @@ class RollCall:
         self._prefix = f"ckpt_suite/roll_call/{next(_numbers)}"
         self._round = 0
         self._over = False
+        self._saves = 0
 
     def call(self) -> Literal["all", "alone", "without"]:
         """Return who saves now: all, this one alone, or the main process without it."""
@@ -58,7 +62,7 @@ class RollCall:
     def _decide(self, *, is_main: bool) -> bool:
         """Wait for the others or the main process; return whether all are here."""
         store, others = default_store(), self._others()
-        store.set(f"{self._key}/{self._accelerator.process_index}", "here")
+        store.set(self._key_of(self._accelerator.process_index), "0")
         until, told = time.monotonic() + PATIENCE_SECONDS, False
         while not store.check([self._key]):
             late, all_here = time.monotonic() > until, is_main and store.check(others)
@@ -66,10 +70,25 @@ class RollCall:
                 store.set(self._key, "all" if all_here else "alone")
             elif late and not told:
                 told = True
-                self._warn("this save waits for them")
+                self._warn()
             time.sleep(_POLL_SECONDS)
         found: bytes = store.get(self._key)
         return found == b"all"
+
+    @contextmanager
+    def watching(self) -> Generator[None]:
+        """Warn of ranks that do not come while a save by all ranks waits for them."""
+        watch = threading.Timer(PATIENCE_SECONDS, self._warn)
+        if self._over:
+            own, self._saves = self._accelerator.process_index, self._saves + 1
+            default_store().set(self._key_of(own), str(self._saves))  # nobody waits for it
+            if own == 0:
+                watch.daemon = True
+                watch.start()
+        try:
+            yield
+        finally:
+            watch.cancel()
 
     def was_missed(self) -> bool:
         """Return whether the main process has saved alone meanwhile; collective."""
@@ -94,13 +113,21 @@ class RollCall:
         sharded = any(isinstance(each, DTensor) for model in models for each in model.parameters())
         return not sharded and self._accelerator.distributed_type != DistributedType.FSDP
 
-    def _warn(self, consequence: str) -> None:
-        store = default_store()
-        absent = [key.rpartition("/")[2] for key in self._others() if not store.check([key])]
-        _logger.warning(
-            "rank %s did not come to save_state() within %g s: %s. %s",
-            ", ".join(absent[:8]),
-            PATIENCE_SECONDS,
-            consequence,
-            _ADVICE,
-        )
+    def _key_of(self, rank: int) -> str:
+        return f"{self._prefix}/came/{rank}" if self._over else f"{self._key}/{rank}"
+
+    def _warn(self, consequence: str = "this save waits for them") -> None:
+        store, ranks = default_store(), range(self._accelerator.num_processes)
+        missing = [
+            str(rank)
+            for rank, key in zip(ranks, map(self._key_of, ranks), strict=True)
+            if not store.check([key]) or int(store.get(key)) < self._saves
+        ]
+        if missing:
+            _logger.warning(
+                "rank %s did not come to save_state() within %g s: %s. %s",
+                ", ".join(missing[:8]),
+                PATIENCE_SECONDS,
+                consequence,
+                _ADVICE,
+            )

@@ -151,7 +151,11 @@ class CallArguments:
 
 @final
 class AcceleratorState:
-    """Captures and loads one accelerator; a `StateSource`. Main thread only."""
+    """Captures and loads one accelerator; a `StateSource`. Main thread only.
+
+    Attributes:
+        restored: the name of the checkpoint that was loaded.
+    """
 
     def __init__(
         self,
@@ -177,6 +181,7 @@ class AcceleratorState:
         self._seed = self._seed_of_first = torch.initial_seed()
         self._arguments = arguments
         self._window = Window(accelerator, gradients=arguments.gradients)
+        self.restored = ""
 
     def capture(self) -> CapturedState:
         """Capture the state as it is now, with live tensors."""
@@ -312,7 +317,7 @@ class AcceleratorState:
         if accelerator._load_model_state_pre_hook:
             self._run_load_hooks(saved)
         self._window.put_back(loaded, saved.shared.get(_SHARED, {}))
-        notes = self._apply_own(saved)
+        notes, self.restored = self._apply_own(saved), saved.name
         for note in notes:
             _logger.warning("%s", note)
         return notes

@@ -333,14 +333,6 @@ def test_loaders_of_accelerate_call_what_we_replace_for_every_epoch_and_batch():
         assert f"self.gradient_state.{called}" in source
 
 
-def test_all_gradient_states_of_accelerate_share_their_attributes():
-    """So that one function, set on one of them, is called for every loader."""
-    accelerate = pytest.importorskip("accelerate")
-    accelerate.Accelerator(cpu=True)
-    state = accelerate.state.GradientState
-    assert vars(state()) is vars(state())
-
-
 def test_the_trainer_saves_through_the_methods_that_we_redirect():
     transformers = pytest.importorskip("transformers")
     source = inspect.getsource(transformers.Trainer._save_checkpoint)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import subprocess
 import sys
 
@@ -82,3 +83,22 @@ def test_the_names_users_meet_are_these() -> None:
 def test_the_package_is_cheap_to_import_until_it_is_used() -> None:
     code = "import sys, ckpt_core; ckpt_core.EverySteps(3); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "own"),
+    [
+        ("ckpt_core", "CheckpointManager", {}),
+        ("accelerate_ckpt", "enable", {"stock_files": False, "gradients": False, "log_costs": True}),
+        ("accelerate_ckpt", "enable_trainer", {"stock_files": None, "override": None, "log_costs": True}),
+        ("lightning_ckpt", "setup_fabric", {"contents": None, "sinks": (), "log_costs": True}),
+    ],
+)
+def test_a_signature_shows_every_option_with_its_default(module, name, own) -> None:
+    from ckpt_core import CheckpointOptions
+
+    shown = inspect.signature(getattr(importlib.import_module(module), name)).parameters
+    assert {each: shown[each].default for each in own} == own
+    for option in inspect.signature(CheckpointOptions).parameters.values():
+        assert (shown[option.name].default, shown[option.name].kind) == (option.default, option.kind)
+    assert [each for each in shown.values() if each.kind is each.VAR_KEYWORD] == []

@@ -28,8 +28,8 @@ from accelerate_ckpt.data._starts import Prepared
 from accelerate_ckpt.data._tracked import TrackedLoader
 from ckpt_core.state import load_rng_state
 
-_BEGIN = "_add_dataloader"
-_END = "_remove_dataloader"
+_states = cast("Any", GradientState)
+_BEGIN, _END = _states._add_dataloader, _states._remove_dataloader
 
 _followers: WeakSet[Loaders] = WeakSet()
 
@@ -60,7 +60,7 @@ class Loaders:
         if isinstance(loader, DataLoaderStateMixin) and id(loader) not in self._tracked:
             self._tracked[id(loader)] = TrackedLoader(loader)
             _followers.add(self)
-            _follow(self._accelerator.gradient_state)
+            _follow()
 
     def track_copy(self, original: Any, copy: Any) -> None:
         """Track a copy by `skip_first_batches`, which finishes the same epoch."""
@@ -135,31 +135,28 @@ class Loaders:
         self._tracked.clear()
         _followers.discard(self)
         if not _followers:
-            for name in (_BEGIN, _END):
-                vars(self._accelerator.gradient_state).pop(name, None)
+            _states._add_dataloader, _states._remove_dataloader = _BEGIN, _END
 
     def _of_copy(self, loader: Any) -> TrackedLoader | None:
         return next((each for each in self._tracked.values() if loader in each.copies), None)
 
 
-def _follow(state: Any) -> None:
-    """Hear of every loader that begins or ends an epoch.
+def _follow() -> None:
+    """Hear of every loader that begins or ends an epoch; idempotent.
 
-    All instances share their attributes, and every loader calls these methods, also a copy by the function
-    `accelerate.skip_first_batches`, of which nothing else tells.
+    Every loader calls these methods, also a copy by the function `accelerate.skip_first_batches`, of which
+    nothing else tells. On an instance they would be pickled with every loader.
     """
-    shared, kind = vars(state), cast("Any", GradientState)
-    if _BEGIN in shared:
-        return
+    _states._add_dataloader, _states._remove_dataloader = _begun, _ended
 
-    def begun(loader: Any) -> None:
-        kind._add_dataloader(state, loader)
-        for each in tuple(_followers):
-            each.begun(loader)
 
-    def ended(loader: Any) -> None:
-        kind._remove_dataloader(state, loader)
-        for each in tuple(_followers):
-            each.ended(loader)
+def _begun(state: Any, loader: Any) -> None:
+    _BEGIN(state, loader)
+    for each in tuple(_followers):
+        each.begun(loader)
 
-    shared.update({_BEGIN: begun, _END: ended})
+
+def _ended(state: Any, loader: Any) -> None:
+    _END(state, loader)
+    for each in tuple(_followers):
+        each.ended(loader)

@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial, wraps
+from functools import partial
 from itertools import zip_longest
 from typing import Any, final
 from weakref import WeakKeyDictionary
@@ -36,6 +36,7 @@ from accelerate_ckpt.data._starts import (
 )
 from ckpt_core.data import batches_in
 from ckpt_core.disclosure import logger_of
+from ckpt_core.hosting import shadow
 from ckpt_core.state import load_rng_state, rng_state
 
 _logger = logger_of(__name__)
@@ -340,7 +341,6 @@ class TrackedLoader:
         per_batch = vars(loader).get(seam) or partial(_call, watched, seam)
         iterate = partial(_call, weakref.ref(base), _ITERATOR)
 
-        @wraps(per_batch, assigned=())
         def watched_batch(*args: Any, **kwargs: Any) -> Any:
             self._batch(watched())
             return per_batch(*args, **kwargs)
@@ -351,8 +351,8 @@ class TrackedLoader:
                 self._epoch.iterator = weakref.ref(iterator)
             return iterator
 
-        vars(loader)[seam] = watched_batch
-        vars(base)[_ITERATOR] = watched_iterator
+        shadow(loader, {seam: watched_batch})
+        shadow(base, {_ITERATOR: watched_iterator})
 
     def _batch(self, loader: Any) -> None:
         """Note a batch that was fetched, to be handed out or skipped."""
@@ -407,8 +407,8 @@ def _seam_of(loader: Any) -> str:
 
 def _unwatch(loader: Any) -> None:
     seam = _seam_of(loader)
-    before = vars(loader).pop(seam).__wrapped__
-    if seam == _DISPATCHER_SEAM:
+    before = vars(loader).pop(seam).stock
+    if before is not None:
         vars(loader)[seam] = before
     vars(loader.base_dataloader).pop(_ITERATOR)
 

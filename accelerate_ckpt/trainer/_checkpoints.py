@@ -23,7 +23,8 @@ from accelerate_ckpt.trainer._to_come import BeforeEvaluation, ToCome
 from ckpt_core import CheckpointInfo, CheckpointManager, ConfigError
 from ckpt_core.cadence import SavePolicy, needed_counts
 from ckpt_core.disclosure import logger_of
-from ckpt_core.hosting import close_at_exit
+from ckpt_core.hosting import close_at_exit, shadow
+from ckpt_core.options import shows_options
 from ckpt_core.retention import RetentionPolicy
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Sink
@@ -81,6 +82,9 @@ class TrainerCheckpoints:
         self.events = TrainerEvents(self._session, self._data, self._go_on, gated=gated)
         self._logged: tuple[Any, Any] = (None, None)
         self.implicit = implicit
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # copies of the Trainer are stock's
 
     def shadows(self) -> dict[str, Any]:
         """Return the methods that replace the Trainer's own, by name."""
@@ -280,6 +284,7 @@ class TrainerCheckpoints:
         return source
 
 
+@shows_options(stock_files=None, contents=None, override=None, log_costs=True)
 def enable_trainer(
     trainer: Trainer,
     root: str | os.PathLike[str] | Storage | None = None,
@@ -346,7 +351,8 @@ def enable_trainer_implicitly(trainer: Trainer) -> None:
             _logger.warning("%s: they stay the stock Trainer's own", error)
         return trainer.train(*args, **kwargs)
 
-    trainer.__dict__.update({"train": train, _WAITING: True})
+    shadow(trainer, {"train": train})
+    trainer.__dict__[_WAITING] = True
 
 
 def attach(
@@ -355,7 +361,8 @@ def attach(
     """Replace methods of this instance; its class and other instances stay."""
     attached = TrainerCheckpoints(trainer, settings, sinks, implicit=implicit)
     trainer.add_callback(attached.events)
-    trainer.__dict__.update({**attached.shadows(), _ATTACHED: attached})
+    shadow(trainer, attached.shadows())
+    trainer.__dict__[_ATTACHED] = attached
     close_at_exit(attached)
 
 

@@ -52,6 +52,9 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self.own_evaluation = self.evaluation_left = self.decided = self.epoch_ended = False
         self._stopping = False
 
+    def __reduce__(self) -> Any:
+        return TrainerCallback, ()  # in a copy of the Trainer, which is stock's
+
     def take_over(self, args: TrainingArguments, keep: RetentionPolicy | None) -> None:
         """Stop the Trainer from deleting, and let it track its best model at every step."""
         self._wanted = wanted_best(keep, args)

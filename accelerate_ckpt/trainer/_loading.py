@@ -16,6 +16,7 @@ from transformers import TrainerState
 from transformers.trainer import SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
+from accelerate_ckpt._loading import tell_restored
 from accelerate_ckpt._scratch import private_directory
 from accelerate_ckpt._small_files import link_files, verified_files, write_files
 from accelerate_ckpt._state import CallArguments
@@ -185,6 +186,9 @@ class TrainerLoading:
         if callbacks := CallbackStates(self._trainer):
             self._load(origin, callbacks)
         load_exported(self._trainer)
+        if self._trainer.args.process_index == 0:
+            place = CheckpointPath.of(origin)
+            tell_restored(self._trainer.state.global_step, place.root, place.name)
         return to_come
 
     def load_best(self) -> None:

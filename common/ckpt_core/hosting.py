@@ -9,11 +9,12 @@ import atexit
 import os
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Final, Protocol, Self, final
+from functools import partial, update_wrapper
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self, final
 
 from ckpt_core.commit import Occupant, content_of
 from ckpt_core.disclosure import logger_of, public_url
@@ -290,6 +291,38 @@ def leaf_policies(policy: RetentionPolicy | None) -> Iterator[RetentionPolicy]:
             yield from leaf_policies(each)
     elif policy is not None:
         yield policy
+
+
+@final
+class Shadow:
+    """A method of ours on a host's object, whose copies have the host's own again.
+
+    Args:
+        owner: the object, by weak reference.
+        name: of the method.
+        call: what to call in its place.
+
+    Attributes:
+        stock: what the object itself had of that name; None if only its class has it.
+    """
+
+    def __init__(self, owner: object, name: str, call: Callable[..., Any]) -> None:
+        update_wrapper(self, call)
+        self.stock = vars(owner).get(name)
+        self._owner, self._name, self._call = weakref.ref(owner), name, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call ours."""
+        return self._call(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        # A bound method pickles like this; what `stock` is may not.
+        return (getattr, (self._owner(), self._name)) if self.stock is None else (partial, (self.stock,))
+
+
+def shadow(owner: object, methods: Mapping[str, Callable[..., Any]]) -> None:
+    """Put methods of ours, by name, on a host's object."""
+    vars(owner).update({name: Shadow(owner, name, call) for name, call in methods.items()})
 
 
 def _without_local_scheme(path: str | os.PathLike[str]) -> str:

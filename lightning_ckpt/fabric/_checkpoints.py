@@ -18,9 +18,9 @@ from ckpt_core.coordination import Coordinator
 from ckpt_core.data import tell_of_missing, track
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, UntrustedCheckpointError
-from ckpt_core.hosting import CheckpointPath, Kind, ManagersByRoot, RunRoot, close_at_exit
+from ckpt_core.hosting import CheckpointPath, Kind, ManagersByRoot, RunRoot, close_at_exit, shadow
 from ckpt_core.manager import CheckpointManager
-from ckpt_core.options import CheckpointOptions
+from ckpt_core.options import CheckpointOptions, shows_options
 from ckpt_core.retention import RetentionPolicy
 from ckpt_core.saving import SaveHandle
 from ckpt_core.state import Contents, contents_problem
@@ -44,6 +44,7 @@ _STOCK: Final = "_ckpt_stock_class"
 _logger = logger_of(__name__)
 
 
+@shows_options(sinks=(), contents=None, log_costs=True)
 def setup_fabric(
     fabric: Any,
     root: str | os.PathLike[str] | Storage,
@@ -93,9 +94,8 @@ def setup_fabric(
         attached.close()
     wrappers = importlib.import_module(f"{package}.wrappers")
     checkpoints = FabricCheckpoints(fabric, settings, unwrap=wrappers._unwrap_objects, step=step)
-    fabric.__dict__.update(
-        {name: getattr(checkpoints, name) for name in _SHADOWED}, **{_ATTACHED: checkpoints}
-    )
+    shadow(fabric, {name: getattr(checkpoints, name) for name in _SHADOWED})
+    fabric.__dict__[_ATTACHED] = checkpoints
     close_at_exit(checkpoints)
     return checkpoints
 
@@ -160,6 +160,9 @@ class FabricCheckpoints:
         self._saves = False
         deadline = settings.options.deadline_seconds
         self._managers = ManagersByRoot(self._make, deadline_seconds=deadline)
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # copies of the Fabric are stock's
 
     @property
     def manager(self) -> CheckpointManager:

@@ -65,3 +65,17 @@ def test_a_slow_rank_of_a_sharded_model_is_named_and_waited_for(tmp_path: Path) 
     for whole, resumed in of_ranks:
         assert resumed["states"][5] == whole["states"][5]
     assert "rank 1 did not come" in of_ranks[0][0]["told"][0]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_a_rank_that_comes_late_to_a_later_save_is_named_while_the_save_waits(tmp_path, strategy) -> None:
+    """Saves that all ranks come to in time, before and after it, say nothing."""
+    job = JOB.but(root=str(tmp_path / "run"), strategy=strategy)
+    who = {2: "all", 3: "late", 5: "all", 6: "all"}
+    main, other = run_ranks(several, 2, [(job, who)], timeout_seconds=240)
+    assert [ranks_of(tmp_path / "run", step) for step in who] == [2, 2, 2, 2]
+    (told,) = main[0]["told"]
+    assert "rank 1 did not come to save_state()" in told
+    assert "this save waits" in told
+    assert "call save_state() on every process" in told.lower()
+    assert other[0]["told"] == []

@@ -20,6 +20,7 @@ from ckpt_core.options._options import (
     Staging,
     Verify,
     VerifyManifest,
+    shows_options,
     signature_with_options,
 )
 from ckpt_core.options._parsing import Headroom, bytes_text, parse_size
@@ -49,6 +50,7 @@ __all__ = [
     "parse_yaml",
     "policy_from",
     "read_document",
+    "shows_options",
     "signature_with_options",
     "text_of",
     "upload_from",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, Self, TypeAlias, cast, final, get_args
+from typing import Any, Final, Literal, Self, TypeAlias, TypeVar, cast, final, get_args
 
 from ckpt_core.cadence import SavePolicy
 from ckpt_core.errors import ConfigError
@@ -48,6 +48,7 @@ _MANNER: Final = frozenset(
 
 SECTION = "checkpoint"
 """The top-level key of our options in a file with other content."""
+_Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 @final
@@ -282,11 +283,23 @@ class CheckpointOptions:
             raise ConfigError(f"{path}: {error}") from error
 
 
-def signature_with_options(method: Callable[..., None]) -> inspect.Signature:
-    """Return the signature of a method with every option in place of `**overrides`."""
-    own, options = inspect.signature(method), inspect.signature(CheckpointOptions)
-    named = [each for each in own.parameters.values() if each.kind is not each.VAR_KEYWORD]
-    return own.replace(parameters=[*named[1:], *options.parameters.values()])
+def signature_with_options(call: Callable[..., Any], **own: Any) -> inspect.Signature:
+    """Return a call's signature with its `own` and all options in place of `**options`."""
+    found, options = inspect.signature(call), inspect.signature(CheckpointOptions)
+    named = [p for p in found.parameters.values() if p.kind is not p.VAR_KEYWORD and p.name != "self"]
+    further = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=own[name]) for name in own]
+    others = [each for each in options.parameters.values() if each.name not in found.parameters]
+    return found.replace(parameters=[*named, *further, *others])
+
+
+def shows_options(**own: Any) -> Callable[[_Call], _Call]:
+    """Make a decorator with which a function's signature is that of `signature_with_options`."""
+
+    def decorate(call: _Call) -> _Call:
+        vars(call)["__signature__"] = signature_with_options(call, **own)
+        return call
+
+    return decorate
 
 
 def _optional(name: str, value: Any, kind: type) -> str | None:
