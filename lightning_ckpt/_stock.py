@@ -57,8 +57,8 @@ def kind_at(path: str, storage_at: Callable[[str], Storage]) -> Kind:
         return Kind.ROOT
     if kind is None:
         raise CheckpointNotFoundError(
-            f"{path} is neither a committed checkpoint ({MARKER} is missing), nor a directory that holds "
-            "some, nor a file or directory that Lightning wrote; check ckpt_path"
+            f"Checkpoint file not found: {path} is neither a committed checkpoint ({MARKER} is missing), "
+            "nor a directory that holds some, nor a file or directory that Lightning wrote; check ckpt_path"
         )
     return kind
 
