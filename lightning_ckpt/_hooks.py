@@ -245,7 +245,7 @@ def _may_have_last(callback: Any) -> bool:
     """Return False for an `OnExceptionCheckpoint` that has saved nothing."""
     if (path := getattr(callback, "ckpt_path", None)) is None:
         return True
-    filesystem, place = url_to_fs(os.fspath(path))
+    filesystem, place = url_to_fs(os.fspath(path))  # type: ignore[no-untyped-call]
     return bool(filesystem.exists(place))
 
 

@@ -102,6 +102,7 @@ DOCUMENTED: Mapping[str, str] = {
     "our callback is in the Trainer of a plugin": r"_PluginCallback object at",
     "storage_options belong to the callback": r"give storage_options= to ShardedCheckpoint",
     "names that load_state_dict returns are compared": r"'Mock' object is not iterable",
+    "a resume within an epoch is exact": r"Regex: 'resuming from a checkpoint that ended'",
     "attributes of the best: those that loggers read": r"has no 'kth_",
 }
 """What the docs say is different, and how it shows in a test of theirs that does not know it."""
