@@ -23,6 +23,7 @@ from ckpt_core import (
 from ckpt_core.collective import collective_phase
 from ckpt_core.commit import require_trusted
 from ckpt_core.disclosure import logger_of
+from ckpt_core.errors import ALLOW_PICKLE
 from ckpt_core.groups import local_part
 from ckpt_core.hosting import CheckpointPath, Kind, kind_of
 from ckpt_core.names import MARKER, METADATA
@@ -186,7 +187,7 @@ class Loading:
         if not asked and not self._pickles.allowed:
             raise UnsafeCheckpointError(
                 'load_kwargs={"weights_only": False} lets a checkpoint run any code, and nothing was loaded. '
-                "If you trust who wrote it, give enable() allow_pickle=True"
+                f"If you trust who wrote it, give {ALLOW_PICKLE}"
             )
 
 

@@ -29,7 +29,7 @@ from accelerate_ckpt._scratch import private_directory
 from ckpt_core.commit import Catalog
 from ckpt_core.dcp import checked_zip, load_value, without_pickle
 from ckpt_core.disclosure import logger_of
-from ckpt_core.errors import CheckpointError, IncompatibleCheckpointError
+from ckpt_core.errors import ALLOW_PICKLE, CheckpointError, IncompatibleCheckpointError
 from ckpt_core.loading import CommittedFiles
 from ckpt_core.names import twin_name
 from ckpt_core.state import load_rng_state, rng_state
@@ -94,9 +94,10 @@ class Pickles:
         odd = [f"{path} ({owners[path]})" for path in sorted(new) if not _is_plain(files[path])]
         if odd:
             _logger.warning(
-                "%s can be read again only by pickle, which could run any code: load it with "
-                "allow_pickle=True, or keep plain values and tensors instead",
+                "%s can be read again only by pickle, which could run any code, so that a load refuses it: "
+                "keep plain values and tensors instead, or give %s",
                 ", ".join(odd),
+                ALLOW_PICKLE,
             )
 
 

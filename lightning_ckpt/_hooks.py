@@ -9,6 +9,8 @@ from functools import partial
 from types import FrameType
 from typing import Any, ClassVar
 
+from fsspec.core import url_to_fs
+
 from ckpt_core.errors import ConfigError
 from lightning_ckpt._committed import AsModelCheckpoint, committed_of
 from lightning_ckpt._connector import chosen
@@ -74,7 +76,7 @@ class LifeCycle(AsModelCheckpoint):
         if settings is None or settings.root is None:
             return set()
         others = [each for each in trainer.checkpoint_callbacks if not isinstance(each, LifeCycle)]
-        self._last = bool(committed_of(settings, further=True)) or not others
+        self._last = bool(committed_of(settings, further=True)) or not any(map(_may_have_last, others))
         return {os.devnull} if self._last else set()
 
     def _resume(self, trainer: Any, checkpoint_path: Any = None, *arguments: Any, **options: Any) -> None:
@@ -237,6 +239,14 @@ class PluginOptions(Configured):
                 "ShardedCheckpoint as a callback"
             )
         super().save_checkpoint(checkpoint, path, storage_options=storage_options)  # type: ignore[misc]
+
+
+def _may_have_last(callback: Any) -> bool:
+    """Return False for an `OnExceptionCheckpoint` that has saved nothing."""
+    if (path := getattr(callback, "ckpt_path", None)) is None:
+        return True
+    filesystem, place = url_to_fs(os.fspath(path))  # type: ignore[no-untyped-call]
+    return bool(filesystem.exists(place))
 
 
 def _on_the_stack(wanted: Callable[[Any], bool]) -> Any | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TypeVar, final
 
 from ckpt_core.commit import Catalog, Lease, remove
@@ -168,15 +169,17 @@ class Roots:
 
         Only where this run has saved itself: Lightning also removes what it resumed from elsewhere.
         """
+        storage = self._settings.storage_at(place.root)
         if place.root not in self._written:
-            _logger.warning(
-                "%s is kept although Lightning wants it removed: this run has saved nothing to %s, so it "
-                "belongs to another run",
-                place, place.root,
-            )  # fmt: skip
+            with suppress(OSError, CheckpointError):
+                if self.is_taken(place) or storage.exists(place.name):
+                    _logger.warning(
+                        "%s is kept although Lightning wants it removed: this run has saved nothing to %s, "
+                        "so it belongs to another run",
+                        place, place.root,
+                    )  # fmt: skip
             return
         self._accepted.discard(place)
-        storage = self._settings.storage_at(place.root)
         # The manager that owns the root by then, and counts what is in it.
         manager = self.managers.get(place.root)
 

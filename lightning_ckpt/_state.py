@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ckpt_core.disclosure import logger_of
-from ckpt_core.errors import IncompatibleCheckpointError
+from ckpt_core.errors import ALLOW_PICKLE, IncompatibleCheckpointError
 from ckpt_core.state import (
     Contents,
     Gradients,
@@ -439,7 +439,7 @@ def unstorable(checkpoint: Mapping[str, Any]) -> list[str]:
     problems = ((what, _problem_of(value)) for what, value in parts.items())
     return [
         f"{what} cannot be stored: {problem}. Leave it out of state_dict() or on_save_checkpoint(), or make "
-        "plain data of it. Other objects are stored as pickles, which load with allow_pickle=True only"
+        f"plain data of it. Other objects are stored as pickles: to load them, give {ALLOW_PICKLE}"
         for what, problem in problems
         if problem is not None
     ]

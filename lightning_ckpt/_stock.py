@@ -15,7 +15,7 @@ import torch
 
 from ckpt_core.commit import Catalog
 from ckpt_core.dcp import check_stock, load_plain, read_linked, without_pickle
-from ckpt_core.errors import CheckpointNotFoundError, ConfigError, UnsafeCheckpointError
+from ckpt_core.errors import ALLOW_PICKLE, CheckpointNotFoundError, ConfigError, UnsafeCheckpointError
 from ckpt_core.hosting import CheckpointPath, Kind, root_of
 from ckpt_core.names import MARKER, METADATA
 from ckpt_core.storage import Storage
@@ -57,8 +57,8 @@ def kind_at(path: str, storage_at: Callable[[str], Storage]) -> Kind:
         return Kind.ROOT
     if kind is None:
         raise CheckpointNotFoundError(
-            f"{path} is neither a committed checkpoint ({MARKER} is missing), nor a directory that holds "
-            "some, nor a file or directory that Lightning wrote; check ckpt_path"
+            f"Checkpoint file not found: {path} is neither a committed checkpoint ({MARKER} is missing), "
+            "nor a directory that holds some, nor a file or directory that Lightning wrote; check ckpt_path"
         )
     return kind
 
@@ -101,8 +101,8 @@ def load_without_pickle(path: str, strategy: type[Any], load: Callable[..., Any]
             return dict(load(weights_only=True))
     except pickle.UnpicklingError as error:
         raise UnsafeCheckpointError(
-            f"{path} holds Python objects that only pickle can rebuild. If you trust who wrote it, load it "
-            f"with ShardedCheckpoint(..., allow_pickle=True). ({str(error).strip().splitlines()[0]})"
+            f"{path} holds Python objects that only pickle can rebuild. If you trust who wrote it, give "
+            f"{ALLOW_PICKLE}. ({str(error).strip().splitlines()[0]})"
         ) from error
 
 

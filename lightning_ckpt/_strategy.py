@@ -16,8 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state import load_model_state, load_optimizer_state, model_state, optimizer_state
 from lightning_ckpt._session import Session, in_lightnings_words, refuse_hidden_shards
@@ -143,11 +141,8 @@ def load_model_state_dict(self: Any, checkpoint: Mapping[str, Any], strict: bool
     session = _session(self)
     if session is None or session.loaded is None:
         _stock(self).load_model_state_dict(checkpoint, strict=strict)
-    elif strict:
-        load_model_state(self.model, checkpoint["state_dict"], base=session.loaded.base)
     else:
-        options = StateDictOptions(strict=False)
-        set_model_state_dict(self.model, dict(checkpoint["state_dict"]), options=options)
+        load_model_state(self.model, checkpoint["state_dict"], strict=strict, base=session.loaded.base)
 
 
 def load_optimizer_state_dict(self: Any, checkpoint: Mapping[str, Any]) -> None:

@@ -177,6 +177,13 @@ class IncompatibleCheckpointError(CheckpointError):
     mismatched: Sequence[str] = ()
 
 
+ALLOW_PICKLE: Final = (
+    "allow_pickle=True to what the script calls: CheckpointManager, ShardedCheckpoint, ShardedCheckpointIO, "
+    "setup_fabric, enable or enable_trainer (to load_from_checkpoint, weights_only=False)"
+)
+"""What the user writes to permit pickle, at whatever door."""
+
+
 class UnsafeCheckpointError(CheckpointError):
     """Loading would execute a pickle and `allow_pickle=True` was not given."""
 

@@ -106,7 +106,8 @@ class TrainingLoops:
     def holds_batch(self) -> bool:
         """Whether a batch is drawn, and its optimizer step perhaps not made."""
         progress, fetcher = self._epoch_loop.batch_progress.current, self._fit_loop._data_fetcher
-        return bool(progress.processed < progress.ready and fetcher.fetched > progress.completed)
+        drawn = fetcher is None or fetcher.fetched > progress.completed  # None after a fit that failed
+        return bool(progress.processed < progress.ready and drawn)
 
     @property
     def at_batch_start(self) -> bool:

@@ -8,6 +8,7 @@ import pickle
 import re
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -17,17 +18,21 @@ import torch
 import torch.distributed.checkpoint as dcp
 import transformers.trainer
 from accelerate import Accelerator, checkpointing
+from lightning.fabric import Fabric
 from transformers import TrainerCallback
 
 import accelerate_ckpt
+import lightning_ckpt
 from accelerate_ckpt._state import model_part
 from ckpt_core import (
     CheckpointError,
     CheckpointManager,
+    ConfigError,
     CorruptCheckpointError,
     TrainState,
     UnsafeCheckpointError,
 )
+from ckpt_core.errors import ALLOW_PICKLE
 from tests.adapters.accelerate_jobs import Job, accelerator, prepare, prepared, step
 from tests.adapters.canaries import (
     files_of,
@@ -360,6 +365,23 @@ def test_peft_runs_nothing_of_what_lies_in_a_checkpoint(tmp_path: Path, trace: P
     accelerate_ckpt.disable_trainer(made)
 
 
+def test_every_door_that_advice_on_pickle_names_takes_it(tmp_path: Path) -> None:
+    made = trainer(TrainerJob(root=str(tmp_path / "trainer"), steps=1))
+    accelerate_ckpt.disable_trainer(made)
+    doors: dict[str, Callable[..., Any]] = {
+        "CheckpointManager": partial(CheckpointManager, tmp_path),
+        "ShardedCheckpoint": partial(lightning_ckpt.ShardedCheckpoint, tmp_path),
+        "ShardedCheckpointIO": partial(lightning_ckpt.ShardedCheckpointIO, tmp_path),
+        "setup_fabric": partial(lightning_ckpt.setup_fabric, Fabric(accelerator="cpu"), tmp_path),
+        "enable": partial(accelerate_ckpt.enable, made.accelerator),
+        "enable_trainer": partial(accelerate_ckpt.enable_trainer, made),
+    }
+    assert set(re.findall(r"Checkpoint\w+|Sharded\w+|setup_\w+|enable\w*", ALLOW_PICKLE)) == doors.keys()
+    for door in doors.values():
+        with pytest.raises(ConfigError, match="allow_pickle"):
+            door(allow_pickle="perhaps")
+
+
 def test_a_scheduler_that_needs_pickle_is_told_refused_by_name_and_allowed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -374,6 +396,7 @@ def test_a_scheduler_that_needs_pickle_is_told_refused_by_name_and_allowed(
     made.create_scheduler = create_scheduler
     made.train()
     assert "scheduler.pt (the scheduler, a LambdaLR) can be read again only by pickle" in caplog.text
+    assert ALLOW_PICKLE in caplog.text
     made.args.max_steps = 2  # one is still to come
     made.add_callback(Stop())
     folder = str(tmp_path / "checkpoint-1")

@@ -142,3 +142,35 @@ def test_in_a_bucket_too_where_listings_are_cached(tmp_path):
     expected = told("stock", tmp_path, f"{tmp_path}/stock", *options, **more)
     found = told("plugin", tmp_path, "memory://accepted/run", *options, **more)
     assert found == expected
+
+
+class ReturnsNothing(Scored):
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:
+        self.found = super().load_state_dict(state_dict, strict=strict)
+
+
+class AnySignature(Scored):
+    def load_state_dict(self, state_dict: Any, *more: Any, **options: Any) -> Any:
+        self.found = {**state_dict}
+        return super().load_state_dict(state_dict, *more, **options)
+
+
+class AddsMissing(Scored):
+    def load_state_dict(self, given: Any, strict: bool = True) -> Any:
+        self.found = given
+        return super().load_state_dict({**self.state_dict(), **given}, strict)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("kind", [Scored, ReturnsNothing, AnySignature, AddsMissing])
+def test_a_modules_own_load_state_dict_is_called_whatever_its_signature(tmp_path, kind, strict):
+    saver = trainer_of(
+        [ModelCheckpoint(tmp_path, save_last=True)], plugins=[ShardedCheckpointIO()], max_epochs=1
+    )
+    saver.fit(kind(), data())
+    module = kind()
+    module.strict_loading = strict
+    trainer = trainer_of([], plugins=[ShardedCheckpointIO()], max_epochs=2)
+    trainer.fit(module, data(), ckpt_path=tmp_path / "last.ckpt")
+    assert float(module.steps) == 2 * BATCHES
+    assert kind is Scored or hasattr(module, "found")

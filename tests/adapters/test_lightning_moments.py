@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -199,17 +200,36 @@ def test_a_batch_that_no_loader_can_draw_again_is_told(tmp_path, caplog):
         (("on_train_epoch_end", 1), 6),
     ],
 )
-def test_what_lightnings_own_callback_saves_after_an_exception_trains_on_every_batch(tmp_path, moment, begun):
+def test_what_is_saved_in_or_after_an_exception_trains_on_every_batch(tmp_path, moment, begun):
     def fail(_: Any) -> None:
         raise ZeroDivisionError
 
-    on_exception = OnExceptionCheckpoint(tmp_path / "theirs")
+    on_exception, failed = OnExceptionCheckpoint(tmp_path / "theirs"), Hooked({moment: fail})
     with pytest.raises(ZeroDivisionError):
-        train(tmp_path, Hooked({moment: fail}), None, on_exception)
+        train(tmp_path, failed, None, on_exception)
+    failed.trainer.save_checkpoint(tmp_path / "after")
     full = train(tmp_path / "full", Hooked())
-    resumed = train(tmp_path, Hooked(), ckpt_path=on_exception.ckpt_path, seed=2)
+    paths = [on_exception.ckpt_path, *([] if moment[0] == "validation_step" else [tmp_path / "after"])]
+    for path in paths:
+        assert train(tmp_path, Hooked(), ckpt_path=path, seed=2).seen == full.seen[begun:]
 
-    assert resumed.seen == full.seen[begun:]
+
+@pytest.mark.parametrize("given", ["last", None])
+@pytest.mark.parametrize("theirs", ["theirs", "run", "memory://theirs"])
+def test_beside_a_callback_for_exceptions_a_fit_says_what_it_does_and_no_more(
+    tmp_path, caplog, theirs, given
+):
+    place = theirs if "://" in theirs else tmp_path / theirs
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        first = train(tmp_path, Hooked(), None, OnExceptionCheckpoint(place), ckpt_path=given, max_epochs=1)
+        again = train(tmp_path, Hooked(), None, OnExceptionCheckpoint(place), ckpt_path="last")
+    assert not [each for each in told if "no last checkpoint" in str(each.message)]
+    assert [each for each in warnings_of(caplog) if "is kept" in each or "afresh" in each] == [
+        f"nothing is committed to {tmp_path / 'run'} yet: starting afresh"
+    ] * 2
+    assert len(first.seen) == BATCHES
+    assert len(again.seen) == EPOCHS * BATCHES
 
 
 @pytest.mark.parametrize("inside", [True, False])

@@ -94,9 +94,16 @@ SUITES: Mapping[str, Suite] = {
 }
 
 DOCUMENTED: Mapping[str, str] = {
-    "a checkpoint is a directory": r"IsADirectoryError|os\.path\.isfile|is_file\(\)|\.st_size|is a directory",
+    "a checkpoint is a directory": r"IsADirectoryError|os\.path\.isfile|is_file\(\)|\.st_size|is a directory"
+    r"|invalid load key, '<'",  # what a server makes of one
     "files of ours in listings": r"writer\.json\.lock|history\.jsonl|events\.jsonl",
-    "torch.save is not called": r"<(Magic)?Mock name='(save|torch\.save)'|torch_save|Expected 'save'",
+    "torch.save is not called as without us": r"torch\.save\.call_count"
+    r"|<(Magic)?Mock name='(save|torch\.save)'|torch_save|Expected 'save'",
+    "our callback is in the Trainer of a plugin": r"_PluginCallback object at",
+    "storage_options belong to the callback": r"give storage_options= to ShardedCheckpoint",
+    "names that load_state_dict returns are compared": r"'Mock' object is not iterable",
+    "a resume within an epoch is exact": r"Regex: 'resuming from a checkpoint that ended'",
+    "attributes of the best: those that loggers read": r"has no 'kth_",
 }
 """What the docs say is different, and how it shows in a test of theirs that does not know it."""
 

@@ -26,6 +26,7 @@ from ckpt_core._torch_internals import metadata_path, set_element
 from ckpt_core.dcp._metadata import load_metadata
 from ckpt_core.dcp._torch_zip import checked_zip
 from ckpt_core.errors import (
+    ALLOW_PICKLE,
     CorruptCheckpointError,
     FileFailure,
     UnsafeCheckpointError,
@@ -100,7 +101,7 @@ def load_value(content: bytes, name: str, *, allow_pickle: bool) -> Any:
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=False)
         raise UnsafeCheckpointError(
             f"{name} holds Python objects that only pickle can rebuild. If you trust who wrote this "
-            "checkpoint, load it with allow_pickle=True"
+            f"checkpoint, give {ALLOW_PICKLE}"
         ) from error
     except Exception as error:  # a forged archive raises nearly anything; the error names entry and cause
         failure = FileFailure(path=name, problem=f"{type(error).__name__}: {error!s:.500}")
@@ -170,7 +171,7 @@ def _metadata(content: bytes, source: str) -> Metadata:
         return load_metadata(content, source)
     except UnsafeCheckpointError as error:
         raise UnsafeCheckpointError(
-            f"{error}. If you trust who wrote this checkpoint, load it with allow_pickle=True"
+            f"{error}. If you trust who wrote this checkpoint, give {ALLOW_PICKLE}"
         ) from error
 
 

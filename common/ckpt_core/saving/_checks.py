@@ -12,7 +12,7 @@ import torch
 
 from ckpt_core.dcp import Image, checked_zip, load_value
 from ckpt_core.disclosure import logger_of
-from ckpt_core.errors import SaveError
+from ckpt_core.errors import ALLOW_PICKLE, SaveError
 from ckpt_core.saving._plan_cache import PlanCache
 from ckpt_core.saving._stager import StagedParts
 from ckpt_core.state import PICKLED
@@ -45,10 +45,11 @@ class LoadNotes:
         pickles = () if self._allow_pickle else self._new(_pickles(state, plans, staged))
         if pickles:
             _logger.warning(
-                "%s: values saved as %s can be rebuilt only by pickle, which could run any code: load it "
-                "with CheckpointManager(..., allow_pickle=True), or keep plain values instead",
+                "%s: values saved as %s can be rebuilt only by pickle, which could run any code, so that a "
+                "load refuses them: keep plain values instead, or give %s",
                 url,
                 _listed(pickles),
+                ALLOW_PICKLE,
             )
         if changes := self._new(_changes(state)):
             _logger.warning("%s: types change with a checkpoint: %s", url, _listed(changes))
