@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 import os
@@ -36,6 +35,7 @@ from ckpt_core.storage import Storage, open_storage
 from ckpt_core.telemetry import Log, NumbersSink, Sink
 from ckpt_core.tiers import read_through
 from ckpt_core.validation import boolean, location, require
+from ckpt_core.vocabulary import OPTIONS, instead_of_option
 from lightning_ckpt.loops import TokensInBatch, tokens_in_batch
 
 _NAMED_BY_STEP = "checkpoints are called step-000000500, and `ckpt ls` shows their metrics"
@@ -288,8 +288,10 @@ class Configured:
             raise ConfigError(_UNCOUNTED)
 
 
-# LightningCLI takes the words of a `ModelCheckpoint` from YAML, so that they get the same advice there.
-_theirs = dict.fromkeys((*_KEPT, *_SAVED, *_RENAMED, *_NOTHING), Any)
+# LightningCLI takes the words of a `ModelCheckpoint` and of others from YAML: they get the same advice there.
+_own = inspect.signature(Configured.__init__).parameters
+_others = [each for each in OPTIONS if each not in _own]
+_theirs = dict.fromkeys((*_KEPT, *_SAVED, *_RENAMED, *_NOTHING, *_others), Any)
 _words = cast("Any", TypedDict)("Words", _theirs, total=False)
 Configured.__init__.__annotations__["words"] = cast("Any", Unpack)[_words]
 
@@ -320,8 +322,8 @@ def _instead(name: str, given: Mapping[str, Any], known: Collection[str]) -> str
         return f"write {_RENAMED[name]}"
     if name in _NOTHING:
         return f"write nothing: {_NOTHING[name]}"
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {close[0]}=?" if close else f"there are {', '.join(sorted(known))}"
+    meant = instead_of_option(name, known, given.get(name))
+    return meant[2:-1] or f"there are {', '.join(sorted(known))}"
 
 
 def _kept(given: Mapping[str, Any]) -> str:

@@ -190,7 +190,9 @@ def test_what_can_be_no_checkpoint_is_refused_by_name(trained):
         ),
         ({"filename": "{epoch}"}, "step-000000500"),
         ({"save_weights_only": True}, "load_from_checkpoint"),
-        ({"kep": None}, "did you mean keep="),
+        ({"max_to_keep": 3}, r"write keep=KeepLatest\(3\)"),
+        ({"save_steps": 500}, r"write save=EverySteps\(500\)"),
+        ({"kep": None}, "did you mean 'keep'"),
         ({"save_last": "link"}, "save_last"),
     ],
 )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from fractions import Fraction
 from pathlib import PurePath
-from typing import Any, ClassVar, Literal, TypeAlias, cast, final
+from typing import Any, ClassVar, Final, Literal, TypeAlias, cast, final
 
 from ckpt_core.cadence._algebra import SavePolicy
 from ckpt_core.cadence._cadence_context import PREEMPTION, CadenceContext
@@ -252,6 +252,9 @@ class OnPreemption(SavePolicy):
         return self.deadline is not None
 
 
+_TEN_YEARS: Final = 10 * 365 * 86400.0
+
+
 def _deadline(value: Any, stop: Any) -> str | None:
     if value is None:
         return None
@@ -260,7 +263,12 @@ def _deadline(value: Any, stop: Any) -> str | None:
     if value == "slurm" or isinstance(value, datetime) or function("deadline", value) is None:
         return None
     if duration("deadline", value) is None:
-        return None
+        if not isinstance(value, int | float) or value < _TEN_YEARS:
+            return None
+        return (
+            "deadline as a number is seconds from the start of the run; for a time since the epoch give "
+            f"datetime.fromtimestamp({value!r})"
+        )
     return (
         'deadline must be "slurm", a datetime, seconds from the start ("12h"), or a function or '
         f'"package.module:function" that returns seconds since the epoch, not {value!r}'

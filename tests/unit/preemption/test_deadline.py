@@ -109,7 +109,7 @@ def test_a_function_is_asked_on_a_thread_and_may_not_know_the_end_yet():
 
 def test_a_deadline_can_be_the_only_announcement_and_signals_stay_the_users():
     before = signal.getsignal(signal.SIGTERM)
-    cadence = CadenceKeeper(OnPreemption((), deadline=9e9), Solo(), measured=Measured())
+    cadence = CadenceKeeper(OnPreemption((), deadline=9e7), Solo(), measured=Measured())
     assert signal.getsignal(signal.SIGTERM) is before
     cadence.close()
 
@@ -126,7 +126,7 @@ def test_the_clock_of_the_coordinator_counts_alone():
 
 
 def test_a_run_that_continues_plans_by_the_costs_of_the_one_before():
-    first = CadenceKeeper(OnPreemption((), deadline=9e9), Solo(), measured=Measured(COSTS))
+    first = CadenceKeeper(OnPreemption((), deadline=9e7), Solo(), measured=Measured(COSTS))
     first.due(1)
     second = CadenceKeeper(OnPreemption((), deadline=PLANNED), Solo(), measured=Measured())
     second.count_from(lambda: first.annotations)
@@ -140,6 +140,11 @@ def test_a_run_that_continues_plans_by_the_costs_of_the_one_before():
 def test_what_is_no_end_of_a_job_is_refused(wrong):
     with pytest.raises(ConfigError, match="deadline must be"):
         OnPreemption(deadline=wrong)
+
+
+def test_a_time_since_the_epoch_is_no_number_of_seconds_from_the_start():
+    with pytest.raises(ConfigError, match=r"datetime.fromtimestamp\(1800000000.0\)"):
+        OnPreemption(deadline=1.8e9)
 
 
 def test_a_save_that_goes_on_has_no_deadline():
