@@ -10,6 +10,7 @@ import lightning as pl
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import GradientState
 from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import Trainer, TrainingArguments
@@ -22,6 +23,12 @@ from lightning_ckpt import setup_fabric
 WAYS = [lambda value: pickle.loads(pickle.dumps(value)), copy.deepcopy]
 
 pytestmark = pytest.mark.parametrize("way", WAYS, ids=["pickle", "deepcopy"])
+
+
+@pytest.fixture(autouse=True)
+def _no_loader_of_another_test() -> None:
+    """Forget weak references to loaders that were left within an epoch, which stock cannot pickle."""
+    GradientState._reset_state()
 
 
 def prepared(root: Any, **how: Any) -> tuple[Accelerator, Any, Any, Any]:

@@ -284,7 +284,7 @@ class CheckpointOptions:
 
 
 def signature_with_options(call: Callable[..., Any], **own: Any) -> inspect.Signature:
-    """Return a call's signature with its `own` and all options in place of `**options`."""
+    """Return a call's signature with its `own` and all options for `**options`."""
     found, options = inspect.signature(call), inspect.signature(CheckpointOptions)
     named = [p for p in found.parameters.values() if p.kind is not p.VAR_KEYWORD and p.name != "self"]
     further = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=own[name]) for name in own]
@@ -293,7 +293,7 @@ def signature_with_options(call: Callable[..., Any], **own: Any) -> inspect.Sign
 
 
 def shows_options(**own: Any) -> Callable[[_Call], _Call]:
-    """Make a decorator with which a function's signature is that of `signature_with_options`."""
+    """Make a decorator that gives a function `signature_with_options`."""
 
     def decorate(call: _Call) -> _Call:
         vars(call)["__signature__"] = signature_with_options(call, **own)
