@@ -170,7 +170,7 @@ def test_a_modules_own_load_state_dict_is_called_whatever_its_signature(tmp_path
     saver.fit(kind(), data())
     module = kind()
     module.strict_loading = strict
-    trainer = trainer_of([], plugins=[ShardedCheckpointIO()], max_epochs=2)
+    trainer = trainer_of([], plugins=[ShardedCheckpointIO()], max_epochs=2, default_root_dir=tmp_path)
     trainer.fit(module, data(), ckpt_path=tmp_path / "last.ckpt")
     assert float(module.steps) == 2 * BATCHES
     assert kind is Scored or hasattr(module, "found")
