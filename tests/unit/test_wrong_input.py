@@ -241,6 +241,25 @@ def test_steps_of_stock_directories_are_loaded_by_name(foreign, what):
         checkpoints.load({"x": torch.ones(2)}, **what)
 
 
+@pytest.mark.parametrize("kind", ["ours", "ours torn", "stock", "a link"])
+def test_a_job_given_a_checkpoint_as_root_writes_nothing_into_it(tmp_path, kind):
+    place = tmp_path / "run" / "step-000000001"
+    if kind == "stock":
+        dcp.save({"x": torch.ones(2)}, checkpoint_id=place)
+    else:
+        save(LocalStorage(place.parent), 1)
+    if kind == "ours torn":
+        (place / "COMMITTED").unlink()
+    if kind == "a link":
+        place = place.rename(tmp_path / "elsewhere")
+        (tmp_path / "link").symlink_to(place)
+        place = tmp_path / "link"
+    before = place.stat().st_mtime_ns
+    with CheckpointManager(place) as checkpoints, pytest.raises(ConfigError, match="is itself"):
+        checkpoints.save(2, {"x": torch.ones(2)})
+    assert place.stat().st_mtime_ns == before
+
+
 @pytest.mark.parametrize("name", ["weights.pt", "hf/model.safetensors"])
 def test_a_file_given_as_root_is_named_for_what_it_is(foreign, name):
     with CheckpointManager(foreign / name) as checkpoints:

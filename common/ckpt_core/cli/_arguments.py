@@ -181,8 +181,8 @@ def open_target(root: str, options: Mapping[str, Any]) -> Storage:
         OSError: it cannot be written.
     """
     storage = open_storage(root_of(root), options)
-    storage.check_root()
     refuse_as_root(storage)
+    storage.check_root()
     return storage
 
 

@@ -360,13 +360,15 @@ def _select(place: str, arguments: Namespace) -> CopySource:
         CheckpointNotFoundError: it is not there.
     """
     options = _options_of(place, arguments)
-    if (found := step_in(place)) is not None:
-        storage = open_root(found[0], options)
-        return _one(storage, Catalog(storage).find(step=found[1]))
+    found = step_in(place)
     with suppress(ConfigError):  # a bucket has no parent; any other error is raised when it is a root
         storage, name = open_checkpoint(place, options)
         if storage.exists(f"{name}/{MARKER}"):
             return _one(storage, Catalog(storage).find(name=name), named=name)
+        found = None if storage.entry(name) is not None else found
+    if found is not None:
+        storage = open_root(found[0], options)
+        return _one(storage, Catalog(storage).find(step=found[1]))
     storage, survey = find_root(place, options)
     infos = survey.everything if arguments.all else survey.committed
     return CopySource(

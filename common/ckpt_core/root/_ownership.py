@@ -340,8 +340,8 @@ class Ownership:
 
     def _acquire(self) -> None:
         with _explained(self._storage.url):
+            refuse_as_root(self._storage)  # before the probe of `check_root`: nothing is written there
             self._storage.check_root()
-            refuse_as_root(self._storage)
             if self._lease is None:  # else an earlier call acquired it and failed later
                 self._lease = _take_lease(self._storage, self._job_name, self._until_idle, _superseding(self))
 

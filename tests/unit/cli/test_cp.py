@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -426,3 +427,12 @@ def test_a_copy_that_does_not_fit_is_refused_before_it_begins_and_one_that_is_co
     copy.copy_files(copy.manifest.files[:1], CopyTerms())
     assert ckpt("cp", root, tmp_path / "copy")[0] == 0
     assert steps(tmp_path / "copy") == [100, 300]
+
+
+@pytest.mark.parametrize("last", ["run@100", "run@7", "run@0"])
+@pytest.mark.parametrize("form", ["{root}", "{root}@300", "{root}/step-000000300"])
+def test_cp_takes_a_directory_whose_own_name_ends_in_a_number_for_itself(ckpt, root, bucket, last, form):
+    place = root.with_name(last)
+    shutil.copytree(root, place)
+    assert ckpt("cp", form.format(root=place), bucket)[0] == 0
+    assert steps(bucket)[-1:] == [300]
