@@ -268,6 +268,31 @@ def test_a_file_given_as_root_is_named_for_what_it_is(foreign, name):
                 act()
 
 
+@pytest.mark.parametrize("form", ["plain", "by get_state_dict", "app"])
+def test_the_usual_recipes_of_dcp_are_loaded_under_their_own_names(tmp_path, form):
+    model, optimizer, _ = trained()
+    saved = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    if form != "plain":
+        saved = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
+    dcp.save({"app": saved} if form == "app" else saved, checkpoint_id=tmp_path / "step-7")
+    live, live_optimizer, _ = trained(3)
+    state = {"model": live, "optim": live_optimizer}
+    with CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.load({"app": state} if form == "app" else state, name="step-7")
+    assert torch.equal(live[0].weight, model[0].weight)
+    assert torch.equal(
+        live_optimizer.state[live[0].weight]["exp_avg"], optimizer.state[model[0].weight]["exp_avg"]
+    )
+
+
+@pytest.mark.parametrize("item", ["optim", "model", "step"])
+def test_a_rename_of_an_item_is_refused_with_the_form_that_works(tmp_path, item):
+    dcp.save({item: {"x": torch.ones(2)}}, checkpoint_id=tmp_path / "step-7")
+    refusal = pytest.raises(ConfigError, match=r'load\({"model": ..., "optim": ...}\)')
+    with CheckpointManager(tmp_path) as checkpoints, refusal:
+        checkpoints.load({"mine": {"x": torch.zeros(2)}}, name="step-7", rename={item: "mine"})
+
+
 def test_stock_states_beside_the_model_are_loaded_too(foreign):
     model, optimizer, scheduler = trained(3)
     counter, strays = StepCounter(), Counters(epoch=5)

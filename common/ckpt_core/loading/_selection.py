@@ -122,8 +122,9 @@ class Selection:
         idle = sorted({*self.include, *self.rename} - used)
         if idle:
             raise ConfigError(
-                f"{place}: nothing in the checkpoint is called {', '.join(map(repr, idle))}; "
-                "`ckpt show` lists its entries. Nothing was loaded"
+                f"{place}: nothing in the checkpoint is called {', '.join(map(repr, idle))}; `ckpt show` "
+                "lists its entries. rename= names what is inside items; an item is loaded under its name "
+                'in the checkpoint, e.g. load({"model": ..., "optim": ...}). Nothing was loaded'
             )
         return found
 
