@@ -381,7 +381,7 @@ def test_wrong_arguments_are_refused_with_what_to_do(tmp_path: Path) -> None:
         enable(Trainer)
     with pytest.raises(ConfigError, match="root must be"):
         enable(made, root=7)
-    with pytest.raises(ConfigError, match="did you mean keep"):
+    with pytest.raises(ConfigError, match=r"did you mean .keep."):
         enable(made, kep=KeepLatest(1))
     enable(made)
     with pytest.raises(ConfigError, match="hyperparameter"):
