@@ -89,7 +89,7 @@ def _state(step: int) -> dict[str, Any]:
 def partner_dies(root: str, who: int) -> list[Any]:
     """One rank dies while it writes the other's twin; what the survivor learns, and what is committed."""
     _on(["a", "b"])
-    death = Fault(method="write", key=f"*step-000000002/__{1 - who}_*{TWIN}", before=kill_process)
+    death = Fault(method="write", key=f"*step-000000002~/__{1 - who}_*{TWIN}", before=kill_process)
     storage = FaultyStorage(LocalStorage(root), [death] if dist.get_rank() == who else [])
     checkpoints = CheckpointManager(storage, replicas=2, deadline_seconds=2)
     checkpoints.save(1, _state(1))
@@ -104,7 +104,7 @@ def partner_fails(root: str) -> list[Any]:
     """Rank 1 cannot write rank 0's twin, once; the errors, and the steps that are committed afterwards."""
     _on(["a", "b"])
     full = OSError(28, "No space left on device")
-    fault = Fault(method="close", key=f"*step-000000001/__0_0*{TWIN}", error=full)
+    fault = Fault(method="close", key=f"*step-000000001~/__0_0*{TWIN}", error=full)
     storage = FaultyStorage(LocalStorage(root), [fault] if dist.get_rank() else [])
     checkpoints = CheckpointManager(storage, replicas=2, deadline_seconds=30, on_error="warn")
     error = checkpoints.save(1, _state(1)).committed.exception(30)
@@ -119,7 +119,7 @@ def partner_hangs(root: str) -> list[Any]:
     """Rank 0 hangs while it writes rank 1's twin, once; the errors, and the steps of the next save."""
     _on(["a", "b"])
     released = threading.Event()
-    fault = Fault(method="write", key=f"*step-000000001/__1_0*{TWIN}", before=lambda _: released.wait(60))
+    fault = Fault(method="write", key=f"*step-000000001~/__1_0*{TWIN}", before=lambda _: released.wait(60))
     storage = FaultyStorage(LocalStorage(root), [fault] if dist.get_rank() == 0 else [])
     checkpoints = CheckpointManager(storage, replicas=2, deadline_seconds=2, on_error="warn")
     error = checkpoints.save(1, _state(1)).committed.exception(30)
