@@ -202,8 +202,7 @@ def test_a_root_that_is_removed_is_told_and_not_silently_made_anew(tmp_path):
     assert not list(root.glob("*step-*"))
     with pytest.raises(RootBusyError):
         saved(checkpoints, 4)
-    with pytest.raises(RootBusyError):
-        checkpoints.close()
+    checkpoints.close()
     with manager(root) as again:
         assert saved(again, 5) == 5
 
