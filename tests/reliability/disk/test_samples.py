@@ -48,4 +48,4 @@ def test_kills_at_random_moments_of_a_tight_save_loop_lose_no_acknowledged_check
 
 def test_a_copy_killed_at_any_system_call_counts_for_nothing_or_is_whole_and_is_completed(outcomes):
     killed = of(outcomes, "ckpt cp to a local disk")
-    assert sum(each.kills for each in killed) == len(killed) == 2 * KILLS
+    assert sum(each.kills for each in killed) == len(killed) == KILLS
