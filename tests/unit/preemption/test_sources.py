@@ -26,6 +26,8 @@ def interrupted() -> bool:
 @pytest.fixture(autouse=True)
 def _handlers() -> Generator[None]:
     before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)}
+    # What a host or a library has left there is not what these tests are about.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     yield
     spot.clear()
     for number, handler in before.items():
