@@ -6,7 +6,7 @@ import secrets
 import sys
 import weakref
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeAlias, final
@@ -340,7 +340,8 @@ class Ownership:
 
     def _acquire(self) -> None:
         with _explained(self._storage.url):
-            refuse_as_root(self._storage)  # before the probe of `check_root`: nothing is written there
+            with suppress(PermissionError):  # of which `check_root` says more
+                refuse_as_root(self._storage)  # before its probe: nothing is written there
             self._storage.check_root()
             if self._lease is None:  # else an earlier call acquired it and failed later
                 self._lease = _take_lease(self._storage, self._job_name, self._until_idle, _superseding(self))
