@@ -94,6 +94,7 @@ SUITES: Mapping[str, Suite] = {
 }
 
 DOCUMENTED: Mapping[str, str] = {
+    "a save refuses what a load could not restore": r"holds parameters that the model does not",
     "a checkpoint is a directory": r"IsADirectoryError|os\.path\.isfile|is_file\(\)|\.st_size|is a directory"
     r"|invalid load key, '<'",  # what a server makes of one
     "files of ours in listings": r"writer\.json\.lock|history\.jsonl|events\.jsonl",
