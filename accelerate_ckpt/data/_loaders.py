@@ -15,6 +15,7 @@ On another number of ranks, or with another batch size, that first epoch is the 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast, final
 from weakref import WeakSet
@@ -150,12 +151,14 @@ def _follow() -> None:
     _states._add_dataloader, _states._remove_dataloader = _begun, _ended
 
 
+@functools.wraps(_BEGIN)
 def _begun(state: Any, loader: Any) -> None:
     _BEGIN(state, loader)
     for each in tuple(_followers):
         each.begun(loader)
 
 
+@functools.wraps(_END)
 def _ended(state: Any, loader: Any) -> None:
     _END(state, loader)
     for each in tuple(_followers):
