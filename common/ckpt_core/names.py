@@ -30,13 +30,10 @@ _STEP = re.compile(r"(step-([0-9]{9,}))(?:\.run-[0-9a-f]{8,32})?")
 _DATA = re.compile(rf"__([0-9]{{1,9}})_[0-9]+{re.escape(DATA_SUFFIX)}")
 _OWN_JSON = re.compile(r"(?:rank|local|chunks)-([0-9]{5,})\.json")
 # Hosts and scripts find checkpoints by `checkpoint-*`, `*.ckpt` and the like: because of the dot in front and
-# the tilde at the end these match neither, also where `*` stands for a dot (`Path.glob`). The forms with the
-# name in front are those of earlier versions.
+# the tilde at the end these match neither, also where `*` stands for a dot (`Path.glob`).
 _RESERVED = re.compile(
     r"\.(?P<kind>incomplete|trash|corrupt|replaced|aside)-(?P<id>[0-9a-f]{8,32})-(?P<name>.+?)~?", re.DOTALL
 )
-_FORMER = re.compile(r"(?P<name>.+)\.(?P<kind>incomplete|trash|corrupt)-(?P<id>[0-9a-f]{8,32})", re.DOTALL)
-_FORMER_ASIDE = re.compile(r"(?P<name>.+)\.incomplete-(?P<id>[0-9a-f]{8,32})\.exchange", re.DOTALL)
 _DRAFT = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.tmp")
 _SHARED = re.compile(r"shared-([0-9]{5,9})\.json")
 _PROBE = re.compile(r"\.probe-[0-9a-z_]{8,16}")
@@ -130,9 +127,7 @@ def original_name(name: str) -> str:
 @lru_cache(maxsize=1 << 13)
 def _parse(name: str) -> tuple[str | None, str]:
     """Parse a name in flight to its kind and checkpoint; (None, name) for another one."""
-    if (match := _FORMER_ASIDE.fullmatch(name)) is not None:
-        return "aside", match["name"]
-    match = _RESERVED.fullmatch(name) or _FORMER.fullmatch(name)
+    match = _RESERVED.fullmatch(name)
     return (None, name) if match is None else (match["kind"], match["name"])
 
 

@@ -201,7 +201,6 @@ def test_unknown_options_in_yaml_are_all_named_with_the_nearest_known(tmp_path):
         ({"name": "writer.json"}, "'writer.json' cannot be the name"),
         ({"name": "history.jsonl"}, "'history.jsonl' cannot be the name"),
         ({"name": "events.1.jsonl"}, "'events.1.jsonl' cannot be the name"),
-        ({"name": "x.incomplete-0123abcd"}, "cannot be the name"),
         ({"name": ".trash-0123abcd-x"}, "cannot be the name"),
         ({"name": "COMMITTED"}, "'COMMITTED' cannot be the name"),
         ({"name": "step-000000009"}, "'step-000000009' is the name of step 9"),

@@ -49,21 +49,6 @@ def test_incomplete_and_trash_are_told_apart_and_from_checkpoints():
     assert kinds == [(False, False), (True, False), (False, True)]
 
 
-@pytest.mark.parametrize(
-    ("former", "kind"),
-    [
-        ("step-000000005.incomplete-0123abcd", names.is_incomplete),
-        ("step-000000005.trash-0123abcd", names.is_trash),
-        ("step-000000005.corrupt-0123abcd", names.is_corrupt),
-        ("step-000000005.incomplete-0123abcd.exchange", names.set_aside),
-    ],
-)
-def test_the_names_of_earlier_versions_are_still_known(former, kind):
-    kinds = (names.is_incomplete, names.is_trash, names.is_corrupt, names.is_replaced, names.set_aside)
-    assert [each for each in kinds if each(former)] == [kind]
-    assert names.original_name(former) == "step-000000005"
-
-
 def test_a_name_in_flight_of_a_name_in_flight_is_of_the_checkpoint():
     torn = names.incomplete_name("last.ckpt", "0123abcd")
     assert names.original_name(names.trash_name(torn, "4567abcd")) == "last.ckpt"

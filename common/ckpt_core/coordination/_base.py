@@ -6,14 +6,11 @@ has none.
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import closing
-from typing import Any, Final, TypeVar, final
+from typing import TypeVar
 
 import torch
-from typing_extensions import override
 
 from ckpt_core.coordination._signer import Signer
 from ckpt_core.errors import CoordinationError
@@ -93,10 +90,6 @@ class Coordinator(ABC):
 
     rank: int
     world_size: int
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        _bridge_former_verbs(cls)
 
     @property
     def is_coordinator(self) -> bool:
@@ -230,86 +223,3 @@ class Coordinator(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release threads, groups and connections, for good."""
-
-
-_FORMER_VERBS: Final = {
-    "broadcast": "agree",
-    "gather_scatter": "exchange",
-    "run_on_coordinator": "once",
-    "all_reduce_max": "combine",
-    "broadcast_tensor": "relay",
-    "can_broadcast_tensors": "relays",
-}
-"""Name of a method -> its name in version 0.1."""
-
-
-def _bridge_former_verbs(cls: Any) -> None:
-    """Alias the names of version 0.1, so that former subclasses still work."""
-    own, renamed = vars(cls), dict[str, str]()
-    for verb, former in _FORMER_VERBS.items():
-        if former in own and verb not in own:
-            renamed[former] = verb
-            setattr(cls, verb, own[former])
-        elif verb in own and former not in own:
-            setattr(cls, former, own[verb])
-    if "meet" in own and "commit_channel" not in own:
-        renamed |= {"announce": "CommitChannel.broadcast", "meet": "CommitChannel.commit_barrier"}
-        cls.commit_channel = _former_channel
-    if renamed:
-        names = ", ".join(f"{former} is now {verb}" for former, verb in renamed.items())
-        warnings.warn(
-            f"{cls.__name__} implements methods of Coordinator under their former names: {names}",
-            DeprecationWarning,
-            stacklevel=4,
-        )
-
-
-@final
-class _FormerChannel(CommitChannel):
-    """Adapts `announce` and `meet` of version 0.1."""
-
-    def __init__(self, coordinator: Any) -> None:
-        self.rank = coordinator.rank
-        self._coordinator = coordinator
-
-    @override
-    def broadcast(self, name: str, make: Callable[[], T], *, deadline_seconds: float) -> T:
-        heard: T = self._coordinator.announce(name, make, deadline_seconds=deadline_seconds)
-        return heard
-
-    @override
-    def commit_barrier(
-        self,
-        name: str,
-        payload: bytes | BaseException,
-        commit: Callable[[list[bytes]], bytes],
-        *,
-        deadline_seconds: float,
-    ) -> bytes:
-        answer: bytes = self._coordinator.meet(name, payload, commit, deadline_seconds=deadline_seconds)
-        return answer
-
-
-def _former_channel(self: Any) -> CommitChannel:
-    now = self.as_of_now()
-    channel: CommitChannel = _FormerChannel(self) if now is self else now.commit_channel()
-    return channel
-
-
-def _as_of_now(self: Coordinator) -> Coordinator:
-    return self
-
-
-def _announce(self: Coordinator, *call: Any, **options: Any) -> Any:
-    with closing(self.commit_channel()) as channel:
-        return channel.broadcast(*call, **options)
-
-
-def _meet(self: Coordinator, *call: Any, **options: Any) -> bytes:
-    with closing(self.commit_channel()) as channel:
-        return channel.commit_barrier(*call, **options)
-
-
-for _name, _method in {"as_of_now": _as_of_now, "announce": _announce, "meet": _meet}.items():
-    setattr(Coordinator, _name, _method)
-_bridge_former_verbs(Coordinator)

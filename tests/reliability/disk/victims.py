@@ -47,7 +47,6 @@ TORN: Final = {
     f".incomplete-0123abcd-{step_name(9)}/{data_name(0, 0)}": b"half",
     f".incomplete-0123abcd-{step_name(9)}/part/.metadata": b"half",
     f".trash-4567cdef-{step_name(8)}/{data_name(0, 0)}": b"half deleted",
-    f"{step_name(7)}.trash-4567cdef/{data_name(0, 0)}": b"half deleted by an earlier version",
     ".writer.json.89ab0123.tmp": b"half a claim",
     ".damaged.json.89ab0123.tmp": b"half a mark",
     ".pins.json.89ab0123.tmp": b"half a pin",
