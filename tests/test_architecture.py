@@ -17,7 +17,7 @@ PACKAGES = (ROOT / "common" / "ckpt_core", ROOT / "lightning_ckpt", ROOT / "acce
 MODULES = sorted(path for package in PACKAGES for path in package.rglob("*.py"))
 
 # The whole, as `wc -l` counts it. It only falls, but for what a feature is granted.
-MAX_SHIPPED_LINES = 72_450
+MAX_SHIPPED_LINES = 72_500
 MAX_MODULE_LINES = 900
 MAX_BODY_LINES = 80
 MAX_PARAMETERS = 6

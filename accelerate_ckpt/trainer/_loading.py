@@ -47,7 +47,7 @@ from ckpt_core.storage import Storage
 
 _logger = logger_of(__name__)
 
-_OURS = ("*.distcp", "rank-*.json", "local-*.json", "chunks-*.json")
+_OURS = ("*.distcp", "rank-*.json", "local-*.json", "chunks-*.json.z")
 _NOT_READ = (
     *_OURS, "*/*", "model*.safetensors", "pytorch_model*.bin", "adapter_model*", "optimizer.pt",
     generators_file("*", 2), progress_file("*"),

@@ -28,7 +28,7 @@ TWIN_SUFFIX = ".replica"
 
 _STEP = re.compile(r"(step-([0-9]{9,}))(?:\.run-[0-9a-f]{8,32})?")
 _DATA = re.compile(rf"__([0-9]{{1,9}})_[0-9]+{re.escape(DATA_SUFFIX)}")
-_OWN_JSON = re.compile(r"(?:rank|local|chunks)-([0-9]{5,})\.json")
+_OWN_JSON = re.compile(r"(?:rank|local|chunks)-([0-9]{5,})\.json(?:\.z)?")
 # Hosts and scripts find checkpoints by `checkpoint-*`, `*.ckpt` and the like: because of the dot in front and
 # the tilde at the end these match neither, also where `*` stands for a dot (`Path.glob`).
 _RESERVED = re.compile(
@@ -180,8 +180,8 @@ def local_name(rank: int) -> str:
 
 
 def chunks_name(rank: int) -> str:
-    """Return the file of the chunk table of `rank`: `chunks-00000.json`."""
-    return f"chunks-{rank:05d}.json"
+    """Return the file of the chunk table of `rank`: `chunks-00000.json.z`."""
+    return f"chunks-{rank:05d}.json.z"
 
 
 def data_name(rank: int, index: int) -> str:

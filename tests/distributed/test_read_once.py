@@ -156,7 +156,7 @@ def resume_job(roots: list[str]) -> list[tuple[int | None, float]]:
 @pytest.mark.slow
 def test_damage_that_one_rank_finds_makes_all_take_the_checkpoint_before(root, tmp_path):
     roots = []
-    for name in ("__2_0.distcp", "chunks-00001.json", ".metadata"):
+    for name in ("__2_0.distcp", "chunks-00001.json.z", ".metadata"):
         copy = tmp_path / name.strip(".")
         shutil.copytree(root / "fsdp to three ranks", copy)
         path = copy / "step-000000002" / name

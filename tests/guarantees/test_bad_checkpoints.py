@@ -74,7 +74,7 @@ def test_a_bad_checkpoint_is_never_chosen(run, verify):
     chance = random.Random(SEED)
     files = sorted(path for path in (run / f"step-{NEWEST:09d}").iterdir())
     assert [path.name for path in files] == [
-        ".metadata", "COMMITTED", "__0_0.distcp", "__0_1.distcp", "chunks-00000.json", "manifest.json",
+        ".metadata", "COMMITTED", "__0_0.distcp", "__0_1.distcp", "chunks-00000.json.z", "manifest.json",
         "rank-00000.json", "shared.json",
     ]  # fmt: skip
     for number in range(FLIPS):

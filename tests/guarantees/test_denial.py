@@ -37,7 +37,7 @@ OF_A_CHECKPOINT = [
     "manifest.json",
     ".metadata",
     "__0_0.distcp",
-    "chunks-00000.json",
+    "chunks-00000.json.z",
     "rank-00000.json",
 ]
 

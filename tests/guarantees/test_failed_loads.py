@@ -106,7 +106,8 @@ def test_a_flipped_bit_changes_nothing_live(root, part, verify):
 
 
 @pytest.mark.parametrize(
-    "name", [".metadata", "chunks-00000.json", "rank-00000.json", "shared.json", "manifest.json", "COMMITTED"]
+    "name",
+    [".metadata", "chunks-00000.json.z", "rank-00000.json", "shared.json", "manifest.json", "COMMITTED"],
 )
 def test_a_damaged_small_file_changes_nothing_live(root, name):
     flip(root / STEP / name, 40)

@@ -22,7 +22,6 @@ NOBODY = 65534
 ROUNDS = 30
 LEFT = {
     "a torn save": ".incomplete-deadbeef-step-000000009",
-    "a torn save of an earlier version": "step-000000009.incomplete-deadbeef",
     "a checkpoint on its way out": ".trash-deadbeef-step-000000009",
     "a checkpoint that was replaced": ".aside-deadbeef-step-000000001",
     "a draft of a claim": ".writer.json.deadbeef.tmp",

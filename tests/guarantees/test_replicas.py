@@ -14,6 +14,7 @@ from ckpt_core import CheckpointManager, KeepLatest
 from ckpt_core.cli._main import main
 from ckpt_core.commit import Catalog, verify
 from ckpt_core.errors import NoRoomError, lost
+from ckpt_core.formats.chunks import decode_table
 from ckpt_core.storage import LocalStorage, MemoryStorage, Storage
 from ckpt_core.testing import FaultyStorage, run_ranks
 from tests.guarantees.replica_jobs import MARKER, TWIN, partner_dies, whoever
@@ -165,7 +166,7 @@ def test_a_save_is_refused_if_there_is_room_for_one_file_of_each_only():
 
 def chunks(storage) -> dict[str, int]:
     """Name of every tensor -> position of its first byte in the data file."""
-    table = json.loads(storage.read_bytes(f"{NAME}/chunks-00000.json"))["files"]
+    table = json.loads(decode_table(storage.read_bytes(f"{NAME}/chunks-00000.json.z")))["files"]
     columns = next(each["chunks"] for each in table if each["path"] == "__0_0.distcp")
     return dict(zip(columns["key"], columns["payload_offset"], strict=True))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+import zlib
 from collections.abc import Callable
 from datetime import timedelta
 from fractions import Fraction
@@ -107,7 +108,8 @@ def table_of(metadata: Metadata) -> bytes:
         "crc32": "00000000" * len(rows),
         "block_crc32": "",
     }
-    content = json.dumps({"format_version": 1, "block_bytes": 1 << 20, "files": [file]}).encode()
+    table = json.dumps({"format_version": 1, "block_bytes": 1 << 20, "files": [file]})
+    content = zlib.compress(table.encode())
     assert ChunkTable.from_bytes(content, source="a table").files
     return content
 
@@ -118,7 +120,7 @@ def committed(root: Path, metadata: Metadata, table: bytes | None = None) -> Loc
     files = {
         ".metadata": pickle.dumps(metadata),
         "__0_0.distcp": bytes(20_000),
-        "chunks-00000.json": table_of(metadata) if table is None else table,
+        "chunks-00000.json.z": table_of(metadata) if table is None else table,
     }
     working = begin(storage, "step-000000001", "00000001")
     write_files(storage, working, files)
@@ -156,7 +158,7 @@ def test_verify_fails_on_what_a_load_would_refuse_and_on_nothing_else(tmp_path, 
 def test_verify_compares_the_index_with_the_chunk_tables(tmp_path):
     table = table_of(without(index_of(chunks=[(0, 64)]), "n"))
     storage = committed(tmp_path, index_of(chunks=[(0, 64)]), table)
-    assert "'n' is at another place than chunks-00000.json says" in str(verify(storage, "step-000000001"))
+    assert "'n' is at another place than chunks-00000.json.z says" in str(verify(storage, "step-000000001"))
     with CheckpointManager(tmp_path) as checkpoints:
         assert checkpoints.verify()
 

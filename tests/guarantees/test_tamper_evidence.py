@@ -122,7 +122,7 @@ def test_the_manifest_has_the_sha256_of_every_file(tmp_path, place, options):
         manifest = Catalog(storage).manifest(info.name)
         assert {entry.path for entry in manifest.files} >= {
             *("model/__0_0.distcp", "optimizer/__0_0.distcp", "optimizer/__0_1.distcp"),
-            *("model/.metadata", "notes.txt", "chunks-00000.json"),
+            *("model/.metadata", "notes.txt", "chunks-00000.json.z"),
         }
         for entry in manifest.files:
             content = storage.read_bytes(f"{info.name}/{entry.path}")

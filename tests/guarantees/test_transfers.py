@@ -18,7 +18,7 @@ FILES = [
     "COMMITTED",
     "manifest.json",
     ".metadata",
-    "chunks-00000.json",
+    "chunks-00000.json.z",
     "rank-00000.json",
     "__0_0.distcp",
     "__0_1.distcp",

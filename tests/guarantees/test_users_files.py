@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import re
+import zlib
 
 import pytest
 import torch
@@ -593,7 +594,7 @@ def test_on_an_object_store_only_our_own_objects_of_a_torn_save_are_cleared(name
     table = b'{"format_version":1,"block_bytes":1,"beside":["optimizer.bin"],"files":[]}'
     torn = {
         "__0_0.distcp": b"t",
-        "chunks-00000.json": table,
+        "chunks-00000.json.z": zlib.compress(table),
         "optimizer.bin": b"torn",
         "model/__0_0.distcp": b"t",
     }

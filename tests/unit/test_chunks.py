@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import json
 import struct
+import zlib
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from ckpt_core.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from ckpt_core.formats.chunks import BLOCK_BYTES, ChunkColumns, ChunkTable, TableEntry, encode_table
 from ckpt_core.types import ChunkEntry
 
-SOURCE = "chunks-00000.json"
+SOURCE = "chunks-00000.json.z"
 GOLDEN = (
     b'{"format_version":1,"block_bytes":1048576,"files":[{"path":"part/__0_0.distcp","size_bytes":4000000,'
     b'"chunks":{"key":["model.w","opt"],"shard_offsets":[[0,8],null],"offset":[0,3000000],'
@@ -78,7 +79,7 @@ def test_a_table_reads_back_as_it_was_written(first, second):
 
 
 def test_the_table_of_format_version_1_is_frozen():
-    table = ChunkTable.from_bytes(GOLDEN, source=SOURCE)
+    table = ChunkTable.from_bytes(zlib.compress(GOLDEN), source=SOURCE)
     first, second = table
     assert first == ChunkEntry(
         path="part/__0_0.distcp",
@@ -102,18 +103,18 @@ def test_the_table_of_format_version_1_is_frozen():
         crcs=packed(list(chunks.crcs)),
         block_crcs=packed(list(chunks.block_crcs)),
     )
-    assert encode_table([entry]) == GOLDEN
+    assert zlib.decompress(encode_table([entry])) == GOLDEN
 
 
 def test_a_newer_table_asks_for_an_upgrade():
     newer = json.dumps(json.loads(GOLDEN) | {"format_version": 2, "files": "of another shape"}).encode()
     with pytest.raises(IncompatibleCheckpointError, match=r"chunks-00000.*newer.*upgrade"):
-        ChunkTable.from_bytes(newer, source=SOURCE)
+        ChunkTable.from_bytes(zlib.compress(newer), source=SOURCE)
 
 
 def refused(fields: Any) -> None:
-    with pytest.raises(CorruptCheckpointError, match=r"chunks-00000\.json is malformed"):
-        ChunkTable.from_bytes(json.dumps(fields).encode(), source=SOURCE)
+    with pytest.raises(CorruptCheckpointError, match=r"chunks-00000\.json\.z is malformed"):
+        ChunkTable.from_bytes(zlib.compress(json.dumps(fields).encode()), source=SOURCE)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +201,23 @@ def test_malformed_tables_are_refused(change):
 )
 def test_what_is_no_json_object_is_refused(content):
     with pytest.raises(CorruptCheckpointError):
+        ChunkTable.from_bytes(zlib.compress(content), source=SOURCE)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", GOLDEN, zlib.compress(GOLDEN)[:-1], zlib.compress(GOLDEN) + b"x", zlib.compress(GOLDEN)[:2]],
+    ids=["empty", "not compressed", "cut off", "more behind it", "only a header"],
+)
+def test_what_is_no_whole_table_is_refused(content):
+    with pytest.raises(CorruptCheckpointError, match=r"chunks-00000\.json\.z is malformed"):
         ChunkTable.from_bytes(content, source=SOURCE)
+
+
+def test_a_table_that_says_little_in_much_is_refused_before_it_fills_memory(monkeypatch):
+    monkeypatch.setattr("ckpt_core.formats.chunks._MAX_TABLE_BYTES", 1 << 20)
+    with pytest.raises(CorruptCheckpointError, match="larger than any table"):
+        ChunkTable.from_bytes(zlib.compress(bytes(2 << 20)), source=SOURCE)
 
 
 @settings(max_examples=300, deadline=None)
@@ -208,4 +225,4 @@ def test_what_is_no_json_object_is_refused(content):
 def test_any_changed_byte_reads_or_fails_as_corrupt(position, value):
     content = GOLDEN[:position] + bytes([value]) + GOLDEN[position + 1 :]
     with contextlib.suppress(CorruptCheckpointError, IncompatibleCheckpointError):
-        list(ChunkTable.from_bytes(content, source=SOURCE))
+        list(ChunkTable.from_bytes(zlib.compress(content), source=SOURCE))

@@ -119,7 +119,7 @@ def test_the_kind_of_a_directory_is_what_a_host_would_do_with_it(tmp_path: Path)
     (tmp_path / "notes").mkdir()
     found = {
         each: kind_of(storage, each)
-        for each in (name, "step-000000002.incomplete-deadbeef", "stock", "notes")
+        for each in (name, ".incomplete-deadbeef-step-000000002", "stock", "notes")
     }
     assert list(found.values()) == [Kind.COMMITTED, Kind.TORN, Kind.STOCK, Kind.NOTHING]
 

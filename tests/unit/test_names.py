@@ -91,7 +91,7 @@ def test_file_names_are_those_of_format_version_1():
 
 
 def test_the_rank_of_a_data_file_is_in_its_name():
-    assert names.chunks_name(3) == "chunks-00003.json"
+    assert names.chunks_name(3) == "chunks-00003.json.z"
     for path in ("__12_3.distcp", "optimizer_0/__12_0.distcp"):
         assert names.data_rank(path) == 12
     for path in ("__12_3.distcp.x", "_12_3.distcp", "__x_3.distcp", "rank-00012.json", "__12_3.distcp/y"):

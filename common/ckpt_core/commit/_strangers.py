@@ -20,6 +20,7 @@ from ckpt_core.commit._manifest import MAX_MANIFEST_BYTES, Manifest, Marker
 from ckpt_core.crew import run_all
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError
+from ckpt_core.formats.chunks import decode_table
 from ckpt_core.names import (
     MANIFEST,
     MARKER,
@@ -319,7 +320,7 @@ def _walk(storage: Storage, directory: str, inner: str = "") -> Iterator[str]:
 def _beside(storage: Storage, key: str) -> Collection[str]:
     """Return the host's small files in a rank's chunk table; see `encode_table`."""
     try:
-        table: Any = json.loads(read_small(storage, key))
+        table: Any = json.loads(decode_table(read_small(storage, key)))
         paths = table["beside"]
     except (FileNotFoundError, CheckpointError, ValueError, TypeError, KeyError, RecursionError):
         return ()

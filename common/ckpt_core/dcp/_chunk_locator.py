@@ -18,6 +18,7 @@ from ckpt_core.dcp._torch_zip import (
     NotPlainError,
     TensorForm,
     WrappedError,
+    legacy_payload,
     read_form,
     read_record,
     tensor_pickle,
@@ -363,6 +364,13 @@ def _payload(place: ChunkLocation, dtype: torch.dtype, shape: torch.Size, read_a
         ZipError: the zip is damaged.
         _ContradictionError: it is not the tensor that `.metadata` describes.
     """
+    small = legacy_payload(read_at, place.size_bytes, dtype, shape)
+    if small is not None:
+        offset, crc = small
+        size = prod(shape) * dtype.itemsize
+        return Payload(
+            path=place.path, key=place.key, offset=place.offset + offset, size_bytes=size, crc32=crc
+        )
     directory = read_directory(read_at, place.size_bytes)
     record = _check_form(directory, dtype, shape, read_at)
     return Payload(

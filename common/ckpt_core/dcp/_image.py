@@ -20,7 +20,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from ckpt_core._torch_internals import inner_tensors, is_wrapped
-from ckpt_core.dcp._torch_zip import ZIP32_LIMIT, build_archive, tensor_pickle
+from ckpt_core.dcp._torch_zip import ZIP32_LIMIT, build_archive, build_legacy, is_small, tensor_pickle
 from ckpt_core.dcp.wrapped import wrapped_pickle
 from ckpt_core.formats.checksums import combine_crc32, crc32, crc32_text
 from ckpt_core.formats.chunks import BLOCK_BYTES, ChunkColumns, TableEntry
@@ -79,28 +79,32 @@ class ImageLayout:
         self.firsts: list[int] = []
         self.size_bytes = place = 0
         while place < len(specs):
-            index, dtype, shape = specs[place]
+            index = specs[place][0]
             record = records.get(index)
             end = place + 1
             while record is not None and end < len(specs) and specs[end][0] == index:
                 end += 1
             self.firsts.append(place)
-            slots += self._place(specs[place:end], record or tensor_pickle(dtype, shape))
+            slots += self._place(specs[place:end], record)
             place = end
         self.slots = tuple(slots)
         self._wrapped = frozenset(records)
 
-    def _place(self, specs: Sequence[ShardSpec], record: bytes) -> Iterator[Slot]:
-        """Append the archive of one shard; yield the slots of its payloads."""
+    def _place(self, specs: Sequence[ShardSpec], record: bytes | None) -> Iterator[Slot]:
+        """Append the entry of one shard; yield the slots of its payloads."""
         start = self.size_bytes
         sizes = [torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape in specs]
-        archive = build_archive(
-            record,
-            [(size, 0) for size in sizes],
-            offset=start,
-            zip64_from=self._zip64_from,
-            alignment=_ALIGNMENT_OF_SMALL if max(sizes) < BLOCK_BYTES else ALIGNMENT,
-        )
+        _, dtype, shape = specs[0]
+        if record is None and is_small(dtype, sizes[0]):
+            archive = build_legacy(dtype, shape, offset=start)
+        else:
+            archive = build_archive(
+                record or tensor_pickle(dtype, shape),
+                [(size, 0) for size in sizes],
+                offset=start,
+                zip64_from=self._zip64_from,
+                alignment=_ALIGNMENT_OF_SMALL if max(sizes) < BLOCK_BYTES else ALIGNMENT,
+            )
         self.size_bytes = start + archive.size_bytes
         at = start
         for place, ((index, dtype, shape), size) in enumerate(zip(specs, sizes, strict=True)):

@@ -1,9 +1,13 @@
-"""Tensors in the zip layout of `torch.save`: built ahead, read without trust."""
+"""Tensors in the layouts of `torch.save`: built ahead, read without trust.
+
+Large ones as a zip; small ones in the layout that torch wrote before it, which has a quarter of the bytes.
+"""
 
 from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 import struct
 import sys
 import zlib
@@ -11,9 +15,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import Any, Final, final
 
 import torch
+from torch.serialization import MAGIC_NUMBER, PROTOCOL_VERSION
 from typing_extensions import override
 
 from ckpt_core._torch_internals import (
@@ -25,6 +31,7 @@ from ckpt_core._torch_internals import (
 )
 from ckpt_core.dcp._rehearsal import dry_run_unpickle
 from ckpt_core.errors import CorruptCheckpointError, FileFailure, UnsafeCheckpointError
+from ckpt_core.formats.chunks import BLOCK_BYTES
 from ckpt_core.formats.pickles import Ordered, Row, Sealed, sanitize_pickle
 from ckpt_core.formats.zips import Directory, ReadAt, ZipError, payload_offset, read_directory, verify_records
 from ckpt_core.storage import ALIGNMENT
@@ -34,9 +41,14 @@ ZIP32_LIMIT = 0xFFFFFFFF
 _PADDING_FIELD = 0x4246  # "FB", the extra-field id torch itself pads with
 _CRC_IN_LOCAL_HEADER = 14
 _CRC_IN_CENTRAL_HEADER = 16
+_CRC_BYTES = 4
 _END_BYTES = 22  # of the end record of a zip without a comment
 # Zip allows 64 KiB, but torch looks for the end record reliably only in the last 4 KiB.
 _MAX_PADDING_BYTES = 2048
+_NO_HOOKS: Final[OrderedDict[str, Any]] = OrderedDict()
+"""As torch writes it into zips; None does as well."""
+_WIDEST_ITEM: Final = 16
+"""Bytes of a complex128: torch views memory as a dtype only at a multiple of its size."""
 _DOS_EPOCH = (0, 0x21)  # 1980-01-01 00:00, so that equal content gives equal bytes
 
 
@@ -63,7 +75,9 @@ class TensorPickler(pickle.Pickler):
         return "storage", getattr(torch, name), obj.key, "cpu", obj.numel
 
 
-def rebuilding(dtype: torch.dtype, shape: tuple[int, ...], key: str = "0") -> tuple[Any, ...]:
+def rebuilding(
+    dtype: torch.dtype, shape: tuple[int, ...], key: str = "0", *, hooks: Any = _NO_HOOKS
+) -> tuple[Any, ...]:
     """Return the call that rebuilds a contiguous tensor, for `TensorPickler`."""
     numel, stride = 1, []
     for length in reversed(shape):
@@ -71,7 +85,7 @@ def rebuilding(dtype: torch.dtype, shape: tuple[int, ...], key: str = "0") -> tu
         numel *= max(length, 1)
     untyped = dtype in new_dtypes()
     storage = _StorageRef(dtype, 0 if 0 in shape else numel, untyped, key)
-    arguments: tuple[Any, ...] = (storage, 0, shape, tuple(reversed(stride)), False, OrderedDict())
+    arguments: tuple[Any, ...] = (storage, 0, shape, tuple(reversed(stride)), False, hooks)
     if untyped:
         return rebuild_tensor_of_new_dtype, (*arguments, dtype)
     return rebuild_tensor, arguments
@@ -80,11 +94,11 @@ def rebuilding(dtype: torch.dtype, shape: tuple[int, ...], key: str = "0") -> tu
 class _Rebuild:
     """Stand-in for a contiguous tensor, pickled as the call that rebuilds it."""
 
-    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        self.form = dtype, shape
+    def __init__(self, *form: Any, hooks: Any = _NO_HOOKS) -> None:
+        self.form, self.hooks = form, hooks
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return rebuilding(*self.form)
+        return rebuilding(*self.form, hooks=self.hooks)
 
 
 @lru_cache(maxsize=4096)
@@ -96,14 +110,74 @@ def tensor_pickle(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     return buffer.getvalue()
 
 
+@final
+class _LegacyPickler(TensorPickler):
+    @override
+    def persistent_id(self, obj: Any) -> Any:
+        found = super().persistent_id(obj)
+        return None if found is None else (*found, None)  # no view of another storage
+
+
+_LEGACY_START: Final = (
+    b"".join(pickle.dumps(number, protocol=2) for number in (MAGIC_NUMBER, PROTOCOL_VERSION))
+    + b"\x80\x02\x8a"
+)  # an integer of as many bytes as the next byte says
+
+
+@lru_cache(maxsize=4096)
+def _legacy_rest(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+    """Return what stands between the checksum of a small tensor and its payload."""
+    buffer = io.BytesIO()
+    _LegacyPickler(buffer, protocol=2).dump(_Rebuild(dtype, tuple(shape), hooks=None))
+    keys = pickle.dumps(["0"], protocol=2)
+    return b"." + pickletools.optimize(buffer.getvalue()) + keys + struct.pack("<q", prod(shape))
+
+
+def is_small(dtype: torch.dtype, payload_bytes: int) -> bool:
+    """Return whether `build_legacy` lays out a tensor of that size."""
+    return payload_bytes < BLOCK_BYTES and dtype not in new_dtypes()
+
+
+def build_legacy(dtype: torch.dtype, shape: tuple[int, ...], *, offset: int) -> Archive:
+    """Lay out a small tensor as torch did before it wrote zips.
+
+    Its bytes are as if `torch.save` had been asked for that layout, but for a number where readers skip the
+    system's description: the payload's CRC-32, and as many zeros as align the payload.
+    """
+    rest = _legacy_rest(dtype, tuple(shape))
+    unpadded = len(_LEGACY_START) + 1 + _CRC_BYTES + 1 + len(rest)
+    padding = 1 + -(offset + unpadded) % _WIDEST_ITEM  # one zero at least: the number is positive
+    head = b"%b%c%b%b" % (_LEGACY_START, _CRC_BYTES + padding, bytes(_CRC_BYTES + padding), rest)
+    crc = len(_LEGACY_START) + 1
+    size_bytes = len(head) + prod(shape) * dtype.itemsize
+    return Archive(frames=(head, b""), crc_fields=((crc, crc),), size_bytes=size_bytes)
+
+
+def legacy_payload(
+    read_at: ReadAt, size_bytes: int, dtype: torch.dtype, shape: tuple[int, ...]
+) -> tuple[int, int] | None:
+    """Return offset and CRC-32 of a payload of `build_legacy`; None of another."""
+    crc = len(_LEGACY_START) + 1
+    start = read_at(0, crc)
+    if len(start) < crc or not start.startswith(_LEGACY_START) or not is_small(dtype, 0):
+        return None
+    rest = _legacy_rest(dtype, tuple(shape))
+    payload = crc + start[-1] + len(rest)
+    if read_at(payload - len(rest), len(rest)) != rest:
+        return None
+    if size_bytes != payload + prod(shape) * dtype.itemsize:
+        raise ZipError(f"its tensor ends at {payload + prod(shape) * dtype.itemsize} of {size_bytes} bytes")
+    return payload, int.from_bytes(read_at(crc, _CRC_BYTES), "little")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Archive:
-    """The bytes of one torch zip around its payloads.
+    """The bytes of one entry of a data file around its payloads.
 
     Attributes:
         frames: the bytes before each payload, and after the last.
         crc_fields: of each payload, the two offsets of its CRC-32, as little-endian 32 bits.
-        size_bytes: of the whole zip.
+        size_bytes: of the whole entry.
     """
 
     frames: Sequence[bytes]

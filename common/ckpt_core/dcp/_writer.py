@@ -11,13 +11,19 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 from queue import SimpleQueue
-from typing import Any, Protocol, Self, TypeAlias, final
+from typing import Any, Protocol, Self, TypeAlias, cast, final
 
 import numpy as np
 import torch
 from torch.distributed.checkpoint import SavePlan, SavePlanner, StorageWriter
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -325,8 +331,33 @@ def _results(indices: Iterable[MetadataIndex], name: str, spans: Spans) -> list[
 
 def encode_metadata(metadata: Metadata, places: Mapping[MetadataIndex, StorageInfo]) -> bytes:
     """Encode `.metadata`, with `places` as DCP's storage data."""
+    same: dict[Any, Any] = {}  # of equal values one object: a pickle refers to it where it comes again
+
+    def one(value: Any) -> Any:
+        return same.setdefault(value, value)
+
+    def entry_of(entry: Any) -> Any:
+        if not isinstance(entry, TensorStorageMetadata):
+            return entry
+        state: Any = cast("Any", entry.properties).__getstate__()
+        properties = same.setdefault(state, entry.properties)
+        chunks = [ChunkStorageMetadata(one(chunk.offsets), one(chunk.sizes)) for chunk in entry.chunks]
+        return TensorStorageMetadata(properties, one(entry.size), chunks)
+
+    def index_of(index: MetadataIndex) -> MetadataIndex:
+        found = MetadataIndex(one(index.fqn))
+        if index.offset is not None:
+            object.__setattr__(found, "offset", one(index.offset))  # its constructor would make another
+        return found
+
     return pickle.dumps(
-        replace(metadata, storage_data=dict(places), storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION)
+        replace(
+            metadata,
+            state_dict_metadata={one(key): entry_of(e) for key, e in metadata.state_dict_metadata.items()},
+            storage_data={index_of(index): place for index, place in places.items()},
+            storage_meta=StorageMeta(),
+            version=CURRENT_DCP_VERSION,
+        )
     )
 
 

@@ -3,25 +3,27 @@
 Each rank writes its own, as a file like any other, so that nothing per tensor travels to the coordinator. All
 columns but the checksums stay the same from save to save; they are encoded once per layout and kept as bytes.
 The checksums follow as hex digits of little-endian 32-bit numbers, so that a save makes no object per chunk.
-The table is read as hostile input: it is checked before use.
+The table is compressed, to a tenth, and read as hostile input: it is checked before use.
 """
 
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from struct import iter_unpack
 from typing import Any, Final, final
 
-from ckpt_core.formats.codec import Fields, count, relative_paths
+from ckpt_core.formats.codec import Fields, corrupt, count, relative_paths
 from ckpt_core.names import FORMAT_VERSION
 from ckpt_core.types import ChunkEntry
 
 BLOCK_BYTES: Final = 1 << 20
 """Payloads larger than this have a checksum per block of this size, so that a part can be verified."""
 
+_MAX_TABLE_BYTES: Final = 1 << 30
 _INT: Final = frozenset({int})
 _TEXT: Final = frozenset({str})
 _NONE: Final = frozenset({type(None)})
@@ -96,12 +98,29 @@ def encode_table(entries: Iterable[TableEntry], *, beside: Collection[str] = ())
     """
     files = b",".join(entry.encode() for entry in entries)
     others = b',"beside":%b' % _encode(sorted(beside)) if beside else b""
-    return b'{"format_version":%d,"block_bytes":%d%b,"files":[%b]}' % (
+    table = b'{"format_version":%d,"block_bytes":%d%b,"files":[%b]}' % (
         FORMAT_VERSION,
         BLOCK_BYTES,
         others,
         files,
     )
+    return zlib.compress(table, level=1)
+
+
+def decode_table(content: bytes) -> bytes:
+    """Return the JSON text of a chunk table.
+
+    Raises:
+        ValueError: it is not one, or absurdly large.
+    """
+    decompressor = zlib.decompressobj()
+    try:
+        text = decompressor.decompress(content, _MAX_TABLE_BYTES)
+    except zlib.error as error:
+        raise ValueError(f"not compressed by zlib ({error})") from error
+    if not decompressor.eof or decompressor.unused_data:
+        raise ValueError("cut off, larger than any table, or with more behind it")
+    return text
 
 
 @final
@@ -155,7 +174,11 @@ class ChunkTable:
             IncompatibleCheckpointError: it was written by a newer version.
             CorruptCheckpointError: it is malformed, or holds impossible values.
         """
-        with Fields.parse(content, source=source) as fields:
+        try:
+            text = decode_table(content)
+        except ValueError as error:
+            raise corrupt(source, f"is malformed: {error}") from error
+        with Fields.parse(text, source=source) as fields:
             block_bytes = fields.count("block_bytes", least=1)
             files = [_file(each, block_bytes) for each in fields.objects("files")]
             relative_paths([file.path for file in files])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias, final
@@ -48,11 +47,11 @@ class RankReport:
     place: tuple[str, str] = ("", "")
 
     def encode(self) -> bytes:
-        """Encode the message: a line of JSON, then the compressed table if there is one."""
+        """Encode the message: a line of JSON, then the table if there is one."""
         head = json.dumps(
             [self.place, self.evidence, self.num_chunks, *self.files], separators=(",", ":")
         ).encode()
-        return head if self.table is None else head + _END_OF_HEAD + zlib.compress(self.table, level=1)
+        return head if self.table is None else head + _END_OF_HEAD + self.table
 
     def entries(self) -> Iterator[FileEntry]:
         """Yield the entries of the files."""
@@ -68,7 +67,7 @@ class RankReport:
         return cls(
             files=files,
             num_chunks=num_chunks,
-            table=zlib.decompress(table) if found else None,
+            table=table if found else None,
             evidence=evidence,
             place=(root, machine),
         )
@@ -146,7 +145,7 @@ class ReportCache:
         changed = {rank: report.table for rank, report in enumerate(reports) if report.table is not None}
         if changed:
             self._metadata = {}
-        self._tables |= {rank: zlib.compress(table, level=1) for rank, table in changed.items()}
+        self._tables |= changed
         unknown = [rank for rank in range(len(reports)) if rank not in self._tables]
         if unknown:
             raise SaveError(
@@ -159,7 +158,7 @@ class ReportCache:
         stale = [part for part, plan in plans.items() if self._stale(part, plan)]
         if stale:
             tables = [
-                ChunkTable.from_bytes(zlib.decompress(self._tables[rank]), source=chunks_name(rank))
+                ChunkTable.from_bytes(self._tables[rank], source=chunks_name(rank))
                 for rank in sorted(self._tables)
             ]
             sizes = {path: each.size_bytes for table in tables for path, each in table.files.items()}

@@ -13,6 +13,7 @@ from typing import Final, final
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from ckpt_core.dcp import is_small
 from ckpt_core.formats.chunks import BLOCK_BYTES
 from ckpt_core.options import Headroom
 from ckpt_core.state import PICKLED
@@ -21,7 +22,9 @@ from ckpt_core.storage import Storage
 _PAGE: Final = 4096
 _FRAME_BYTES: Final = 832
 """Upper bound of the zip around a tensor, without padding to a page."""
-_TABLE_BYTES: Final = 320
+_SMALL_FRAME_BYTES: Final = 208
+"""Of a small tensor, which is no zip."""
+_TABLE_BYTES: Final = 160
 """Upper bound of a chunk's entries in its rank's table and in `.metadata`, without its name."""
 _ENTRY_BYTES: Final = 3072
 """Upper bound of a plain value in its file and in the tables."""
@@ -154,14 +157,14 @@ class SizeEstimator:
 def _part_bytes(metadata: Metadata) -> int:
     total = 0
     for key, entry in metadata.state_dict_metadata.items():
-        name_bytes = 4 * len(key)
+        name_bytes = 2 * len(key)
         if not isinstance(entry, TensorStorageMetadata):
             total += _ENTRY_BYTES + name_bytes
             continue
         item = entry.properties.dtype.itemsize
         for chunk in entry.chunks:
             payload = chunk.sizes.numel() * item
+            frame = _SMALL_FRAME_BYTES if is_small(entry.properties.dtype, payload) else _FRAME_BYTES
             padding = 0 if payload < BLOCK_BYTES else _PAGE
-            framed = payload + _FRAME_BYTES + padding
-            total += framed + _TABLE_BYTES + name_bytes + int(payload * _BLOCK_CRC)
+            total += payload + frame + padding + _TABLE_BYTES + name_bytes + int(payload * _BLOCK_CRC)
     return total

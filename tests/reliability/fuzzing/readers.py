@@ -113,7 +113,7 @@ def _marker(content: bytes) -> Any:
 
 
 def _table(content: bytes) -> Any:
-    return list(ChunkTable.from_bytes(content, source="chunks-00000.json"))
+    return list(ChunkTable.from_bytes(content, source="chunks-00000.json.z"))
 
 
 def _metadata(content: bytes) -> Any:
@@ -222,7 +222,7 @@ def _stock_directory(name: str) -> Callable[[bytes], Any]:
 READERS: Final[dict[str, Reader]] = {
     "manifest": Reader(read=_manifest, seeds=_ours("manifest.json")),
     "marker": Reader(read=_marker, seeds=_ours("COMMITTED"), checked=True),
-    "chunk table": Reader(read=_table, seeds=_ours("chunks-00000.json")),
+    "chunk table": Reader(read=_table, seeds=_ours("chunks-00000.json.z")),
     "metadata": Reader(read=_metadata, seeds=lambda: [*_ours(METADATA)(), *_stock(METADATA)()]),
     "metadata (cli)": Reader(read=_index, seeds=_ours(METADATA)),
     "chunk zip": Reader(read=_chunk, seeds=_tensors, checked=True),

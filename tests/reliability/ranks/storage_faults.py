@@ -38,7 +38,7 @@ PLACES: Final[dict[str, tuple[tuple[str, str], ...]]] = {
     "rank's small files": (
         ("create", f"{_WORK}/rank-*.json"),
         ("write", f"{_WORK}/rank-*.json"),
-        ("fsync", f"{_WORK}/chunks-*.json"),
+        ("fsync", f"{_WORK}/chunks-*.json.z"),
     ),
     "rank's directory": (("fsync", f".incomplete-{'?' * 24}-{_NEW}~"),),
     ".metadata": (
@@ -64,7 +64,10 @@ PLACES: Final[dict[str, tuple[tuple[str, str], ...]]] = {
         ("rmdir", ".trash-*-step-000000001~"),
     ),
     "load: look": (("list", ""), ("read", "step-000000002/COMMITTED")),
-    "load: small files": (("open", "step-000000002/manifest.json"), ("read", "step-000000002/chunks-*.json")),
+    "load: small files": (
+        ("open", "step-000000002/manifest.json"),
+        ("read", "step-000000002/chunks-*.json.z"),
+    ),
     "load: data": (("open", "step-000000002/*.distcp"), ("read", "step-000000002/*.distcp")),
 }
 """Place -> system calls there, method and key as `SystemCalls` names them."""

@@ -69,8 +69,6 @@ def test_what_is_missing_is_named_with_what_is_there(storage):
     [
         ".incomplete-0123456789abcdef-step-000000009",
         ".trash-01234567-step-000000009",
-        "step-000000009.incomplete-0123456789abcdef",
-        "step-000000009.trash-01234567",
     ],
 )
 def test_a_marker_in_a_passing_directory_does_not_count(storage, name):
@@ -158,8 +156,8 @@ def test_orphans_are_collected_but_not_what_is_kept_or_foreign(storage):
     write_files(storage, in_flight)
     for name in (
         ".incomplete-deadbeef-step-000000004",
-        "step-000000003.incomplete-deadbeef",
-        "step-000000001.trash-deadbeef",
+        ".incomplete-deadbeef-step-000000003",
+        ".trash-deadbeef-step-000000001",
     ):
         storage.write_bytes(f"{name}/__0_0.distcp", b"torn")
     for name in ("tensorboard", "step-3", "checkpoint-5", "step-000000004.incomplete-xyz", "old.trash"):
@@ -167,9 +165,9 @@ def test_orphans_are_collected_but_not_what_is_kept_or_foreign(storage):
     before = {entry.name for entry in storage.list("")}
     removed = collect_orphans(storage, keep={in_flight})
     assert removed == [
+        ".incomplete-deadbeef-step-000000003",
         ".incomplete-deadbeef-step-000000004",
-        "step-000000001.trash-deadbeef",
-        "step-000000003.incomplete-deadbeef",
+        ".trash-deadbeef-step-000000001",
     ]
     assert {entry.name for entry in storage.list("")} == before - set(removed)
 

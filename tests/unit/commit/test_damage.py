@@ -47,7 +47,7 @@ def table() -> bytes:
     return encode_table([entry])
 
 
-FILES = {PATH: DATA, "chunks-00003.json": table(), "rank-00003.json": b"{}"}
+FILES = {PATH: DATA, "chunks-00003.json.z": table(), "rank-00003.json": b"{}"}
 
 
 @pytest.fixture(params=[posix_like, bucket_like])
@@ -91,13 +91,13 @@ def test_a_damaged_data_file_names_the_tensors_that_are_lost(storage, places, to
 def test_without_a_sound_chunk_table_the_damage_is_still_found(storage, lost):
     found = flip(storage, 50)
     if lost == "missing":
-        storage.delete(f"{NAME}/chunks-00003.json")
+        storage.delete(f"{NAME}/chunks-00003.json.z")
     elif lost == "cut":
-        storage.replace(f"{NAME}/chunks-00003.json", FILES["chunks-00003.json"][:-5])
+        storage.replace(f"{NAME}/chunks-00003.json.z", FILES["chunks-00003.json.z"][:-5])
     else:
-        flip(storage, 30, path="chunks-00003.json")
+        flip(storage, 30, path="chunks-00003.json.z")
     failures = {failure.path: failure.problem for failure in verify(storage, NAME)}
-    assert failures.keys() == {PATH, "chunks-00003.json"}
+    assert failures.keys() == {PATH, "chunks-00003.json.z"}
     assert failures[PATH] == f"checksum is {found}, {checksum(DATA)} was committed"
 
 
@@ -119,7 +119,7 @@ def test_of_many_damaged_tensors_the_first_are_named():
         columns=columns.encode(),
         crcs=packed(*[zlib.crc32(b"\0")] * 20),
     )
-    files = {"__0_1.distcp": bytes(20), "chunks-00000.json": encode_table([entry])}
+    files = {"__0_1.distcp": bytes(20), "chunks-00000.json.z": encode_table([entry])}
     working = begin(storage, NAME, "00000001")
     write_files(storage, working, files)
     commit(storage, working, NAME, manifest_of(1, files))

@@ -138,8 +138,8 @@ def test_abandoning_leaves_what_is_committed():
 OWN = [
     "__0_0.distcp",
     "__1_0.distcp.replica",
-    "chunks-00000.json",
-    "chunks-00001.json.replica",
+    "chunks-00000.json.z",
+    "chunks-00001.json.z.replica",
     "local-00001.json",
     "manifest.json",
     "manifest.json.replica",

@@ -20,6 +20,7 @@ from ckpt_core.dcp import checked_zip, load_chunk, load_metadata
 from ckpt_core.errors import CorruptCheckpointError, FileFailure, IncompatibleCheckpointError
 from ckpt_core.names import METADATA
 from ckpt_core.storage import Storage, read_small
+from tests.unit.dcp.saved_entries import LEGACY_START, load_entry
 
 
 @final
@@ -90,7 +91,9 @@ class ShardReader(StorageReader):
                 planner.load_bytes(item, io.BytesIO(content))
                 continue
             if chunk_of != item.storage_index:  # several ranges of one chunk follow each other
-                chunk = load_chunk(self._read_chunk(stream, path, info), name)
+                content = self._read_chunk(stream, path, info)
+                is_legacy = content[2:14] == LEGACY_START
+                chunk = load_entry(content) if is_legacy else load_chunk(content, name)
                 chunk_of = item.storage_index
             _copy_range(chunk, item, planner)
 

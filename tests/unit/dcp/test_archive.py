@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from ckpt_core.commit._stock_dcp import zip_problem
-from ckpt_core.dcp._torch_zip import ALIGNMENT, build_archive, pad_archive, tensor_pickle
+from ckpt_core.dcp._torch_zip import (
+    ALIGNMENT,
+    build_archive,
+    build_legacy,
+    is_small,
+    legacy_payload,
+    pad_archive,
+    tensor_pickle,
+)
+from ckpt_core.formats.zips import ZipError
+from tests.unit.dcp.saved_entries import stored_crc
 from tests.unit.dcp.tensors import SHAPES, all_dtypes, content, filled
 
 OFFSETS = [0, 1, 63, 4095, 4096, 5000, (1 << 32) + 17, (1 << 40) - 3]
@@ -148,3 +158,56 @@ def test_what_is_no_plain_zip_is_left_as_it_is(content):
 def test_what_cannot_be_padded_to_the_capacity_is_left_as_it_is(by):
     content = saved(1)
     assert pad_archive(content, len(content) + by) is content
+
+
+def small_of(tensor: torch.Tensor, *, offset: int = 0) -> tuple[bytes, int]:
+    """The whole entry of a small tensor, and where the payload starts in it."""
+    archive, payload = build_legacy(tensor.dtype, tuple(tensor.shape), offset=offset), content(tensor)
+    head, tail = archive.frames
+    data = bytearray(head + payload + tail)
+    for field in archive.crc_fields[0]:
+        data[field : field + 4] = zlib.crc32(payload).to_bytes(4, "little")
+    assert len(data) == archive.size_bytes
+    return bytes(data), len(head)
+
+
+SMALL = [dtype for dtype in all_dtypes() if is_small(dtype, 0)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", SMALL, ids=str)
+def test_torch_loads_small_tensors_and_their_checksum_is_in_front(dtype, shape):
+    tensor = filled(dtype, shape)
+    data, payload = small_of(tensor)
+    assert_same(loaded(data), tensor)
+    assert stored_crc(data, tensor.nbytes) == zlib.crc32(content(tensor))
+    assert payload < 256
+
+
+def test_small_tensors_of_every_dtype_but_those_that_came_later_are_no_zips():
+    assert {torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex128} <= set(SMALL)
+    assert not is_small(torch.float8_e4m3fn, 10)
+    assert not is_small(torch.float32, 1 << 20)
+
+
+@pytest.mark.parametrize("offset", OFFSETS)
+def test_a_small_payload_is_where_any_dtype_may_be(offset):
+    data, payload_start = small_of(filled(torch.complex128, (9, 3)), offset=offset)
+    assert (offset + payload_start) % 16 == 0
+    assert_same(loaded(data), filled(torch.complex128, (9, 3)))
+
+
+def test_the_payload_of_a_small_tensor_is_found_without_a_table():
+    tensor = filled(torch.float32, (4, 3))
+    data, payload = small_of(tensor, offset=5)
+
+    def read_at(offset: int, size: int) -> bytes:
+        return data[offset : offset + size]
+
+    assert legacy_payload(read_at, len(data), torch.float32, (4, 3)) == (payload, zlib.crc32(content(tensor)))
+    for dtype, shape in ((torch.float32, (3, 4)), (torch.int32, (4, 3)), (torch.float8_e4m3fn, (4, 3))):
+        assert legacy_payload(read_at, len(data), dtype, shape) is None
+    with pytest.raises(ZipError, match="ends at"):
+        legacy_payload(read_at, len(data) + 1, torch.float32, (4, 3))
+    whole = saved(tensor)
+    assert legacy_payload(lambda at, size: whole[at : at + size], len(whole), torch.float32, (4, 3)) is None

@@ -23,14 +23,14 @@ from torch.distributed.checkpoint.metadata import (
 from ckpt_core.dcp import ChunkLocation, ChunkLocator, ShardWriter, check_metadata, load_chunk, load_metadata
 from ckpt_core.dcp._torch_zip import build_archive, tensor_pickle
 from ckpt_core.errors import CorruptCheckpointError, IncompatibleCheckpointError
-from ckpt_core.formats.chunks import ChunkTable, encode_table
+from ckpt_core.formats.chunks import ChunkTable, decode_table, encode_table
 from ckpt_core.formats.zips import read_directory
 from ckpt_core.storage import LocalStorage
 from tests.unit.dcp.tensors import SHAPES, all_dtypes, content, filled
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-TABLE = "chunks-00000.json"
+TABLE = "chunks-00000.json.z"
 
 
 def state() -> dict[str, Any]:
@@ -275,9 +275,9 @@ def test_a_stream_extension_is_named_and_refused(stock_root):
 
 
 def edited(root: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> ChunkLocator:
-    table = json.loads((root / TABLE).read_bytes())
+    table = json.loads(decode_table((root / TABLE).read_bytes()))
     change(table)
-    content = json.dumps(table).encode()
+    content = zlib.compress(json.dumps(table).encode())
 
     def read_table(_rank: int) -> ChunkTable:
         return ChunkTable.from_bytes(content, source=f"root/x/{TABLE}")

@@ -184,9 +184,9 @@ def test_the_chunk_table_is_a_file_of_the_checkpoint_like_any_other(job):
     job.save()
     manifest = Catalog(job.storage).manifest("step-000000001")
     listed = {entry.path for entry in manifest.files}
-    assert {"chunks-00000.json", "chunks-00001.json", "__0_0.distcp", "__0_1.distcp"} <= listed
+    assert {"chunks-00000.json.z", "chunks-00001.json.z", "__0_0.distcp", "__0_1.distcp"} <= listed
     tables = [
-        ChunkTable.from_bytes(job.read(f"chunks-{rank:05d}.json"), source=f"chunks-{rank:05d}.json")
+        ChunkTable.from_bytes(job.read(f"chunks-{rank:05d}.json.z"), source=f"chunks-{rank:05d}.json.z")
         for rank in range(2)
     ]
     assert manifest.num_chunks == sum(len(list(table)) for table in tables) == 8

@@ -35,7 +35,7 @@ def content_of(path: str) -> bytes:
 
 
 def paths_of(group: int) -> list[str]:
-    return [f"__{group}_0.distcp", f"chunks-0000{group}.json", f"host/weights-{group}.bin"]
+    return [f"__{group}_0.distcp", f"chunks-0000{group}.json.z", f"host/weights-{group}.bin"]
 
 
 class Nodes:

@@ -43,7 +43,7 @@ def repaired(two, **options):
 def test_a_damaged_local_copy_is_made_whole_again_and_loses_its_mark(two, caplog):
     (two.local / THREE / "notes.txt").write_text("mine")
     damage(two.local, THREE)
-    two.durable.joinpath(THREE, "chunks-00000.json").unlink()
+    two.durable.joinpath(THREE, "chunks-00000.json.z").unlink()
     repaired(two)
     assert is_whole(two.local)
     assert marks(two.local) == {}

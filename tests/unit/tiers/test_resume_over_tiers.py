@@ -85,7 +85,7 @@ def test_damage_falls_back_to_the_same_step_in_the_next_tier(saved, monkeypatch,
 
 
 @pytest.mark.parametrize(
-    "lost", ["__0_0.distcp", "manifest.json", "chunks-00000.json", ".metadata", "COMMITTED"]
+    "lost", ["__0_0.distcp", "manifest.json", "chunks-00000.json.z", ".metadata", "COMMITTED"]
 )
 def test_a_file_that_the_nearest_copy_lacks_is_read_from_the_next_tier(saved, lost):
     saved.upload(THREE)
@@ -96,7 +96,7 @@ def test_a_file_that_the_nearest_copy_lacks_is_read_from_the_next_tier(saved, lo
 def test_copies_damaged_in_different_files_make_a_whole_one(saved):
     saved.upload(THREE)
     damage(saved.local, THREE)
-    (saved.durable / THREE / "chunks-00000.json").unlink()
+    (saved.durable / THREE / "chunks-00000.json.z").unlink()
     assert saved.resumed() == (3, 3.0)
 
 
