@@ -40,7 +40,7 @@ def _lightning(given: Callable[[], dict[str, Any]]) -> None:
 
     @functools.wraps(stock)
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
-        for name, ours in given().items():
+        for name, ours in given().items() if kwargs.get("enable_checkpointing") is not False else ():
             theirs = kwargs.get(name)
             listed = (
                 list(theirs) if isinstance(theirs, list | tuple) else [theirs] if theirs is not None else []

@@ -136,7 +136,7 @@ def outcomes(suite: Suite, sources: Path, *, door: str, extra: Sequence[str] = (
                 "-p",
                 "no:cacheprovider",
                 "-p",
-                "tests.outside.injection",
+                "injection",  # not below `tests`, which is a package of some hosts, too
             ),
             *(
                 "--continue-on-collection-errors",
@@ -150,7 +150,8 @@ def outcomes(suite: Suite, sources: Path, *, door: str, extra: Sequence[str] = (
             *extra,
             *suite.paths,
         ]
-        paths = [str(folder), str(ROOT), str(ROOT / "common"), str(sources / "site-packages")]
+        ours = (ROOT / "tests" / "outside", ROOT, ROOT / "common")
+        paths = [str(folder), *map(str, ours), str(sources / "site-packages")]
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]),
             "CKPT_OUTSIDE": door,
