@@ -1,15 +1,13 @@
-"""What saves cost, in OpenTelemetry and in a file for Prometheus."""
+"""What saves cost, as numbers and in OpenTelemetry."""
 
 from __future__ import annotations
 
-import re
-import threading
 from typing import Any
 
 import pytest
 
 from ckpt_core import CheckpointManager, ConfigError
-from ckpt_core.telemetry import NumbersSink, OpenTelemetrySink, PrometheusSink, Telemetry, save_numbers
+from ckpt_core.telemetry import NumbersSink, OpenTelemetrySink, Telemetry, save_numbers
 
 COST = {
     "step": 7,
@@ -46,84 +44,6 @@ def test_a_logger_that_fails_ends_no_training_and_is_told_once(caplog):
     assert [record.getMessage() for record in caplog.records] == [
         "what saves cost could not be logged: ValueError: the run is finished"
     ]
-
-
-SAMPLE = re.compile(r'[a-z_]+(\{([a-z_]+="([^"\\\n]|\\[\\"n])*",?)+\})? -?[0-9.e+-]+')
-
-
-def samples(text: str) -> dict[str, float]:
-    """Read the format as the node exporter does: comments, or one sample a line, no time stamps."""
-    assert text.endswith("\n")
-    found: dict[str, float] = {}
-    kinds: dict[str, str] = {}
-    for line in text.splitlines():
-        if line.startswith("# TYPE"):
-            _, _, name, kind = line.split()
-            assert name not in kinds
-            kinds[name] = kind
-        elif not line.startswith("# HELP"):
-            assert SAMPLE.fullmatch(line), line
-            name, _, value = line.rpartition(" ")
-            assert name.partition("{")[0] in kinds
-            assert name not in found
-            found[name] = float(value)
-    return found
-
-
-def test_the_file_for_prometheus_has_the_last_save_and_counts(tmp_path):
-    path = tmp_path / "ckpt.prom"
-    telemetry = Telemetry(PrometheusSink(path, labels={"job": 'a "b"\\c\nd'}))
-    telemetry.point("save.cost", **{**COST, "step": 6, "outcome": "failed", "durable_seconds": None})
-    telemetry.point("save.cost", **COST)
-    with telemetry.span("save.commit", step=7):
-        pass
-    with pytest.raises(OSError, match="gone"), telemetry.span("upload", step=7):
-        raise OSError("gone")
-    job = r'job="a \"b\"\\c\nd"'
-    found = samples(path.read_text())
-    committed = found.pop(f"ckpt_last_commit_timestamp_seconds{{{job}}}")
-    assert committed > 1e9
-    assert found == {
-        f"ckpt_save_step{{{job}}}": 7,
-        f"ckpt_save_stall_seconds{{{job}}}": 0.25,
-        f"ckpt_save_slowdown_seconds{{{job}}}": 0.5,
-        f"ckpt_save_durable_seconds{{{job}}}": 2,
-        f"ckpt_save_size_bytes{{{job}}}": 1024,
-        f"ckpt_overhead_ratio{{{job}}}": 0.01,
-        f'ckpt_saves_total{{{job},outcome="failed"}}': 1,
-        f'ckpt_saves_total{{{job},outcome="committed"}}': 1,
-        f'ckpt_failures_total{{{job},span="upload"}}': 1,
-    }
-    assert [each.name for each in tmp_path.iterdir()] == ["ckpt.prom"]
-
-
-def test_a_reader_of_the_file_never_sees_a_part_of_it(tmp_path):
-    path = tmp_path / "ckpt.prom"
-    telemetry = Telemetry(PrometheusSink(path))
-    telemetry.point("save.cost", **COST)
-    writers = [
-        threading.Thread(target=lambda: [telemetry.point("save.cost", **COST) for _ in range(50)])
-        for _ in range(2)
-    ]
-    for writer in writers:
-        writer.start()
-    while any(writer.is_alive() for writer in writers):
-        assert "ckpt_save_step" in samples(path.read_text())
-    for writer in writers:
-        writer.join()
-    assert samples(path.read_text())['ckpt_saves_total{outcome="committed"}'] == 101
-
-
-def test_what_the_node_exporter_would_not_take_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"label 'a-b'.*label 'outcome' is used.*\.prom"):
-        PrometheusSink(tmp_path / "metrics.txt", labels={"a-b": "1", "outcome": "2"})
-
-
-def test_a_directory_that_is_gone_ends_no_training_and_is_told_once(tmp_path, caplog):
-    telemetry = Telemetry(PrometheusSink(tmp_path / "gone" / "ckpt.prom"))
-    telemetry.point("save.cost", **COST)
-    telemetry.point("save.cost", **COST)
-    assert len(caplog.records) == 1
 
 
 def test_events_are_spans_and_metrics_of_opentelemetry(tmp_path):

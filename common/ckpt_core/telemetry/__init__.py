@@ -1,7 +1,6 @@
 """Spans and sinks: events with time and duration, and where they go."""
 
 from ckpt_core.telemetry._open_telemetry import OpenTelemetrySink
-from ckpt_core.telemetry._prometheus import PrometheusSink
 from ckpt_core.telemetry._save_numbers import SAVE_COST, Log, NumbersSink, save_numbers
 from ckpt_core.telemetry._spans import (
     Event,
@@ -23,7 +22,6 @@ __all__ = [
     "NumbersSink",
     "OpenTelemetrySink",
     "Phase",
-    "PrometheusSink",
     "Sink",
     "Telemetry",
     "save_numbers",
