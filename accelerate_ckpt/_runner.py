@@ -33,8 +33,8 @@ _USAGE = """\
 usage: python -m accelerate_ckpt [-h] [--override NAME=VALUE]… {-m MODULE | SCRIPT} [ARGUMENTS …]
 
 Runs a training script with the checkpoints of every Accelerator and Trainer in it made by ckpt-suite.
-Settings come from CKPT_SUITE_… in the environment, e.g. CKPT_SUITE_SAVE='{every_steps: 500}', from the file
-that CKPT_SUITE_CONFIG names, or from fsdp_config: {ckpt: …} in the accelerate configuration.
+Settings come from CKPT_SUITE_… in the environment, e.g. CKPT_SUITE_SAVE='{every_steps: 500}', or from the
+YAML or TOML file that CKPT_SUITE_CONFIG names.
 --override lr=1e-4 changes hyperparameters where the script resumes, once for all restarts.
 A script that is preempted ends after its last checkpoint, with exit code 143."""
 

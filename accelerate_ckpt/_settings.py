@@ -1,9 +1,8 @@
 """Settings from arguments, else the environment, else a file, else the defaults.
 
-`accelerate config` exports a fixed list of variables to the workers and knows no plug-ins. So there are three
+`accelerate config` exports a fixed list of variables to the workers and knows no plug-ins. So there are two
 carriers, in the idiom of its own plug-ins: `CKPT_SUITE_<NAME>` for one setting, `CKPT_SUITE_CONFIG` for a
-file of ours, and a mapping `ckpt` inside `fsdp_config` of the accelerate configuration, which every
-accelerate command tolerates and keeps there.
+file.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self, final
-
-import psutil
 
 from ckpt_core import CheckpointOptions, ConfigError
 from ckpt_core.coordination import KEY_VARIABLE
@@ -142,16 +139,10 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
 
 def _from_file(environment: Mapping[str, str]) -> Mapping[str, Any]:
     side_file = environment.get(FILE_VARIABLE)
-    if side_file:
-        document = read_document(Path(side_file))
-        return _options(document.get(SECTION, document), f"{side_file}: {SECTION}")
-    launched_with = launch_configuration()
-    if launched_with is None:
+    if not side_file:
         return {}
-    plugin = read_document(launched_with).get("fsdp_config")
-    if not isinstance(plugin, Mapping) or SECTION not in plugin:
-        return {}
-    return _options(plugin[SECTION], f"{launched_with}: fsdp_config.{SECTION}")
+    document = read_document(Path(side_file))
+    return _options(document.get(SECTION, document), f"{side_file}: {SECTION}")
 
 
 def _options(value: Any, where: str) -> Mapping[str, Any]:
@@ -171,37 +162,3 @@ def _mapping(value: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{where} must be a mapping of options, not {type(value).__name__}")
     return value
-
-
-def launch_configuration() -> Path | None:
-    """Return the YAML file that `accelerate launch` was started with, or its default.
-
-    It is not exported to the workers, so it is read from the command line of their parent, the launcher.
-    """
-    try:
-        lines = [parent.cmdline() for parent in psutil.Process().parents()[:2]]
-    except psutil.Error:
-        return None
-    for line in lines:
-        launching = any(word == "launch" or word.endswith((".launch", "/launch.py")) for word in line)
-        if launching and any("accelerate" in word for word in line):
-            return _named_in(line) or _default_file()
-    return None
-
-
-def _named_in(line: list[str]) -> Path | None:
-    """Return the last file given, which is the one that argparse takes."""
-    found = None
-    for word, following in zip(line, [*line[1:], ""], strict=True):
-        if word == "--config_file" and following:
-            found = Path(following)
-        elif word.startswith("--config_file="):
-            found = Path(word.partition("=")[2])
-    return found
-
-
-def _default_file() -> Path | None:
-    from accelerate.commands.config.config_args import default_config_file
-
-    path = Path(str(default_config_file))
-    return path if path.suffix in {".yaml", ".yml"} and path.is_file() else None

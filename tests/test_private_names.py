@@ -169,7 +169,6 @@ ACCELERATE = {
     "accelerate:Accelerator.prepare_optimizer": "optimizer",
     "accelerate:Accelerator.prepare_data_loader": "data_loader",
     "accelerate:Accelerator.skip_first_batches": "dataloader num_batches",
-    "accelerate.commands.config.config_args:default_config_file": None,
     "accelerate.data_loader:DataLoaderAdapter._update_state_dict": "",
     "accelerate.data_loader:DataLoaderStateMixin.begin": "",
     "accelerate.data_loader:DataLoaderStateMixin.end": "",

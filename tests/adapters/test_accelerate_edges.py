@@ -472,7 +472,7 @@ sys.exit("trained on")
 def test_the_runner_swallows_no_signal_of_a_script_that_never_saves(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "wait.py").write_text(_WAITS)
-    for name in ("torch", "yaml", "psutil", "wave"):
+    for name in ("torch", "yaml", "wave"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the current directory')")
     settings = {"CKPT_SUITE_SAVE": "{on_preemption: true}", "CKPT_SUITE_ROOT": "out"}
     done = subprocess.run(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from accelerate_ckpt._runner import main
-from accelerate_ckpt._settings import Settings, _named_in
+from accelerate_ckpt._settings import Settings
 from ckpt_core import ConfigError, EverySteps, KeepLatest
 from tests.scripts import run_python
 
@@ -31,17 +31,8 @@ for number, batch in enumerate(loader):
     accelerator.save_state(f"{sys.argv[1]}/checkpoint_{number}")
 """
 _YAML = """
-compute_environment: LOCAL_MACHINE
-distributed_type: MULTI_GPU
-num_processes: 2
-num_machines: 1
-machine_rank: 0
-mixed_precision: 'no'
-main_process_port: 0
-fsdp_config:
-  ckpt:
-    save: {every_steps: 2}
-    keep: {latest: 1}
+save: {every_steps: 2}
+keep: {latest: 1}
 """
 
 
@@ -145,12 +136,6 @@ def test_options_of_other_libraries_are_answered_with_ours(name: str, told: str)
         Settings.resolve({name: 3}, {})
 
 
-def test_the_last_of_several_configurations_counts_as_it_does_for_the_launcher() -> None:
-    line = ["accelerate", "launch", "--config_file", "a.yaml", "--config_file=b.yaml", "train.py"]
-    assert _named_in(line) == Path("b.yaml")
-    assert _named_in(["accelerate", "launch", "--config_file=a", "--config_file", "c"]) == Path("c")
-
-
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -189,10 +174,11 @@ def test_an_unchanged_script_gets_it_from_the_runner_and_the_environment(tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_an_unchanged_script_gets_it_from_accelerate_launch_and_its_configuration(tmp_path: Path) -> None:
+def test_an_unchanged_script_gets_it_from_accelerate_launch_and_a_file(tmp_path: Path) -> None:
     inherited = {"PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR"}
     kept = {name: value for name, value in os.environ.items() if name in inherited}
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "run.yaml"]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--multi_gpu"]
+    kept["CKPT_SUITE_CONFIG"] = "run.yaml"
     done = subprocess.run(
         [*launch, "-m", "accelerate_ckpt", "train.py", "out"],
         check=False, cwd=tmp_path, env=kept | prepared(tmp_path), capture_output=True, text=True, timeout=180,
@@ -200,17 +186,6 @@ def test_an_unchanged_script_gets_it_from_accelerate_launch_and_its_configuratio
     assert done.returncode == 0, done.stderr
     assert committed(tmp_path / "out") == ["checkpoint_3"]
     assert len(list((tmp_path / "out" / "checkpoint_3").glob("random_states_*.pkl"))) == 2
-
-
-def test_the_configuration_keeps_our_section_and_knows_no_top_level_key(tmp_path: Path) -> None:
-    from accelerate.commands.config.config_args import load_config_from_file
-
-    path = tmp_path / "run.yaml"
-    path.write_text(_YAML)
-    assert load_config_from_file(str(path)).fsdp_config["ckpt"]["keep"] == {"latest": 1}
-    path.write_text(_YAML + "ckpt: {}\n")
-    with pytest.raises(ValueError, match="unknown keys"):
-        load_config_from_file(str(path))
 
 
 def test_accelerate_still_has_the_seams_that_are_used() -> None:
