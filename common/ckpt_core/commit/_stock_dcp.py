@@ -14,6 +14,7 @@ from typing import IO, final
 
 from ckpt_core.commit._index import BROKEN_PICKLE, read_index
 from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError, FileFailure
+from ckpt_core.formats.legacy import verify_small
 from ckpt_core.formats.zips import ZipError, read_directory, verify_records
 from ckpt_core.names import DATA_SUFFIX, METADATA, can_count
 from ckpt_core.storage import Storage, read_small
@@ -27,6 +28,8 @@ def zip_problem(stream: IO[bytes], offset: int, size: int) -> str | None:
         return stream.read(max(0, min(count, size - place)))
 
     try:
+        if verify_small(read_at, size):
+            return None
         directory = read_directory(read_at, size)
         if not directory.has_checksums:
             return "written with torch's CRC32 switched off, so that nothing can be verified"

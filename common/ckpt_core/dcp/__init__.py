@@ -18,7 +18,7 @@ from ckpt_core.dcp._reader import (
     without_pickle,
 )
 from ckpt_core.dcp._tensor_reads import TensorRead, TensorTarget
-from ckpt_core.dcp._torch_zip import checked_zip, is_small, load_chunk
+from ckpt_core.dcp._torch_zip import checked_zip, load_chunk
 from ckpt_core.dcp._writer import Hashing, Pace, ShardWriter, encode_metadata, places_in
 from ckpt_core.dcp.wrapped import StoredPiece, WrapMismatchError, fillings
 from ckpt_core.formats.consistency import check_metadata
@@ -53,7 +53,6 @@ __all__ = [
     "fillings",
     "held_by_this_rank",
     "is_expanded",
-    "is_small",
     "kept_name",
     "load_chunk",
     "load_metadata",

@@ -20,7 +20,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from ckpt_core._torch_internals import inner_tensors, is_wrapped
-from ckpt_core.dcp._torch_zip import ZIP32_LIMIT, build_archive, build_legacy, is_small, tensor_pickle
+from ckpt_core.dcp._torch_zip import ZIP32_LIMIT, build_archive, build_legacy, tensor_pickle
 from ckpt_core.dcp.wrapped import wrapped_pickle
 from ckpt_core.formats.checksums import combine_crc32, crc32, crc32_text
 from ckpt_core.formats.chunks import BLOCK_BYTES, ChunkColumns, TableEntry
@@ -95,7 +95,7 @@ class ImageLayout:
         start = self.size_bytes
         sizes = [torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape in specs]
         _, dtype, shape = specs[0]
-        if record is None and is_small(dtype, sizes[0]):
+        if record is None and sizes[0] < BLOCK_BYTES:
             archive = build_legacy(dtype, shape, offset=start)
         else:
             archive = build_archive(

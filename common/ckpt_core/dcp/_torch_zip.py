@@ -19,7 +19,6 @@ from math import prod
 from typing import Any, Final, final
 
 import torch
-from torch.serialization import MAGIC_NUMBER, PROTOCOL_VERSION
 from typing_extensions import override
 
 from ckpt_core._torch_internals import (
@@ -31,7 +30,7 @@ from ckpt_core._torch_internals import (
 )
 from ckpt_core.dcp._rehearsal import dry_run_unpickle
 from ckpt_core.errors import CorruptCheckpointError, FileFailure, UnsafeCheckpointError
-from ckpt_core.formats.chunks import BLOCK_BYTES
+from ckpt_core.formats import legacy
 from ckpt_core.formats.pickles import Ordered, Row, Sealed, sanitize_pickle
 from ckpt_core.formats.zips import Directory, ReadAt, ZipError, payload_offset, read_directory, verify_records
 from ckpt_core.storage import ALIGNMENT
@@ -41,7 +40,6 @@ ZIP32_LIMIT = 0xFFFFFFFF
 _PADDING_FIELD = 0x4246  # "FB", the extra-field id torch itself pads with
 _CRC_IN_LOCAL_HEADER = 14
 _CRC_IN_CENTRAL_HEADER = 16
-_CRC_BYTES = 4
 _END_BYTES = 22  # of the end record of a zip without a comment
 # Zip allows 64 KiB, but torch looks for the end record reliably only in the last 4 KiB.
 _MAX_PADDING_BYTES = 2048
@@ -112,16 +110,14 @@ def tensor_pickle(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
 
 @final
 class _LegacyPickler(TensorPickler):
+    """Pickler for the layout before zips, whose storages have a type and may be views."""
+
     @override
     def persistent_id(self, obj: Any) -> Any:
         found = super().persistent_id(obj)
-        return None if found is None else (*found, None)  # no view of another storage
-
-
-_LEGACY_START: Final = (
-    b"".join(pickle.dumps(number, protocol=2) for number in (MAGIC_NUMBER, PROTOCOL_VERSION))
-    + b"\x80\x02\x8a"
-)  # an integer of as many bytes as the next byte says
+        if found is None:
+            return None
+        return (found[0], torch.ByteStorage if obj.untyped else found[1], *found[2:], None)
 
 
 @lru_cache(maxsize=4096)
@@ -129,45 +125,35 @@ def _legacy_rest(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     """Return what stands between the checksum of a small tensor and its payload."""
     buffer = io.BytesIO()
     _LegacyPickler(buffer, protocol=2).dump(_Rebuild(dtype, tuple(shape), hooks=None))
+    stored = prod(shape) * (dtype.itemsize if dtype in new_dtypes() else 1)
     keys = pickle.dumps(["0"], protocol=2)
-    return b"." + pickletools.optimize(buffer.getvalue()) + keys + struct.pack("<q", prod(shape))
-
-
-def is_small(dtype: torch.dtype, payload_bytes: int) -> bool:
-    """Return whether `build_legacy` lays out a tensor of that size."""
-    return payload_bytes < BLOCK_BYTES and dtype not in new_dtypes()
+    return pickletools.optimize(buffer.getvalue()) + keys + struct.pack("<q", stored)
 
 
 def build_legacy(dtype: torch.dtype, shape: tuple[int, ...], *, offset: int) -> Archive:
-    """Lay out a small tensor as torch did before it wrote zips.
-
-    Its bytes are as if `torch.save` had been asked for that layout, but for a number where readers skip the
-    system's description: the payload's CRC-32, and as many zeros as align the payload.
-    """
-    rest = _legacy_rest(dtype, tuple(shape))
-    unpadded = len(_LEGACY_START) + 1 + _CRC_BYTES + 1 + len(rest)
-    padding = 1 + -(offset + unpadded) % _WIDEST_ITEM  # one zero at least: the number is positive
-    head = b"%b%c%b%b" % (_LEGACY_START, _CRC_BYTES + padding, bytes(_CRC_BYTES + padding), rest)
-    crc = len(_LEGACY_START) + 1
-    size_bytes = len(head) + prod(shape) * dtype.itemsize
-    return Archive(frames=(head, b""), crc_fields=((crc, crc),), size_bytes=size_bytes)
+    """Lay out a small tensor at `offset` of its file as torch did before zips."""
+    size_bytes = prod(shape) * dtype.itemsize
+    head = legacy.head(_legacy_rest(dtype, tuple(shape)), size_bytes, offset=offset, alignment=_WIDEST_ITEM)
+    crc = legacy.CRC_FIELD
+    return Archive(frames=(head, b""), crc_fields=((crc, crc),), size_bytes=len(head) + size_bytes)
 
 
 def legacy_payload(
     read_at: ReadAt, size_bytes: int, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> tuple[int, int] | None:
-    """Return offset and CRC-32 of a payload of `build_legacy`; None of another."""
-    crc = len(_LEGACY_START) + 1
-    start = read_at(0, crc)
-    if len(start) < crc or not start.startswith(_LEGACY_START) or not is_small(dtype, 0):
+    """Return offset and CRC-32 of a payload of `build_legacy`; None of another.
+
+    Raises:
+        ZipError: it is of another tensor, or damaged.
+    """
+    found = legacy.small_payload(read_at, size_bytes)
+    if found is None:
         return None
-    rest = _legacy_rest(dtype, tuple(shape))
-    payload = crc + start[-1] + len(rest)
-    if read_at(payload - len(rest), len(rest)) != rest:
-        return None
-    if size_bytes != payload + prod(shape) * dtype.itemsize:
-        raise ZipError(f"its tensor ends at {payload + prod(shape) * dtype.itemsize} of {size_bytes} bytes")
-    return payload, int.from_bytes(read_at(crc, _CRC_BYTES), "little")
+    crc, payload_bytes = found
+    start, rest = size_bytes - payload_bytes, _legacy_rest(dtype, tuple(shape))
+    if payload_bytes != prod(shape) * dtype.itemsize or read_at(start - len(rest), len(rest)) != rest:
+        raise ZipError("it is not the tensor that .metadata describes")
+    return start, crc
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

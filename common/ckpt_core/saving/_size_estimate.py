@@ -13,7 +13,6 @@ from typing import Final, final
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from ckpt_core.dcp import is_small
 from ckpt_core.formats.chunks import BLOCK_BYTES
 from ckpt_core.options import Headroom
 from ckpt_core.state import PICKLED
@@ -164,7 +163,6 @@ def _part_bytes(metadata: Metadata) -> int:
         item = entry.properties.dtype.itemsize
         for chunk in entry.chunks:
             payload = chunk.sizes.numel() * item
-            frame = _SMALL_FRAME_BYTES if is_small(entry.properties.dtype, payload) else _FRAME_BYTES
-            padding = 0 if payload < BLOCK_BYTES else _PAGE
-            total += payload + frame + padding + _TABLE_BYTES + name_bytes + int(payload * _BLOCK_CRC)
+            frame = _SMALL_FRAME_BYTES if payload < BLOCK_BYTES else _FRAME_BYTES + _PAGE
+            total += payload + frame + _TABLE_BYTES + name_bytes + int(payload * _BLOCK_CRC)
     return total

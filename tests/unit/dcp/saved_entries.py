@@ -22,8 +22,8 @@ def stored_crc(content: bytes, payload_bytes: int) -> int:
     stream = io.BytesIO(content)
     magic, protocol, number = (pickle.load(stream) for _ in range(3))
     assert (magic, protocol) == (torch.serialization.MAGIC_NUMBER, torch.serialization.PROTOCOL_VERSION)
-    crc = int(number) & 0xFFFFFFFF
-    assert number == crc, "what follows the checksum is zeros"
+    crc, size = int(number) & 0xFFFFFFFF, int(number) >> 32
+    assert size == payload_bytes, "and zeros"
     assert crc == zlib.crc32(content[len(content) - payload_bytes :])
     return crc
 

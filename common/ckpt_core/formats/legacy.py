@@ -1,0 +1,65 @@
+"""Small tensors in the layout that torch wrote before it wrote zips.
+
+Stock `torch.load`, and so DCP, reads it: a magic number, a version, a value that readers ignore, the pickle
+of the tensor, the keys of its storages, the number of elements, and the payload. The ignored value is an
+integer of ours: CRC-32 and size of the payload, and as many zeros as align it.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final
+
+from ckpt_core.formats.checksums import crc32
+from ckpt_core.formats.zips import ReadAt, ZipError
+
+_START: Final = b"\x80\2\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\2M\xe9\3.\x80\2\x8a"
+"""The pickles of torch's magic number and version, and the beginning of one of an integer."""
+CRC_FIELD: Final = len(_START) + 1
+"""Offset of the CRC-32."""
+_INFO: Final = struct.Struct("<II")
+_HEAD_BYTES: Final = CRC_FIELD + _INFO.size
+
+
+def head(rest: bytes, size_bytes: int, *, offset: int, alignment: int) -> bytes:
+    """Return the bytes before the payload of a tensor, without its CRC-32.
+
+    Args:
+        rest: from the pickle of the tensor to the number of elements.
+        size_bytes: of the payload, less than 4 GiB.
+        offset: of the entry in the file.
+        alignment: of the payload in the file, 128 at most.
+    """
+    zeros = 1 + -(offset + _HEAD_BYTES + 2 + len(rest)) % alignment  # one at least: the number is positive
+    number = _INFO.pack(0, size_bytes) + bytes(zeros)
+    return b"%b%c%b.%b" % (_START, len(number), number, rest)
+
+
+def small_payload(read_at: ReadAt, size_bytes: int) -> tuple[int, int] | None:
+    """Return CRC-32 and size of the payload that ends an entry; None if it is laid out otherwise.
+
+    Raises:
+        ZipError: it is damaged.
+    """
+    found = read_at(0, _HEAD_BYTES)
+    if len(found) < _HEAD_BYTES or not found.startswith(_START):
+        return None
+    crc, payload_bytes = _INFO.unpack(found[CRC_FIELD:])
+    if found[CRC_FIELD - 1] <= _INFO.size or _HEAD_BYTES + payload_bytes > size_bytes:
+        raise ZipError("the head of a small tensor is damaged")
+    return crc, payload_bytes
+
+
+def verify_small(read_at: ReadAt, size_bytes: int) -> bool:
+    """Compare the checksum of an entry's payload; False if it is laid out otherwise.
+
+    Raises:
+        ZipError: it is damaged.
+    """
+    found = small_payload(read_at, size_bytes)
+    if found is None:
+        return False
+    crc, payload_bytes = found
+    if crc32(read_at(size_bytes - payload_bytes, payload_bytes)) != crc:
+        raise ZipError("Bad CRC-32 of a small tensor")
+    return True
