@@ -135,6 +135,7 @@ class TrainingState:
         files, weights = self._files()
         part = model_part(0) if trainer.is_fsdp_enabled else _PLAIN_MODEL_PART
         state, items = saved_part(model, model_state(model), self._contents, place=_MODEL)
+        whole = state
         if not self._twice and (items or (self._stock_files and weights is None)):
             state, places = self._without_adapters(state, weights, files)
             items |= {ADAPTERS: places}
@@ -147,6 +148,7 @@ class TrainingState:
             sharded={**sharded, **extra.sharded},
             shared={**extra.shared, **items, **self.to_come.item()},
             files=files,
+            in_files={name: whole[name] for name in whole.keys() - state.keys()},
             local=local_buffers(model, state, part=part),
             stable=stable_tensors(model, optimizers),
             optimizers=optimizers,

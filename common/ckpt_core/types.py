@@ -193,6 +193,7 @@ class CapturedState:
             that ranks may have different ones.
         files: name -> content, extra files of a host framework; when ranks name the same file, the lowest
             rank's is written.
+        in_files: name -> live tensor that only `files` hold, for `reject_non_finite`.
         local: (part, DCP's flattened key) -> live tensor, also in `sharded`, that is rank-local (module
             buffers such as batch-norm statistics). The lowest rank's value is the checkpoint's; ranks whose
             value differs save theirs, too, for an exact resume.
@@ -209,6 +210,7 @@ class CapturedState:
     alike: Collection[str] = ()
     groups: Collection[tuple[str, tuple[str, ...]]] = ()
     files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
+    in_files: Mapping[str, Any] = field(default_factory=dict[str, Any])
     local: Mapping[tuple[str, str], Any] = field(default_factory=dict[tuple[str, str], Any])
     stable: Sequence[Any] = ()
     optimizers: Sequence[Any] = ()

@@ -425,6 +425,38 @@ def test_what_a_users_own_save_model_writes_is_in_the_checkpoint(tmp_path: Path)
         assert (tmp_path / "checkpoint-1" / "head.txt").read_text() == "trained"
 
 
+class Diverging(TrainerCallback):  # type: ignore[misc,unused-ignore]
+    """Spoils a weight at the end of the second step."""
+
+    def __init__(self, name: str, value: float) -> None:
+        self._name, self._value = name, value
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            kwargs["model"].get_parameter(self._name).data.view(-1)[-1] = self._value
+
+
+@pytest.mark.parametrize(
+    ("stock_files", "name", "value"),
+    [
+        (None, "model.embed_tokens.weight", math.nan),
+        (None, "model.norm.weight", math.inf),
+        (True, "lm_head.weight", -math.inf),
+        (False, "model.layers.0.mlp.up_proj.weight", math.nan),
+    ],
+)
+def test_weights_that_are_not_finite_are_refused_wherever_they_would_lie(
+    tmp_path: Path, stock_files: bool | None, name: str, value: float
+) -> None:
+    made = trainer(TrainerJob(root=str(tmp_path), steps=2, save_steps=1, enabled=False))
+    made.add_callback(Diverging(name, value))
+    accelerate_ckpt.enable_trainer(made, stock_files=stock_files, reject_non_finite=True, on_error="raise")
+    with pytest.raises(SaveError, match=rf"NaN or infinity in .*{name}"):
+        made.train()
+    accelerate_ckpt.disable_trainer(made)
+    assert steps(tmp_path) == [1]
+
+
 def test_a_checkpoint_named_by_another_spelling_of_its_path_is_gone_on_from(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Final, final
 
 import torch
 
+from ckpt_core._torch_internals import own_part
 from ckpt_core.dcp import Image, checked_zip, load_value
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ALLOW_PICKLE, SaveError
@@ -142,7 +143,19 @@ def refuse_non_finite(images: Mapping[str, Image], ignored: Collection[tuple[str
     Raises:
         SaveError: a tensor does; the message names the first.
     """
-    found = list(_non_finite(images, ignored))
+    _refuse(list(_non_finite(images, ignored)))
+
+
+def refuse_non_finite_in_files(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a save of files that hold weights with NaN or infinities.
+
+    Raises:
+        SaveError: a tensor does; the message names the first.
+    """
+    _refuse([name for name, tensor in tensors.items() if not _is_finite(own_part(tensor.detach()))])
+
+
+def _refuse(found: list[str]) -> None:
     if found:
         more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
         raise SaveError(

@@ -18,7 +18,7 @@ from ckpt_core.names import SHARED, rank_name, shared_name
 from ckpt_core.options import CheckpointOptions
 from ckpt_core.provenance import configuration_digest
 from ckpt_core.root import Job, Ownership
-from ckpt_core.saving._checks import LoadNotes
+from ckpt_core.saving._checks import LoadNotes, refuse_non_finite_in_files
 from ckpt_core.saving._failure import failed_in, save_error
 from ckpt_core.saving._plan_cache import KeepOwn, Offer, PlanCache
 from ckpt_core.saving._prepared import Assignment, PreparedSave, SaveRequest
@@ -98,6 +98,7 @@ class Preparer:
         self._coordinator = job.coordinator
         self._ownership = ownership
         self._partners = partners
+        self._reject_non_finite = options.reject_non_finite
         self._replicas = options.replicas
         self._notes = LoadNotes(allow_pickle=options.allow_pickle)
         self._overlapped = options.staging == "overlapped"
@@ -279,6 +280,8 @@ class Preparer:
         plans, state = self.plans, local.state
         try:
             plans.raise_pending()
+            if self._reject_non_finite:
+                refuse_non_finite_in_files(state.in_files)
             alike = {name: local.shared.digest(name) for name in state.alike}
             evidence = plans.evidence(alike) if prepared.overhead.ranks > 1 else None
             kept = plans.keeping is not KeepOwn.NEVER or (prepared.rank == 0 and state.local)
