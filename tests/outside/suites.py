@@ -136,7 +136,7 @@ def outcomes(suite: Suite, sources: Path, *, door: str, extra: Sequence[str] = (
                 "-p",
                 "no:cacheprovider",
                 "-p",
-                "tests.outside.injection",
+                "injection",
             ),
             *(
                 "--continue-on-collection-errors",
@@ -150,7 +150,9 @@ def outcomes(suite: Suite, sources: Path, *, door: str, extra: Sequence[str] = (
             *extra,
             *suite.paths,
         ]
-        paths = [str(folder), str(ROOT), str(ROOT / "common"), str(sources / "site-packages")]
+        # Its tests may be a package of the name of ours: the door is imported by its own name.
+        own = [str(ROOT), str(ROOT / "common"), str(sources / "site-packages"), str(Path(__file__).parent)]
+        paths = [str(folder), *own]
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]),
             "CKPT_OUTSIDE": door,
