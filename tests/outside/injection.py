@@ -102,7 +102,7 @@ DOORS = {
     "dcp": _dcp_save,
 }
 
-# Tests of former versions import what they no longer use. The module is made anew by theirs, its class is not.
+# Tests of former versions import what they no longer use; the module is made anew by them, its class is not.
 for _gone in ("GlueDataset", "GlueDataTrainingArguments"):
     if find_spec("transformers") and not hasattr(import_module("transformers"), _gone):
         setattr(type(import_module("transformers")), _gone, None)
