@@ -63,7 +63,7 @@ class RollCall:
         if self._over:
             return "all"
         if is_main:
-            self._warn("the main process saves alone; random numbers and data of others are not saved")
+            self._warn("the main process saves alone, without random numbers and stateful data of the others")
             return "alone"
         self._round += 1
         _logger.warning("the main process has saved without this rank, which came later. %s", _ADVICE)

@@ -77,7 +77,10 @@ SUITES: Mapping[str, Suite] = {
         door="accelerate",
         paths=[
             f"tests/test_{name}.py"
-            for name in ("state_checkpointing", "accelerator", "scheduler", "optimizer")
+            for name in (
+                *("state_checkpointing", "accelerator", "scheduler", "optimizer", "data_loader"),
+                *("grad_sync", "kwargs_handlers", "memory_utils", "tracking", "utils"),
+            )
         ],
     ),
     "trainer": Suite(
@@ -109,6 +112,7 @@ DOCUMENTED: Mapping[str, str] = {
 DOCUMENTED_OF_HUGGING_FACE: Mapping[str, str] = {
     "an optimizer of parameters that nothing saves is refused": r"holds parameters that the model does not",
     "a save is committed in the background": r"Directory not empty: 'checkpoints'",
+    "an accelerator is freed by the garbage collector": r"assert accelerator_ref\(\) is None",
     "the optimizer is in shards": r"in check_saved_checkpoints\n +self\.assertTrue\(os\.path\.isfile",
     "True starts afresh if there is none": r"fresh output_dir[\s\S]*Exception not raised",
     "a committed file that is gone is damage": r"model\.safetensors: missing\. Nothing was loaded",
