@@ -29,7 +29,7 @@ def trained_by(optimizers: Sequence[Any], models: Sequence[nn.Module]) -> list[n
 
 
 def trainable(accelerator: Accelerator) -> list[nn.Module]:
-    """Return the models, and what is registered and trained, such as a loss with parameters."""
+    """Return the models, and what is registered and trained, such as a loss."""
     registered = [each for each in accelerator._custom_objects if isinstance(each, nn.Module)]
     return [*accelerator._models, *trained_by(accelerator._optimizers, registered)]
 

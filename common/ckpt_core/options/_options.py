@@ -236,7 +236,7 @@ class CheckpointOptions:
         return {name: value for name, value in own.items() if value != getattr(stock, name)}
 
     def refuse_ends(self, host: str) -> None:
-        """Refuse, for a host that does not see what ends the training, the options that need it.
+        """Refuse what only a host that sees the end of the training can do.
 
         Raises:
             ConfigError: one is given; no signature made with `ends=False` shows it.
