@@ -111,7 +111,7 @@ DOCUMENTED: Mapping[str, str] = {
 
 DOCUMENTED_OF_HUGGING_FACE: Mapping[str, str] = {
     "an optimizer of parameters that nothing saves is refused": r"holds parameters that the model does not",
-    "a save is committed in the background": r"Directory not empty: 'checkpoints'",
+    "a save is committed in the background": r"Directory not empty: '(checkpoints|\.incomplete-)",
     "an accelerator is freed by the garbage collector": r"assert accelerator_ref\(\) is None",
     "the optimizer is in shards": r"in check_saved_checkpoints\n +self\.assertTrue\(os\.path\.isfile",
     "True starts afresh if there is none": r"fresh output_dir[\s\S]*Exception not raised",
