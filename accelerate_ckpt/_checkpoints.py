@@ -78,7 +78,7 @@ class AcceleratorCheckpoints:
             state=lambda manager: self._state(manager, self._arguments),
         )
         self._roots.continue_numbering()
-        self._roll_call = RollCall(accelerator)
+        self._roll_call = RollCall(accelerator, settings.options.deadline_seconds)
 
     def __reduce__(self) -> Any:
         return type(None), ()  # copies of the accelerator are stock's

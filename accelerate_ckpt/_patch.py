@@ -39,7 +39,7 @@ _SHADOWED = (
 )
 
 
-@shows_options(stock_files=False, gradients=False, contents=None, override=None, log_costs=True)
+@shows_options(ends=False, stock_files=False, gradients=False, contents=None, override=None, log_costs=True)
 def enable(
     accelerator: Accelerator,
     root: str | os.PathLike[str] | Storage | None = None,
@@ -68,8 +68,8 @@ def enable(
             PEFT models),
             `override` (hyperparameters that `load_state` changes, such as `{"lr": 1e-4}`, once for all
             restarts), `log_costs` (whether the trackers receive `checkpoint/stall_ms`, `durable_s`, `bytes`
-            and `overhead` of every save; True), and every other field of `CheckpointOptions`, such as
-            `back_pressure` and `on_error`.
+            and `overhead` of every save; True), and every other field of `CheckpointOptions` but
+            `on_exception`, such as `back_pressure` and `on_error`.
 
     Raises:
         ConfigError: an option is wrong, or the accelerator is enabled already, or is none.
@@ -111,7 +111,7 @@ def attach(
             accelerator.distributed_type.value,
         )
         return
-    settings.options.refuse_on_exception("an Accelerator")
+    settings.options.refuse_ends("an Accelerator")
     attached = AcceleratorCheckpoints(accelerator, settings, sinks, implicit=implicit)
     shadows = _shadows(accelerator, attached)
     shadow(accelerator, shadows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Literal, final
 
@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
 
+from ckpt_core import DeadlineError
 from ckpt_core._torch_internals import default_store
 from ckpt_core.disclosure import logger_of
 
@@ -31,17 +32,26 @@ class RollCall:
     """Finds out who comes to a save, until all ranks have come to one together.
 
     A late rank learns what was decided without it, so that no checkpoint is of two moments. Main thread only.
+
+    Args:
+        accelerator: whose saves.
+        deadline_seconds: how long ranks wait for one another.
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
+    def __init__(self, accelerator: Accelerator, deadline_seconds: float) -> None:
         self._accelerator = accelerator
+        self._deadline_seconds = deadline_seconds
         self._prefix = f"ckpt_suite/roll_call/{next(_numbers)}"
         self._round = 0
         self._over = False
         self._saves = 0
 
     def call(self) -> Literal["all", "alone", "without"]:
-        """Return who saves now: all, this one alone, or the main process without it."""
+        """Return who saves now: all, this one alone, or the main process without it.
+
+        Raises:
+            DeadlineError: others did not come, and without them there is no save.
+        """
         if self._is_over():
             return "all"
         store, is_main = default_store(), self._accelerator.process_index == 0
@@ -53,7 +63,7 @@ class RollCall:
         if self._over:
             return "all"
         if is_main:
-            self._warn("the main process saves alone; random numbers and data of others are not saved")
+            self._warn("the main process saves alone, without random numbers and stateful data of the others")
             return "alone"
         self._round += 1
         _logger.warning("the main process has saved without this rank, which came later. %s", _ADVICE)
@@ -63,14 +73,23 @@ class RollCall:
         """Wait for the others or the main process; return whether all are here."""
         store, others = default_store(), self._others()
         store.set(self._key_of(self._accelerator.process_index), "0")
-        until, told = time.monotonic() + PATIENCE_SECONDS, False
+        began, told = time.monotonic(), False
         while not store.check([self._key]):
-            late, all_here = time.monotonic() > until, is_main and store.check(others)
+            waited, all_here = time.monotonic() - began, is_main and store.check(others)
+            late = waited > min(PATIENCE_SECONDS, self._deadline_seconds)
             if all_here or (is_main and late and self._has_replicas()):
                 store.set(self._key, "all" if all_here else "alone")
             elif late and not told:
                 told = True
                 self._warn()
+            elif waited > self._deadline_seconds:
+                store.delete_key(self._key_of(self._accelerator.process_index))
+                missing = self._missing()
+                raise DeadlineError(
+                    f"rank {_listed(missing)} did not come to save_state() within "
+                    f"{self._deadline_seconds:g} s: nothing was saved. {_ADVICE}",
+                    awaited=missing,
+                )
             time.sleep(_POLL_SECONDS)
         found: bytes = store.get(self._key)
         return found == b"all"
@@ -116,18 +135,26 @@ class RollCall:
     def _key_of(self, rank: int) -> str:
         return f"{self._prefix}/came/{rank}" if self._over else f"{self._key}/{rank}"
 
-    def _warn(self, consequence: str = "this save waits for them") -> None:
+    def _missing(self) -> list[int]:
         store, ranks = default_store(), range(self._accelerator.num_processes)
-        missing = [
-            str(rank)
-            for rank, key in zip(ranks, map(self._key_of, ranks), strict=True)
-            if not store.check([key]) or int(store.get(key)) < self._saves
+        keys = map(self._key_of, ranks)
+        own = self._accelerator.process_index
+        return [
+            rank
+            for rank, key in zip(ranks, keys, strict=True)
+            if rank != own and (not store.check([key]) or int(store.get(key)) < self._saves)
         ]
-        if missing:
+
+    def _warn(self, consequence: str = "this save waits for them") -> None:
+        if missing := self._missing():
             _logger.warning(
                 "rank %s did not come to save_state() within %g s: %s. %s",
-                ", ".join(missing[:8]),
+                _listed(missing),
                 PATIENCE_SECONDS,
                 consequence,
                 _ADVICE,
             )
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:8]))

@@ -46,7 +46,7 @@ from accelerate_ckpt._small_files import (
     verified_files,
     write_files,
 )
-from accelerate_ckpt._window import Window
+from accelerate_ckpt._window import Window, trainable, trained_by
 from accelerate_ckpt.data import positions_in_samples
 from ckpt_core.commit import Catalog, verify
 from ckpt_core.coordination import Coordinator
@@ -101,14 +101,6 @@ def optimizer_part(index: int) -> str:
 def _object_part(index: int) -> str:
     """Return the directory of a registered object's shards; stock has none."""
     return f"custom_checkpoint_{index}"
-
-
-def trained_by(optimizers: Sequence[Any], models: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the models that optimizers train; others may change at any time."""
-    trained = {
-        id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]
-    }
-    return [model for model in models if any(id(each) in trained for each in model.parameters())]
 
 
 def inner_entries(saved: SavedState, part: str, key: str, *, may_lack: bool = False) -> SavedEntries:
@@ -267,7 +259,7 @@ class AcceleratorState:
             tree[part] = {"model": model_target(model, entries, saved, base=self._bases[index])}
         for index, optimizer in enumerate(accelerator._optimizers):
             entries = inner_entries(saved, optimizer_part(index), "optimizer")
-            model = owner(accelerator._models, optimizer)
+            model = owner(trainable(accelerator), optimizer)
             tree[optimizer_part(index)] = {"optimizer": optimizer_target(model, optimizer, entries)}
         self._objects = {
             _object_part(index): each
@@ -290,7 +282,7 @@ class AcceleratorState:
         """
         del saved
         for index, optimizer in enumerate(self._accelerator._optimizers):
-            model = owner(self._accelerator._models, optimizer)
+            model = owner(trainable(self._accelerator), optimizer)
             check_groups(model, optimizer, loaded[optimizer_part(index)]["optimizer"])
         undo = load_small(self._accelerator, self._stock, self._small)
         self._generators = rng_state()
@@ -304,7 +296,7 @@ class AcceleratorState:
         """
         accelerator = self._accelerator
         for index, optimizer in enumerate(accelerator._optimizers):
-            model = owner(accelerator._models, optimizer)
+            model = owner(trainable(accelerator), optimizer)
             load_optimizer_state(model, optimizer, loaded[optimizer_part(index)]["optimizer"])
         for index in self._models_left:
             state = loaded[model_part(index)]["model"]
@@ -375,7 +367,7 @@ class AcceleratorState:
         return states, bases
 
     def _optimizer_parts(self) -> dict[str, dict[str, Any]]:
-        models = self._accelerator._models
+        models = trainable(self._accelerator)
         return {
             optimizer_part(index): {"optimizer": optimizer_state(owner(models, optimizer), optimizer)}
             for index, optimizer in enumerate(self._accelerator._optimizers)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, final
 
 from accelerate import Accelerator
+from torch import nn
 
 from ckpt_core.state import Gradients, owner, under, unwrap_optimizer
 from ckpt_core.types import SavedState
@@ -17,6 +18,20 @@ _SYNCHRONISED: Final = "synchronised"
 def gradient_part(index: int) -> str:
     """Return the directory of a model's gradients."""
     return f"gradients_{index}"
+
+
+def trained_by(optimizers: Sequence[Any], models: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the models that optimizers train; others may change at any time."""
+    trained = {
+        id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]
+    }
+    return [model for model in models if any(id(each) in trained for each in model.parameters())]
+
+
+def trainable(accelerator: Accelerator) -> list[nn.Module]:
+    """Return the models, and what is registered and trained, such as a loss."""
+    registered = [each for each in accelerator._custom_objects if isinstance(each, nn.Module)]
+    return [*accelerator._models, *trained_by(accelerator._optimizers, registered)]
 
 
 @final
@@ -94,7 +109,7 @@ class Window:
     @property
     def _models(self) -> list[Gradients]:
         """The gradients of each model; FSDP1 knows them by its optimizers."""
-        models, optimizers = self._accelerator._models, self._accelerator._optimizers
+        models, optimizers = trainable(self._accelerator), self._accelerator._optimizers
         owners = [(owner(models, each), unwrap_optimizer(each)) for each in optimizers]
         return [
             Gradients(model=model, optimizers=[each for of, each in owners if of is model])

@@ -44,7 +44,7 @@ _STOCK: Final = "_ckpt_stock_class"
 _logger = logger_of(__name__)
 
 
-@shows_options(sinks=(), contents=None, log_costs=True)
+@shows_options(ends=False, sinks=(), contents=None, log_costs=True)
 def setup_fabric(
     fabric: Any,
     root: str | os.PathLike[str] | Storage,
@@ -67,7 +67,7 @@ def setup_fabric(
         step: the key of the state that counts steps; without it, saves are counted.
         **options: `contents` ("all" of the models, or "trainable", which refers to what is frozen; the
             default for PEFT models), `sinks`, `log_costs` (whether the loggers receive what each save has
-            cost; True), and the other fields of `CheckpointOptions`.
+            cost; True), and the other fields of `CheckpointOptions` but `on_exception`.
 
     Raises:
         ConfigError: an option is wrong, or the strategy hides its state.
@@ -88,7 +88,7 @@ def setup_fabric(
         contents=contents,
         log_costs=log_costs,
     )
-    settings.options.refuse_on_exception("Fabric")
+    settings.options.refuse_ends("Fabric")
     attached: FabricCheckpoints | None = fabric.__dict__.get(_ATTACHED)
     if attached is not None:
         attached.close()

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import accelerate_ckpt
 from accelerate_ckpt._patch import enable_implicitly
+from ckpt_core import DeadlineError
 
 STEPS_PER_EPOCH = 6
 _SAMPLES = 48
@@ -416,3 +417,21 @@ def who_saves(job: Job, who: dict[int, str]) -> dict[str, Any]:
     made.end_training()
     logging.getLogger(_roll_call.__name__).removeHandler(told)
     return {"state": state, "states": states, "told": told.messages}
+
+
+def one_comes(job: Job, rank: int) -> dict[str, Any]:
+    """Train; one rank alone saves the last step, and then all do; return the error of that rank."""
+    made = accelerator(job)
+    enable(job, made, deadline_seconds=3)
+    prepared = prepare(job, made)
+    assert list(_steps(job.but(save_at=()), made, prepared))
+    error = ""
+    if made.process_index == rank:
+        try:
+            made.save_state(f"{job.root}/alone")
+        except DeadlineError as raised:
+            error = str(raised)
+    torch.distributed.barrier()
+    made.save_state(f"{job.root}/together")
+    made.end_training()
+    return {"error": error}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ckpt_core.testing import run_ranks
-from tests.adapters.accelerate_jobs import Job, committed, in_turn, who_saves
+from tests.adapters.accelerate_jobs import Job, committed, in_turn, one_comes, who_saves
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
@@ -79,3 +79,21 @@ def test_a_rank_that_comes_late_to_a_later_save_is_named_while_the_save_waits(tm
     assert "this save waits" in told
     assert "call save_state() on every process" in told.lower()
     assert other[0]["told"] == []
+
+
+def waiting(jobs: list[tuple[Job, int]]) -> list[dict[str, Any]]:
+    return [each for job, rank in jobs for each in in_turn([job], functools.partial(one_comes, rank=rank))]
+
+
+def test_a_rank_waits_for_others_no_longer_than_the_deadline_and_names_them(tmp_path: Path) -> None:
+    """The main process under FSDP, and another rank under DDP and FSDP; all may save together afterwards."""
+    cases = [("fsdp2", 0), ("ddp", 1), ("fsdp1", 1)]
+    jobs = [
+        (JOB.but(strategy=strategy, root=str(tmp_path / strategy), steps=1), rank) for strategy, rank in cases
+    ]
+    of_ranks = run_ranks(waiting, 2, jobs, timeout_seconds=240)
+    for number, (strategy, rank) in enumerate(cases):
+        told = of_ranks[rank][number]["error"]
+        assert told.startswith(f"rank {1 - rank} did not come to save_state() within 3 s: nothing was saved")
+        assert "call save_state() on every process" in told.lower()
+        assert committed(tmp_path / strategy) == ["together"]

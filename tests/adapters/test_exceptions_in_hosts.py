@@ -159,8 +159,11 @@ def test_a_trainer_saves_the_step_before_the_one_that_failed_and_not_one_that_ha
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
-def test_hosts_that_do_not_see_the_error_refuse_the_option(tmp_path):
+def test_hosts_that_do_not_see_the_error_refuse_the_option(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="Accelerator does not see"):
         accelerate_ckpt.enable(Accelerator(cpu=True), tmp_path, on_exception="save")
     with pytest.raises(ConfigError, match="Fabric does not see"):
         setup_fabric(pl.Fabric(accelerator="cpu", devices=1), tmp_path, on_exception="save")
+    monkeypatch.setenv("CKPT_SUITE_ON_EXCEPTION", "save")
+    with pytest.raises(ConfigError, match="Accelerator does not see"):
+        accelerate_ckpt.enable(Accelerator(cpu=True), tmp_path)

@@ -15,7 +15,7 @@ def main() -> int:
         "--sources", type=Path, required=True, help="a folder of checkouts, named as on GitHub"
     )
     parser.add_argument("-k", dest="expression", default="", help="which tests of the suites")
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()
     if (given.sources / "site-packages" / "tests").exists():
         raise SystemExit(
             f"{given.sources}/site-packages/tests hides ours: remove it; some package installs its tests"

@@ -33,6 +33,9 @@ def test_a_difference_that_no_page_documents_is_one_to_mend():
     )
     untold = suites.Difference(test="b", message="E   AssertionError: assert 3 == 4")
     assert (told.documented, untold.documented) == ("a checkpoint is a directory", None)
+    assert suites.Difference(test="a", message=told.message, door="trainer").documented is None, (
+        "of Lightning"
+    )
 
 
 def test_a_resumed_run_that_differs_is_found():

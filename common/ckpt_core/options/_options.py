@@ -45,6 +45,8 @@ _MANNER: Final = frozenset(
     }
 )
 """Options that say how saves and loads are done, not what they hold."""
+_ENDS: Final = ("on_exception",)
+"""Options of hosts that see what ends the training: no others show them, or take them."""
 
 SECTION = "checkpoint"
 """The top-level key of our options in a file with other content."""
@@ -233,16 +235,15 @@ class CheckpointOptions:
         stock = type(self)()
         return {name: value for name, value in own.items() if value != getattr(stock, name)}
 
-    def refuse_on_exception(self, host: str) -> None:
-        """Refuse `on_exception` for a host that does not see what ends the training.
+    def refuse_ends(self, host: str) -> None:
+        """Refuse what only a host that sees the end of the training can do.
 
         Raises:
-            ConfigError: it is given.
+            ConfigError: one is given; no signature made with `ends=False` shows it.
         """
-        if self.on_exception is not None:
-            raise ConfigError(
-                f"on_exception={self.on_exception!r}: {host} does not see what ends the training"
-            )
+        for name in _ENDS:
+            if (value := getattr(self, name)) is not None:
+                raise ConfigError(f"{name}={value!r}: {host} does not see what ends the training")
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
@@ -283,20 +284,27 @@ class CheckpointOptions:
             raise ConfigError(f"{path}: {error}") from error
 
 
-def signature_with_options(call: Callable[..., Any], **own: Any) -> inspect.Signature:
-    """Return a call's signature with its `own` and all options for `**options`."""
+def signature_with_options(call: Callable[..., Any], *, ends: bool = True, **own: Any) -> inspect.Signature:
+    """Return a call's signature with its `own` and all options for `**options`.
+
+    Args:
+        call: a function that takes `**options`.
+        ends: whether its host sees what ends the training, so that it takes options that need it.
+        **own: further options of the call, and their defaults.
+    """
     found, options = inspect.signature(call), inspect.signature(CheckpointOptions)
     named = [p for p in found.parameters.values() if p.kind is not p.VAR_KEYWORD and p.name != "self"]
     further = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=own[name]) for name in own]
-    others = [each for each in options.parameters.values() if each.name not in found.parameters]
+    left_out = {*found.parameters, *(() if ends else _ENDS)}
+    others = [each for each in options.parameters.values() if each.name not in left_out]
     return found.replace(parameters=[*named, *further, *others])
 
 
-def shows_options(**own: Any) -> Callable[[_Call], _Call]:
+def shows_options(*, ends: bool = True, **own: Any) -> Callable[[_Call], _Call]:
     """Make a decorator that gives a function `signature_with_options`."""
 
     def decorate(call: _Call) -> _Call:
-        vars(call)["__signature__"] = signature_with_options(call, **own)
+        vars(call)["__signature__"] = signature_with_options(call, ends=ends, **own)
         return call
 
     return decorate
