@@ -34,7 +34,7 @@ def simulated(choose: Choose) -> Generator[World]:
         patch.setattr(_device_copies, "GROUP_BYTES", 8)
         # Every tensor in a piece of its own, as large ones are.
         patch.setattr(_image, "PIECE_BYTES", 4096)
-        patch.setattr(_image, "BLOCK_BYTES", 0)
+        patch.setattr(_image, "_SMALL_BYTES", 0)
         patch.setattr(_fetching, "MOST_BUFFERS", 2)
         for module in (_fetching, _tensor_reads, _requests, _buffers):
             patch.setattr(module, "REQUEST_BYTES", 16)

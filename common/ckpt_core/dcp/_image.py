@@ -28,8 +28,10 @@ from ckpt_core.storage import ALIGNMENT
 from ckpt_core.types import FileEntry
 
 PIECE_BYTES = 16 << 20
+_SMALL_BYTES: Final = BLOCK_BYTES
+"""Payloads from this size on are worth a zip, and padding to a page."""
 _ALIGNMENT_OF_SMALL: Final = 64
-"""Of payloads that are no longer than padding to a page is worth; that of torch's own zips."""
+"""Of the payloads of small wrapped shards; that of torch's own zips."""
 
 ShardSpec = tuple[MetadataIndex, torch.dtype, tuple[int, ...]]
 """Index, dtype and shape of a shard, or of one of the tensors that a wrapped shard is made of."""
@@ -95,7 +97,7 @@ class ImageLayout:
         start = self.size_bytes
         sizes = [torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape in specs]
         _, dtype, shape = specs[0]
-        if record is None and sizes[0] < BLOCK_BYTES:
+        if record is None and sizes[0] < _SMALL_BYTES:
             archive = build_legacy(dtype, shape, offset=start)
         else:
             archive = build_archive(
@@ -103,7 +105,7 @@ class ImageLayout:
                 [(size, 0) for size in sizes],
                 offset=start,
                 zip64_from=self._zip64_from,
-                alignment=_ALIGNMENT_OF_SMALL if max(sizes) < BLOCK_BYTES else ALIGNMENT,
+                alignment=_ALIGNMENT_OF_SMALL if max(sizes) < _SMALL_BYTES else ALIGNMENT,
             )
         self.size_bytes = start + archive.size_bytes
         at = start
