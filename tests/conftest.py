@@ -4,7 +4,6 @@ import gc
 import logging
 import multiprocessing
 import os
-import signal
 import sys
 from collections.abc import Generator
 from functools import cache
@@ -159,10 +158,3 @@ def _require(*packages: str) -> None:
     missing = [package for package in packages if find_spec(package) is None]
     if missing:
         pytest.skip(f"not installed: {', '.join(missing)}; pip install 'ckpt-suite[dev]'")
-
-
-@pytest.fixture(autouse=True)
-def _default_disposition() -> None:
-    """Let no test hear of a signal by what another has left, as Lightning does after some fits."""
-    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)

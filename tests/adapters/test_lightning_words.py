@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import signal
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -132,9 +134,18 @@ def test_fabric_is_told_that_the_plugin_does_nothing_for_it(tmp_path):
         Fabric(accelerator="cpu", devices=1, plugins=[ShardedCheckpointIO(tmp_path / "run")])
 
 
+@pytest.fixture
+def handler() -> Iterator[None]:
+    """Stock Lightning leaves its own behind if a plugin's teardown raises, as `AsyncCheckpointIO`'s."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("handler")
 def test_a_plugin_that_no_trainer_holds_says_what_it_is_for(tmp_path):
     plugin = ShardedCheckpointIO(tmp_path / "run")
-    trainer = trainer_of(plugins=[AsyncCheckpointIO(plugin)], max_steps=1)
+    trainer = trainer_of(plugins=[AsyncCheckpointIO(plugin)], max_steps=1, default_root_dir=tmp_path)
     with pytest.raises(ConfigError, match="not inside another plugin") as caught:
         trainer.fit(Sized(3), data())
     assert "Fabric" not in str(caught.value)
@@ -147,7 +158,7 @@ def test_a_checkpoint_without_a_fit_is_written_as_lightning_does(tmp_path, way):
         if way == "plugin"
         else {"callbacks": [ShardedCheckpoint(tmp_path)]}
     )
-    module, trainer = Sized(3), trainer_of(**given)
+    module, trainer = Sized(3), trainer_of(default_root_dir=tmp_path, **given)
     trainer.strategy.connect(module)
     trainer.save_checkpoint(tmp_path / "untrained.ckpt")
     assert torch.equal(Sized.load_from_checkpoint(tmp_path / "untrained.ckpt").net.weight, module.net.weight)
@@ -223,7 +234,7 @@ def test_what_is_read_of_a_model_checkpoint_has_a_value_or_the_reason(tmp_path, 
         trainer_of(ranks, max_steps=4),
         trainer_of(plain, max_steps=4),
         trainer_of(plugins=[plugin], max_steps=4, enable_checkpointing=False),
-        trainer_of(plugins=[plugin], max_steps=4),
+        trainer_of(plugins=[plugin], max_steps=4, default_root_dir=tmp_path),
     ]
     for trainer in trainers:
         before = trainer.checkpoint_callback

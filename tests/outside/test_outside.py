@@ -38,6 +38,19 @@ def test_a_difference_that_no_page_documents_is_one_to_mend():
     )
 
 
+@pytest.mark.parametrize(
+    ("looks", "failed"),
+    [
+        ("    assert os.path.isfile(last)", ">   assert trainer.global_step == 4"),
+        ("    torch_save = Mock()", ">   assert model.loaded"),
+        ("    # writer.json.lock is left out", ">   trainer.fit(model)"),
+    ],
+)
+def test_only_the_statement_that_failed_tells_what_a_difference_is(looks, failed):
+    message = f"assert 3 == 4\n{looks}\n{failed}\nE   AssertionError: assert 3 == 4"
+    assert suites.Difference(test="a", message=message).documented is None
+
+
 def test_a_resumed_run_that_differs_is_found():
     whole = [{"parameters": number, "generators": number} for number in range(4)]
     other = [*whole[:3], {"parameters": 9, "generators": 3}]
