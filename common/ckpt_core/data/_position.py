@@ -247,12 +247,10 @@ class LoaderPosition:
         notes = other_seeds(self._loader, state["samplers"])
         if self._loader.persistent_workers:
             let_go_of_kept(self._loader)  # their generators are elsewhere now
-        if state.get("drawn") and not (same_ranks and state["workers"] == self._loader.num_workers):
-            state = {**state, "drawn": []}
-            notes.append(
-                f"the random numbers that {state['workers']} loader workers drew on each rank go on in no "
-                "other number of workers or ranks: the workers begin with new ones"
-            )
+        other = state.get("workers") != self._loader.num_workers
+        if state.get("drawn") and other and same_ranks:
+            notes.append("as many workers as at the save would go on with their random numbers, these do not")
+        state = {**state, "drawn": [] if other or not same_ranks else state.get("drawn", [])}
         load_samplers_state(self._loader, state["samplers"])
         return [*notes, *self._put_back(state, same_ranks=same_ranks)]
 
@@ -265,7 +263,7 @@ class LoaderPosition:
                     begin={"created": state["created"]},
                     samplers=state["samplers"],
                     fresh=True,
-                    drawn=state.get("drawn", ()),
+                    drawn=state["drawn"],
                 )
             return self._load_own(state) if "own" in state else []
         if state["exhausted"]:
@@ -339,7 +337,7 @@ class LoaderPosition:
             batches=batches,
             begun=bool(state.get("begun")),
             draws=state["kind"] == "draw",
-            drawn=state.get("drawn", ()),
+            drawn=state["drawn"],
             **more,
         )
         return notes
