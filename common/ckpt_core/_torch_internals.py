@@ -178,6 +178,11 @@ def kept_iterator(loader: DataLoader[Any]) -> Any:
     return loader._iterator
 
 
+def let_go_of_kept(loader: DataLoader[Any]) -> None:
+    """Let a loader with persistent workers make new ones for the next epoch."""
+    loader._iterator = None
+
+
 def index_sampler_of(iterator: Any) -> Any:
     """Return what an iterator takes its indices from, epoch by epoch."""
     return iterator._index_sampler
@@ -188,6 +193,14 @@ def let_draw_from(iterator: Any, sampler: Any, indices: Any = None) -> None:
     iterator._index_sampler = sampler
     if indices is not None:
         iterator._sampler_iter = indices
+
+
+def fetch_ahead(iterator: Any, given: int) -> None:
+    """Let idle workers fetch what follows `given` batches, each in its turn."""
+    for _ in range(given % iterator._num_workers):
+        next(iterator._worker_queue_idx_cycle)
+    for _ in range(iterator._prefetch_factor * iterator._num_workers):
+        iterator._try_put_index()
 
 
 def batches_given(iterator: Any) -> int:
@@ -225,6 +238,7 @@ __all__ = [
     "data_ended",
     "default_store",
     "dtypes_by_storage_type",
+    "fetch_ahead",
     "has_flat_parameters",
     "holds_unreduced_gradients",
     "index_sampler_of",
@@ -233,6 +247,7 @@ __all__ = [
     "kept_iterator",
     "layout_named",
     "let_draw_from",
+    "let_go_of_kept",
     "loads_itself",
     "metadata_path",
     "new_dtypes",

@@ -8,7 +8,7 @@ from typing import Any, final
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from ckpt_core._torch_internals import kept_iterator
+from ckpt_core._torch_internals import kept_iterator, let_go_of_kept
 from ckpt_core.coordination import place_in_job
 from ckpt_core.data._changes import (
     note_of_ranks,
@@ -179,6 +179,7 @@ class LoaderPosition:
             "begin": None if epoch is None or over else dict(epoch.begin),
             "leaves": tracker.leaves,
             "created": tracker.created if _has_live_workers(loader) else None,
+            "drawn": self._drawn(tracker, over=over, ahead=0 if kept else ahead),
             "samplers": samplers_state(loader),
             "shard": shard,
             "shards": shards,
@@ -187,6 +188,22 @@ class LoaderPosition:
             "workers": loader.num_workers,
             "world_size": place_in_job()[1],
         }
+
+    def _drawn(self, tracker: Tracker, *, over: bool, ahead: int) -> list[Mapping[str, Any]]:
+        """Return the random numbers of workers that live on after a resume."""
+        epoch, loader = tracker.epoch, self._loader
+        if epoch is None or (over and not _has_live_workers(loader)):
+            return []
+        drawn, batches = epoch.drawn, epoch.batches - ahead
+        if over:
+            drawn = drawn.next_epoch(batches, whole=epoch.has_all, workers=loader.num_workers)
+        if not drawn.knows(0 if over else batches):
+            self._tell(
+                "the persistent workers of a %s draw random numbers, and have read ahead of an epoch that a "
+                "limit ended, only they know how far: a resume from here draws others in them. Give it "
+                "persistent_workers=False"
+            )
+        return drawn.at(batches)
 
     def _is_over(self, tracker: Tracker) -> bool:
         """Return whether the next `iter` of a script that goes on begins another epoch."""
@@ -228,6 +245,12 @@ class LoaderPosition:
         tracker.replay = tracker.reentry = self._dealt = None
         tracker.restored, tracker.leaves = state, state.get("leaves", False)
         notes = other_seeds(self._loader, state["samplers"])
+        if self._loader.persistent_workers:
+            let_go_of_kept(self._loader)  # their generators are elsewhere now
+        other = state.get("workers") != self._loader.num_workers
+        if state.get("drawn") and other and same_ranks:
+            notes.append("as many workers as at the save would go on with their random numbers, these do not")
+        state = {**state, "drawn": [] if other or not same_ranks else state.get("drawn", [])}
         load_samplers_state(self._loader, state["samplers"])
         return [*notes, *self._put_back(state, same_ranks=same_ranks)]
 
@@ -235,9 +258,12 @@ class LoaderPosition:
         tracker = track(self._loader)
         if state["ended"] or ("own" not in state and not state["begin"]):
             self._load_stream(state)
-            if state["created"] is not None and not _has_live_workers(self._loader):
+            if state["created"] is not None:
                 tracker.replay = Replay(
-                    begin={"created": state["created"]}, samplers=state["samplers"], fresh=True
+                    begin={"created": state["created"]},
+                    samplers=state["samplers"],
+                    fresh=True,
+                    drawn=state["drawn"],
                 )
             return self._load_own(state) if "own" in state else []
         if state["exhausted"]:
@@ -274,7 +300,9 @@ class LoaderPosition:
         load = partial(self._loader.load_state_dict, dict(state["own"]))
         load()
         if self._tracked:
-            track(self._loader).replay = Replay(begin=UNKNOWN, samplers={}, own=True, load=load)
+            track(self._loader).replay = Replay(
+                begin=UNKNOWN, samplers={}, own=True, load=load, drawn=state.get("drawn", ())
+            )
         else:
             # Let it make its iterator now, and draw what it draws then: generators are put back afterwards.
             self._loader.state_dict()
@@ -309,6 +337,7 @@ class LoaderPosition:
             batches=batches,
             begun=bool(state.get("begun")),
             draws=state["kind"] == "draw",
+            drawn=state["drawn"],
             **more,
         )
         return notes

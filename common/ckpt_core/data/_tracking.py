@@ -9,20 +9,21 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, final
 from weakref import WeakSet, ref
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from ckpt_core._torch_internals import (
     BEGINS_AGAIN,
     MAKES_ITERATOR,
     count_as_given,
     data_ended,
+    fetch_ahead,
     kept_iterator,
     let_draw_from,
 )
@@ -38,13 +39,13 @@ from ckpt_core.data._hidden import (
     keeps_iterator,
 )
 from ckpt_core.data._samplers import (
-    draw_seed,
     load_samplers_state,
     load_starting_state,
     recipe,
     skip,
     starting_state,
 )
+from ckpt_core.data._workers import Drawn, Seat
 from ckpt_core.disclosure import logger_of
 
 _log = logger_of(__name__)
@@ -78,6 +79,7 @@ class Epoch:
         trains: whether gradients were enabled at the last batch.
         replay: how it goes on from a saved position, if it does.
         first: what to do before the first batch is drawn.
+        drawn: the random numbers of its workers.
     """
 
     begin: Mapping[str, Any]
@@ -95,6 +97,7 @@ class Epoch:
     trains: bool = False
     replay: Replay | None = None
     first: Callable[[], object] | None = None
+    drawn: Drawn = field(default_factory=Drawn)
 
     @property
     def left(self) -> bool:
@@ -106,8 +109,13 @@ class Epoch:
     @property
     def is_whole(self) -> bool:
         """Whether it has handed out every batch, or a pass beside it has ended since."""
+        return self.beside is not None or self.has_all
+
+    @property
+    def has_all(self) -> bool:
+        """Whether its own batches have all been handed out."""
         loader = self.loader()
-        return self.beside is not None or (loader is not None and self.batches == batches_in(loader))
+        return self.ended or (loader is not None and self.batches == batches_in(loader))
 
     @property
     def peeked(self) -> bool:
@@ -183,6 +191,7 @@ class Replay:
         own: whether the loader has loaded a state of its own, and skips by itself.
         fresh: whether the epoch is one that begins now, with workers that are there already.
         samplers: state of the samplers at the save.
+        drawn: the states of the workers' generators.
         load: loads the state of the loader or its data set, as at the save.
     """
 
@@ -194,6 +203,7 @@ class Replay:
     draws: bool = False
     own: bool = False
     fresh: bool = False
+    drawn: Sequence[Mapping[str, Any]] = ()
     load: Callable[[], object] = lambda: None
 
 
@@ -234,7 +244,7 @@ class Tracker:
 
     def begin(self, loader: DataLoader[Any], make: Callable[[], Any]) -> Any:
         """Make an iterator; note or replay what its order is made from."""
-        with self._beginning(loader) as replay:
+        with self._beginning(loader) as replay, _seated(loader, replay):
             if replay is None:
                 here = starting_state(loader)
                 loaded = getattr(loader, "next_iter_state", None) is not None
@@ -265,13 +275,14 @@ class Tracker:
 
     def begin_again(self, loader: DataLoader[Any], iterator: Any, reset: Callable[[], None]) -> None:
         """Let an iterator with persistent workers begin another epoch."""
-        with self._beginning(loader) as replay:
-            if replay is None or replay.fresh:
-                here = starting_state(loader)
-                reset()
-                self._note(loader, here, again=True)
-            else:
-                self._replayed(loader, replay, reset, again=iterator)
+        with self._beginning(loader):
+            here, last = starting_state(loader), self.epoch
+            reset()
+            self._note(loader, here, again=True)
+            if last is not None and self.epoch is not None:
+                self.epoch.drawn = last.drawn.next_epoch(
+                    last.batches, whole=last.has_all, workers=loader.num_workers
+                )
             _watch(iterator, self.epoch, loader)
 
     @contextmanager
@@ -294,6 +305,8 @@ class Tracker:
             replay.load()
         yield replay
         if (epoch := self.epoch) is not None:
+            if replay is not None:
+                epoch.drawn = Drawn(replay.drawn)
             epoch.replay = None if replay is None or replay.fresh else replay
             if reentry is not None:
                 # Another epoch draws as it begins; the rest of one draws nothing before its first batch.
@@ -308,9 +321,7 @@ class Tracker:
         made = None if loader.num_workers else starting_state(loader)
         self.epoch = Epoch(begin, made=made)
 
-    def _replayed(
-        self, loader: DataLoader[Any], replay: Replay, make: Callable[[], Any], again: Any = None
-    ) -> Any:
+    def _replayed(self, loader: DataLoader[Any], replay: Replay, make: Callable[[], Any]) -> Any:
         """Begin as the saved epoch did; skip what it had handed out.
 
         The global generators are as before afterwards: the saved training had drawn from them already.
@@ -318,22 +329,15 @@ class Tracker:
         here = global_state()
         start, created = replay.begin["start"], replay.begin["created"]
         load_starting_state(loader, created or start)
-        indices = Indices(loader, before=start if created and again is None else None, replay=replay)
-        if again is None:
-            with _put(loader, indices):
-                iterator = make()
-            self.created = (created or start) if loader.persistent_workers else None
-        else:
-            load_starting_state(loader, start)
-            if created is None:
-                iter(indices.sampler)
-                draw_seed(loader.generator)
-            let_draw_from(again, indices)
-            make()
-            iterator = again
+        indices = Indices(loader, before=start if created else None, replay=replay)
+        with _put(loader, indices):
+            iterator = make()
+        self.created = (created or start) if loader.persistent_workers else None
         if (replay.batches or replay.begun) and replay.begin["first"] is not None:
             load_starting_state(loader, replay.begin["first"])
         indices.hand_over(iterator)
+        if indices.holds:
+            fetch_ahead(iterator, replay.batches)
         if replay.draws:
             draw_and_drop(iterator, replay.batches)
         elif replay.rest is None:
@@ -365,6 +369,7 @@ class Indices:
 
     Attributes:
         sampler: the loader's own.
+        holds: whether workers get no indices before `hand_over`.
     """
 
     def __init__(
@@ -382,6 +387,7 @@ class Indices:
         self._rest = None if replay is None else replay.rest
         plain = replay is None or replay.draws or self._rest is not None
         self._to_skip = 0 if plain or replay is None else replay.batches
+        self.holds = self._held = bool(loader.num_workers and self._to_skip)
         self._to_begin = not plain and replay is not None and replay.begun and not replay.batches
 
     def __iter__(self) -> Iterator[Any]:
@@ -394,6 +400,8 @@ class Indices:
         return self
 
     def __next__(self) -> Any:
+        if self._held:
+            raise StopIteration  # until it is known which worker is the next one
         self.skip()
         return next(self._inner)  # type: ignore[arg-type]
 
@@ -419,20 +427,32 @@ class Indices:
 
     def hand_over(self, iterator: Any) -> None:
         """Let the iterator go on with the loader's own sampler."""
+        self._held = False
         self.skip()
         let_draw_from(iterator, self.sampler, self._inner)
 
 
-@contextmanager
-def _put(loader: DataLoader[Any], sampler: Any) -> Generator[None]:
+def _put(loader: DataLoader[Any], sampler: Any) -> AbstractContextManager[None]:
     """Give a loader another index sampler, which it would refuse."""
-    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    before = loader.__dict__[name]
-    loader.__dict__[name] = sampler
+    return _lent(loader, {"sampler" if loader.batch_sampler is None else "batch_sampler": sampler})
+
+
+def _seated(loader: DataLoader[Any], replay: Replay | None) -> AbstractContextManager[None]:
+    """Let workers send what random numbers come next, or go on from some."""
+    if not loader.num_workers or isinstance(loader.dataset, IterableDataset):
+        return nullcontext()
+    seat = Seat(loader, () if replay is None else replay.drawn)
+    return _lent(loader, {"worker_init_fn": seat.begin, "collate_fn": seat.collate})
+
+
+@contextmanager
+def _lent(loader: DataLoader[Any], values: Mapping[str, Any]) -> Generator[None]:
+    before = {name: loader.__dict__[name] for name in values}
+    loader.__dict__.update(values)
     try:
         yield
     finally:
-        loader.__dict__[name] = before
+        loader.__dict__.update(before)
 
 
 def track(loader: DataLoader[Any]) -> Tracker:
@@ -565,7 +585,7 @@ def _iterator_overrides(stock: type[Any]) -> Mapping[str, Any]:
             raise
         epoch.batches += 1
         epoch.thread = threading.get_ident()
-        return batch
+        return epoch.drawn.receive(batch, epoch.batches)
 
     def begin_again(self: Any, loader: Any, first_iter: bool = False) -> None:  # noqa: FBT001, FBT002 - torch's signature
         tracker = tracker_of(loader)
