@@ -64,6 +64,9 @@ COMMANDS: Final = {
     **dict.fromkeys(
         ("rm", "delete", "remove", "gc", "clean"), "use `ckpt prune ROOT`, with the rule of what stays"
     ),
+    **dict.fromkeys(("restore", "resume", "load"), f"a script does, by {_LOAD}"),
+    **dict.fromkeys(("history", "stats"), "use `ckpt report ROOT`"),
+    **dict.fromkeys(("keep", "protect", "tag"), "use `ckpt pin ROOT@STEP --reason TEXT`"),
     **dict.fromkeys(("check", "validate", "fsck"), "use `ckpt verify CHECKPOINT`"),
     **dict.fromkeys(("copy", "mv", "sync", "download", "pull"), "use `ckpt cp SRC DST`"),
     **dict.fromkeys(("push",), "use `ckpt upload ROOT --to URL`"),
