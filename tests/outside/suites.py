@@ -97,7 +97,7 @@ DOCUMENTED: Mapping[str, str] = {
     "a save refuses what a load could not restore": r"holds parameters that the model does not",
     "a checkpoint is a directory": r"IsADirectoryError|os\.path\.isfile|is_file\(\)|\.st_size|is a directory"
     r"|invalid load key, '<'",  # what a server makes of one
-    "files of ours in listings": r"writer\.json\.lock|history\.jsonl|events\.jsonl",
+    "files of ours in listings": r"writer\.json\.lock|history\.jsonl|events\.jsonl|\.spare-",
     "torch.save is not called as without us": r"torch\.save\.call_count"
     r"|<(Magic)?Mock name='(save|torch\.save)'|torch_save|Expected 'save'",
     "our callback is in the Trainer of a plugin": r"_PluginCallback object at",

@@ -296,7 +296,9 @@ def _replace(target: PathAt, content: bytes, *, spare: PathAt | None = None) -> 
         flags = os.O_WRONLY | (os.O_CREAT | os.O_EXCL if spare is None else os.O_NONBLOCK)
         with os.fdopen(draft.open_descriptor(flags), "wb") as stream:
             stream.write(content)
-            stream.truncate()
+            stream.flush()
+            if spare is not None:
+                stream.truncate()
             os.fsync(stream.fileno())
         target.replace_by(draft)
     except BaseException:
