@@ -102,6 +102,10 @@ class PathAt:
         """Open a file for reading; same errors as `open_existing`."""
         return _stream(self.path, "rb", buffering, self.open_existing)
 
+    def update_stream(self) -> IO[bytes]:
+        """Open a file for writing over its content; same errors as `open_existing`."""
+        return _stream(self.path, "r+b", -1, self.open_existing)
+
     def make_directory(self) -> None:
         """Create a directory; `sync` makes its name durable."""
         with self.errors():

@@ -293,8 +293,7 @@ def _replace(target: PathAt, content: bytes, *, spare: PathAt | None = None) -> 
             draft.replace_by(spare)  # nobody else has it then
             if draft.status().st_nlink > 1:
                 raise FileExistsError(errno.EEXIST, "it has another name", str(spare.path))
-        flags = os.O_WRONLY | (os.O_CREAT | os.O_EXCL if spare is None else os.O_NONBLOCK)
-        with os.fdopen(draft.open_descriptor(flags), "wb") as stream:
+        with draft.create_stream() if spare is None else draft.update_stream() as stream:
             stream.write(content)
             stream.flush()
             if spare is not None:
