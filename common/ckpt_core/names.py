@@ -23,6 +23,8 @@ EVENTS = "events.jsonl"
 EARLIER_EVENTS = "events.1.jsonl"
 _LOST_AND_FOUND = "lost+found"
 JOURNAL = frozenset({HISTORY, EVENTS, EARLIER_EVENTS})
+SPARES = frozenset({".spare-0", ".spare-1", ".spare-2"})
+"""Beside lock files: the room that pins, marks and the record of an owner take on a full disk."""
 DATA_SUFFIX = ".distcp"
 TWIN_SUFFIX = ".replica"
 

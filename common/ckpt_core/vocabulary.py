@@ -37,7 +37,9 @@ NAMES: Final = {
 """Class, function or method of another library -> what it is here."""
 
 OPTIONS: Final = {
-    **dict.fromkeys(("max_to_keep", "keep_last", "keep_last_n", "keep_last_k", "keep_latest"), _LATEST),
+    **dict.fromkeys(
+        ("max_to_keep", "preserve_latest", "keep_last", "keep_last_n", "keep_last_k", "keep_latest"), _LATEST
+    ),
     **dict.fromkeys(("total_limit", "save_total_limit", "num_to_keep", "max_checkpoints"), _LATEST),
     **dict.fromkeys(("every_steps", "every_n_steps", "every_n_train_steps", "save_steps"), _STEPS),
     **dict.fromkeys(("save_interval_steps", "save_interval", "save_every", "checkpoint_interval"), _STEPS),
@@ -64,6 +66,9 @@ COMMANDS: Final = {
     **dict.fromkeys(
         ("rm", "delete", "remove", "gc", "clean"), "use `ckpt prune ROOT`, with the rule of what stays"
     ),
+    **dict.fromkeys(("restore", "resume", "load"), f"a script does, by {_LOAD}"),
+    **dict.fromkeys(("history", "stats"), "use `ckpt report ROOT`"),
+    **dict.fromkeys(("keep", "protect", "tag"), "use `ckpt pin ROOT@STEP --reason TEXT`"),
     **dict.fromkeys(("check", "validate", "fsck"), "use `ckpt verify CHECKPOINT`"),
     **dict.fromkeys(("copy", "mv", "sync", "download", "pull"), "use `ckpt cp SRC DST`"),
     **dict.fromkeys(("push",), "use `ckpt upload ROOT --to URL`"),

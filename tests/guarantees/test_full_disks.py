@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -13,8 +14,13 @@ import torch
 from ckpt_core import CheckpointManager, KeepLatest
 from ckpt_core.cli import main
 from ckpt_core.commit import Catalog, Lease, verify
+from ckpt_core.commit._marks import locked, read_pins, replace_pins
 from ckpt_core.errors import RootBusyError
+from ckpt_core.names import PINS
 from ckpt_core.storage import LocalStorage
+from ckpt_core.testing import Fault
+from tests.support.power import PowerLog, power_cut
+from tests.support.system_calls import SystemCalls
 
 pytestmark = pytest.mark.reliability
 
@@ -78,10 +84,10 @@ def forget_locks(root):
         lock.unlink()
 
 
-def drain_locks(root):
-    """The room that lock files keep is used up, or they were made without."""
-    for lock in root.glob("*.lock"):
-        os.truncate(lock, 0)
+def drain_spares(root):
+    """The spare files are used up, or could not be made."""
+    for spare in root.glob(".spare-*"):
+        spare.unlink()
 
 
 def leave_claim(root):
@@ -95,7 +101,7 @@ def nothing(root):
     """The job has ended as it should."""
 
 
-LEFT = pytest.mark.parametrize("left", [nothing, forget_locks, drain_locks, leave_claim])
+LEFT = pytest.mark.parametrize("left", [nothing, forget_locks, drain_spares, leave_claim])
 
 
 @FILL
@@ -142,7 +148,7 @@ def test_a_job_on_a_full_disk_is_told_by_its_first_save_and_goes_on_once_there_i
 
 @FILL
 def test_the_lock_alone_keeps_a_second_job_out_of_a_full_disk(disk, root, fill):
-    drain_locks(root)
+    drain_spares(root)
     fill(disk)
     with Lease.acquire(LocalStorage(root), "the first") as lease:
         assert not (root / "writer.json").exists()
@@ -160,7 +166,7 @@ def test_the_lock_alone_keeps_a_second_job_out_of_a_full_disk(disk, root, fill):
 
 @FILL
 def test_a_job_without_room_for_its_record_still_yields_to_one_that_takes_over(disk, root, fill):
-    drain_locks(root)
+    drain_spares(root)
     fill(disk)
     with Lease.acquire(LocalStorage(root), "the first") as lease:
         for path in [*disk.glob("log"), *disk.glob("many/*")]:
@@ -191,30 +197,71 @@ def test_what_says_which_steps_may_go_changes_on_a_full_disk(disk, root, fill):
     assert found == {1: (None, None), 2: ("the spike of the paper", None), 3: (None, "another")}
 
 
-def test_the_first_pin_and_the_first_mark_find_room_where_no_byte_is_free(disk, root):
-    fill_bytes(disk)
+@FILL
+def test_the_first_pin_and_the_first_mark_find_room_and_so_do_those_after_them(disk, root, fill):
+    fill(disk)
     assert main(["pin", f"{root}@1", "--reason", "published"]) == 0
     assert main(["mark", f"{root}@3", "bad", "--reason", "spike"]) == 0
+    assert main(["pin", f"{root}@2", "--reason", "the paper's"]) == 0
     assert main(["unpin", f"{root}@1"]) == 0
-    assert main(["prune", str(root), "--keep-latest", "1"]) == 0
-    assert steps(root) == [2, 3]
+    assert main(["mark", f"{root}@2", "bad", "--reason", "another"]) == 0
+    assert main(["prune", str(root), "--bad"]) == 0
+    assert steps(root) == [1, 2]
 
 
 def test_what_finds_no_room_says_where_and_what_to_do(disk, root, capsys):
+    drain_spares(root)
     fill_inodes(disk)
     assert main(["pin", f"{root}@1", "--reason", "published"]) == 1
     assert "no room for this small file: free some, as by `ckpt prune`" in (told := capsys.readouterr().err)
     assert f"{root}/pins.json" in told
 
 
-def test_room_is_taken_from_lock_files_only_and_never_through_a_link(disk, root):
-    precious = disk / "precious"
-    precious.write_bytes(bytes(8192))
-    (root / "a.lock").symlink_to(precious)
-    (disk / "twin").write_bytes(bytes(8192))
-    (root / "b.lock").hardlink_to(disk / "twin")
+def test_only_a_spare_file_without_another_name_is_taken_and_never_through_a_link(disk, root):
+    precious = [disk / "aimed at", disk / "twin"]
+    for each in precious:
+        each.write_bytes(bytes(8192))
+    drain_spares(root)
+    (root / ".spare-0").symlink_to(precious[0])
+    (root / ".spare-1").hardlink_to(precious[1])
+    os.mkfifo(root / ".spare-2")
     fill_bytes(disk)
-    main(["pin", f"{root}@1", "--reason", "published"])
-    main(["mark", f"{root}@3", "bad", "--reason", "spike"])
-    assert (root / "writer.json.lock").stat().st_size < 16384
-    assert precious.stat().st_size == (disk / "twin").stat().st_size == 8192
+    assert main(["pin", f"{root}@1", "--reason", "published"]) == 1
+    assert not (root / "pins.json").exists()
+    assert [each.stat().st_size for each in precious] == [8192, 8192]
+
+
+class CrashError(BaseException):
+    """The process is killed."""
+
+
+def test_a_power_cut_while_a_full_disk_is_pinned_leaves_the_pins_of_before_or_after(tmp_path):
+    full = [
+        Fault(method="create", key=".pins.json.*", error=OSError(errno.ENOSPC, "No space left on device")),
+    ]
+    found = set()
+    for number in range(1, 100):
+        root, log = tmp_path / f"{number}", tmp_path / f"{number}.log"
+        storage = LocalStorage(root)
+        with locked(storage, PINS):
+            replace_pins(storage, {1: "before"})
+        PowerLog.begin(root, log)
+        crash = Fault(nth=number, before=_crash)
+        try:
+            with SystemCalls(root, [PowerLog(root, log).fault, *full, crash]):
+                replace_pins(storage, {1: "before", 2: "after"})
+            done = True
+        except CrashError:
+            done = False
+        for fate, seed in (("strict", 0), ("journal", number), ("random", number), ("random", number + 1)):
+            power_cut(log, root, left := tmp_path / f"{number}.{fate}.{seed}", fate=fate, seed=seed)
+            pins = read_pins(LocalStorage(left))
+            assert pins in ({1: "before"}, {1: "before", 2: "after"})
+            found.add((done, len(pins)))
+        if done:
+            break
+    assert {(False, 1), (False, 2), (True, 2)} == found
+
+
+def _crash(_):
+    raise CrashError

@@ -12,6 +12,7 @@ import pytest
 from ckpt_core import CheckpointManager
 from ckpt_core.commit import Catalog, collect_orphans, verify
 from ckpt_core.commit._marks import locked
+from ckpt_core.names import SPARES
 from ckpt_core.storage import LocalStorage
 from ckpt_core.testing import run_ranks
 from tests.guarantees import leftover_jobs
@@ -62,7 +63,7 @@ def strays(root):
     names = {path.name for path in root.iterdir()}
     checkpoints = {info.name for info in Catalog(LocalStorage(root)).committed()}
     small = {f"{name}.json{end}" for name in ("writer", "pins", "damaged") for end in ("", ".lock")}
-    return names - checkpoints - small - {name.partition("/")[0] for name in FOREIGN}
+    return names - checkpoints - small - SPARES - {name.partition("/")[0] for name in FOREIGN}
 
 
 @pytest.mark.slow

@@ -98,7 +98,7 @@ SUITES: Mapping[str, Suite] = {
 DOCUMENTED: Mapping[str, str] = {
     "a checkpoint is a directory": r"IsADirectoryError|os\.path\.isfile|is_file\(\)|\.st_size|is a directory"
     r"|invalid load key, '<'",  # what a server makes of one
-    "files of ours in listings": r"writer\.json\.lock|history\.jsonl|events\.jsonl",
+    "files of ours in listings": r"writer\.json\.lock|history\.jsonl|events\.jsonl|\.spare-",
     "torch.save is not called as without us": r"torch\.save\.call_count"
     r"|<(Magic)?Mock name='(save|torch\.save)'|torch_save|Expected 'save'",
     "our callback is in the Trainer of a plugin": r"_PluginCallback object at",

@@ -34,7 +34,7 @@ from ckpt_core.errors import (
     RootBusyError,
     SaveError,
 )
-from ckpt_core.names import EVENTS, HISTORY
+from ckpt_core.names import EVENTS, HISTORY, SPARES
 from ckpt_core.root import _holdings
 from ckpt_core.storage import LocalStorage, ObjectStorage
 from ckpt_core.testing import Fault, FaultyStorage
@@ -81,7 +81,7 @@ def tree(root):
     return {
         str(path.relative_to(root)): path.read_bytes() if path.is_file() else None
         for path in sorted(root.rglob("*"))
-        if path.name not in {LOCK_FILE, HISTORY, EVENTS}
+        if path.name not in {LOCK_FILE, HISTORY, EVENTS, *SPARES}
     }
 
 

@@ -59,7 +59,7 @@ def test_no_word_of_others_is_one_of_ours_and_each_command_named_exists():
     assert callable(getattr(importlib.import_module(found[1]), found[2]))
 
 
-@pytest.mark.parametrize("command", ["list", "status", "rm", "export"])
+@pytest.mark.parametrize("command", ["list", "status", "rm", "export", "restore", "protect", "history"])
 def test_a_command_that_users_guess_is_answered_with_the_one_to_use(command, capsys):
     assert main([command, "runs/a"]) == 2
     assert COMMANDS[command] in capsys.readouterr().err

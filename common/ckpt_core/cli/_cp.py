@@ -417,7 +417,7 @@ def _found(selection: CopySource, info: CheckpointInfo, found: CheckpointInfo, t
     if found.damaged is not None:
         problem = (
             f"it is there, and marked as damaged ({found.damaged}): look at it with `ckpt verify`; after "
-            "`ckpt prune --damaged` it can be copied again"
+            f"`ckpt prune {target.url} --damaged` it can be copied again"
         )
         return CopyResult(info=info, source=selection.source.url, state="FAILED", problem=problem)
     _carry_marks(selection, info, found, target)

@@ -149,7 +149,7 @@ def tier_columns(storage: Storage, survey: Survey, arguments: Namespace) -> tupl
 
     def look(number: int) -> None:
         url = named.get(records[number].url.rstrip("/"))
-        if url is not None or arguments.tiers:
+        if url is not None or (arguments.tiers and number < _MOST_TIERS):
             options = {} if url is None else options_for(url, arguments)
             columns[number] = _asked(columns[number], url or records[number].url, options)
 

@@ -29,6 +29,7 @@ from ckpt_core.names import (
     JOURNAL,
     MARKER,
     PINS,
+    SPARES,
     TIERS,
     WRITER,
     drafted,
@@ -43,7 +44,7 @@ from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo
 
 _logger = logger_of(__name__)
-_OWNERS: Final = JOURNAL | {TIERS, WRITER}
+_OWNERS: Final = JOURNAL | SPARES | {TIERS, WRITER}
 """Small files that only the owner of a root writes."""
 
 _warned: set[tuple[str, str]] = set()

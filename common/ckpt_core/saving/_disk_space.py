@@ -179,8 +179,9 @@ class DiskSpace:
         )
         text = (
             f"{_figures_text(needed, free)}. Nothing was written.{gone} "
-            f"Kept: {kept or 'nothing'}. Free space, keep fewer (keep=), remove pins (`ckpt unpin`), "
-            "delete damaged checkpoints (`ckpt prune --damaged`) or lower headroom=, then save again"
+            f"Kept: {kept or 'nothing'}. Free space, keep fewer (keep=), remove pins (`ckpt unpin`), delete "
+            f"damaged checkpoints (`ckpt prune {self._storage.url} --damaged`) or lower headroom=, then save "
+            "again"
         )
         return NoRoomError(
             f"step {step} was not saved to {self._storage.url} (phase open): {text}",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from ckpt_core.commit import Catalog, verify
-from ckpt_core.names import DAMAGED, JOURNAL, PINS, WRITER
+from ckpt_core.names import DAMAGED, JOURNAL, PINS, SPARES, WRITER
 from ckpt_core.storage import LocalStorage
 from tests.reliability.disk.victims import (
     ALONE,
@@ -109,7 +109,7 @@ def strangers(root: Path) -> None:
         path = root / name
         _require(path.is_file() and path.read_bytes() == content, f"{name} is not ours and was changed")
     known = {Path(name).parts[0] for name in FOREIGN} | {DAMAGED}
-    known |= JOURNAL
+    known |= JOURNAL | SPARES
     known |= {f"{name}.lock" for name in (DAMAGED, PINS, WRITER)}
     # A damaged checkpoint that stood in the way is abandoned, and kept for a person.
     known |= {info.name for info in Catalog(LocalStorage(root)).committed(abandoned=True)}

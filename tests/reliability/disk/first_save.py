@@ -13,7 +13,7 @@ from typing import Any, Final, final
 
 import torch
 
-from ckpt_core.names import JOURNAL
+from ckpt_core.names import JOURNAL, SPARES
 from tests.reliability import forks
 from tests.reliability.disk.findings import PromiseBrokenError
 from tests.reliability.disk.power import FATES
@@ -87,7 +87,7 @@ def inspect(place: Path, acknowledged: int) -> int:
         if failures != [[]] * (1 + bool(step)):
             raise PromiseBrokenError(f"not all that is committed is sound: {failures}")
     left = {path.name for path in (place / ROOT).iterdir() if not path.name.startswith("step-00000000")}
-    if left - JOURNAL != {"writer.json.lock"}:
+    if left - JOURNAL - SPARES != {"writer.json.lock"}:
         raise PromiseBrokenError(f"left over: {sorted(left)}")
     return step
 

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeAlias, final
 from ckpt_core import CheckpointManager, EverySteps, KeepLatest, Upload
 from ckpt_core.commit import Catalog, verify
 from ckpt_core.errors import CheckpointError
-from ckpt_core.names import JOURNAL, MANIFEST, MARKER, METADATA, step_name
+from ckpt_core.names import JOURNAL, MANIFEST, MARKER, METADATA, SPARES, step_name
 from ckpt_core.storage import LocalStorage, Storage
 from ckpt_core.testing import FaultyStorage
 from tests.reliability import forks
@@ -39,7 +39,7 @@ _ATTEMPTS: Final = 3
 _LIMIT_SECONDS: Final = 100.0
 _LOSSES: Final = ((0,), (1,), (0, 1))
 _ON_EVERY_DISK: Final = (MARKER, MANIFEST, METADATA)
-_KNOWN: Final = {"writer.json.lock", "tiers.json", "damaged.json.lock", "pins.json.lock"} | JOURNAL
+_KNOWN: Final = {"writer.json.lock", "tiers.json", "damaged.json.lock", "pins.json.lock"} | JOURNAL | SPARES
 
 
 @final

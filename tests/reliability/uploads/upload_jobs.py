@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 
 from ckpt_core import CheckpointManager, EverySteps, KeepLatest, TrainState, Upload
 from ckpt_core.commit import Catalog, verify
-from ckpt_core.names import JOURNAL, data_name, step_name
+from ckpt_core.names import JOURNAL, SPARES, data_name, step_name
 from ckpt_core.storage import LocalStorage
 from tests.reliability import forks
 from tests.reliability.disk.findings import PromiseBrokenError
@@ -38,13 +38,17 @@ NEXT: Final = 2
 """How many steps the job after the crash saves."""
 
 _LIMIT_SECONDS: Final = 100.0
-_KNOWN: Final = {
-    "writer.json.lock",
-    "tiers.json",
-    "damaged.json",
-    "damaged.json.lock",
-    "pins.json.lock",
-} | JOURNAL
+_KNOWN: Final = (
+    {
+        "writer.json.lock",
+        "tiers.json",
+        "damaged.json",
+        "damaged.json.lock",
+        "pins.json.lock",
+    }
+    | JOURNAL
+    | SPARES
+)
 _HIDDEN: Final = {".metadata", ".metadata.replica"}
 _SPOILED: Final = step_name(HISTORY)
 _FLIPPED: Final = 5000

@@ -300,7 +300,7 @@ def test_prune_lists_the_damaged_as_left_for_a_person(ckpt, ckpt_json, root):
     code, out, _ = ckpt("prune", root, "--keep-latest", 1)
     assert code == 0
     assert re.search(r"^left +300 +marked as damaged: __0_0\.distcp: missing$", out, flags=re.MULTILINE)
-    assert out.endswith("see `ckpt verify` and `ckpt prune --damaged`\n")
+    assert out.endswith(f"see `ckpt verify` and `ckpt prune {root} --damaged`\n")
     assert steps(root) == [100, 200, 300]
 
 

@@ -352,3 +352,11 @@ def test_no_row_of_a_table_is_longer_than_the_terminal(tmp_path, capsys, monkeyp
         assert "eval_metric_of_long_name_7=0.1" in written or width < 400
         assert "27 more" in written or width < 400
         assert len(written.splitlines()) < 40 or width < 100
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+def test_prune_of_a_folder_of_roots_names_them_and_touches_nothing(root, dry, capsys):
+    before = sorted(root.parent.rglob("*"))
+    assert main(["prune", str(root.parent), "--keep-latest", "1", *dry]) == 3
+    assert f"{root.name} there hold checkpoints: give one of them as the root" in capsys.readouterr().err
+    assert sorted(root.parent.rglob("*")) == before

@@ -11,10 +11,10 @@ from functools import reduce
 from operator import or_
 from typing import Final
 
-from ckpt_core.cli._arguments import Commands, claimed, number_in, open_root
+from ckpt_core.cli._arguments import Commands, claimed, none_committed, number_in, open_root
 from ckpt_core.cli._outcome import Outcome, Table
 from ckpt_core.cli._progress_line import ProgressLine
-from ckpt_core.commit import Catalog, Inventory, Lease, Soundness, collect_orphans, remove
+from ckpt_core.commit import Catalog, Inventory, Lease, Soundness, collect_orphans, look_around, remove
 from ckpt_core.errors import ConfigError, CorruptCheckpointError
 from ckpt_core.journal import add_event
 from ckpt_core.options import bytes_text
@@ -82,6 +82,8 @@ def run(arguments: Namespace) -> Outcome:
     """Remove what no policy keeps and leftovers of crashes, or only given kinds."""
     policy = _policy(arguments)
     storage = open_root(arguments.root, arguments.storage_options)
+    if Catalog(storage).latest() is None and look_around(storage).runs:
+        raise none_committed(storage)  # of a folder of roots, before anything is written there
 
     def choose(history: Sequence[CheckpointInfo]) -> PrunePlan:
         return _plan_kinds(storage, history, arguments) if policy is None else _plan(policy, history)
@@ -231,10 +233,11 @@ def _outcome(storage: Storage, plan: PrunePlan, torn: Sequence[str], *, dry_run:
     rows += [("left", str(info.step), _why_left(info)) for info in left]
     freed = bytes_text(sum(info.size_bytes for info in plan.drop))
     verb = "would drop" if dry_run else "dropped"
+    prune = f"ckpt prune {storage.url}"
     advice = {
-        "left to you: damaged checkpoints, see `ckpt verify` and `ckpt prune --damaged`": plan.damaged,
-        "left to you: bad checkpoints, see `ckpt mark` and `ckpt prune --bad`": plan.bad,
-        "left: abandoned checkpoints, see `ckpt prune --abandoned`": plan.abandoned,
+        f"left to you: damaged checkpoints, see `ckpt verify` and `{prune} --damaged`": plan.damaged,
+        f"left to you: bad checkpoints, see `ckpt mark` and `{prune} --bad`": plan.bad,
+        f"left: abandoned checkpoints, see `{prune} --abandoned`": plan.abandoned,
     }
     return Outcome(
         fields={

@@ -35,9 +35,6 @@ _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 # `struct flock` of 64-bit Linux: type, whence, start, length, process.
 _FLOCK: Final = struct.Struct("hhqqi")
 
-_ROOM_BYTES: Final = 16384
-"""Of each lock file: what it takes to pin, to mark and to record an owner on a full disk."""
-
 _guard = threading.Lock()
 # The process id is part of the key because a forked child inherits this set but not the locks.
 _claims: set[tuple[int, str]] = set()
@@ -112,20 +109,8 @@ def try_lock_file(file: PathAt) -> Lock | None:
         except OSError as error:
             os.close(descriptor)
             return _without_lock(file.path, error)
-        with suppress(OSError):
-            if os.fstat(descriptor).st_size < _ROOM_BYTES:
-                os.pwrite(descriptor, bytes(_ROOM_BYTES), 0)
         _claims.add(claim)
         return FileLock(claim, descriptor)
-
-
-def give_room(file: PathAt) -> None:
-    """Free some of the room that the lock files beside a file keep."""
-    for lock in file.path.parent.glob("*.lock"):
-        status = lock.lstat()
-        if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
-            # By its path: to close a descriptor of a lock file drops a lock of this process.
-            os.truncate(lock, max(0, status.st_size - _ROOM_BYTES // 4))
 
 
 def holder_of(file: PathAt) -> int | None:

@@ -25,8 +25,6 @@ _LISTING: Final = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_RDONLY
 # Errors of opening a link or a file as a directory.
 _NO_DIRECTORY: Final = {errno.ENOTDIR, errno.ELOOP, errno.EMLINK}
 
-_PAGE: Final = 4096
-
 
 class LinkInTheWayError(ForeignFileError):
     """A symbolic link is where a directory or a file is expected."""
@@ -104,6 +102,10 @@ class PathAt:
         """Open a file for reading; same errors as `open_existing`."""
         return _stream(self.path, "rb", buffering, self.open_existing)
 
+    def update_stream(self) -> IO[bytes]:
+        """Open a file for writing over its content; same errors as `open_existing`."""
+        return _stream(self.path, "r+b", -1, self.open_existing)
+
     def make_directory(self) -> None:
         """Create a directory; `sync` makes its name durable."""
         with self.errors():
@@ -123,24 +125,6 @@ class PathAt:
         """Rename another file onto this name."""
         with self.errors():
             os.replace(draft.name, self.name, src_dir_fd=draft.directory, dst_dir_fd=self.directory)
-
-    def overwrite(self, content: bytes) -> bool:
-        """Replace the content of a file in the room that it has; return whether it fits."""
-        try:
-            descriptor = self.open_existing(os.O_RDWR)
-        except OSError:
-            return False
-        with os.fdopen(descriptor, "r+b", buffering=0) as stream:
-            status, before = os.fstat(descriptor), stream.read(_PAGE)
-            if status.st_nlink > 1 or max(status.st_size, len(content)) > min(status.st_blocks * 512, _PAGE):
-                return False
-            for each in (content, before):
-                with suppress(OSError):
-                    os.pwrite(descriptor, each, 0)
-                    stream.truncate(len(each))
-                    os.fsync(descriptor)
-                    return each is content
-        return False
 
     def delete(self) -> None:
         """Delete a file, a link (not its target) or a directory; no-op if absent."""

@@ -12,11 +12,11 @@ from operator import attrgetter
 from pathlib import Path
 from typing import IO, Final, final
 
-from ckpt_core.names import draft_name
+from ckpt_core.names import SPARES, draft_name
 from ckpt_core.storage._base import Lock, RangeReader, Storage, StorageEntry, is_full
 from ckpt_core.storage._keys import file_key, key_parts
 from ckpt_core.storage.local._direct import write_direct
-from ckpt_core.storage.local._locks import give_room, holder_of, try_lock_file
+from ckpt_core.storage.local._locks import holder_of, try_lock_file
 from ckpt_core.storage.local._paths import PathAt, path_below
 from ckpt_core.storage.local._posix import make_directories, sync_directory, sync_parents
 from ckpt_core.storage.local._reader import open_inside, open_local_ranges
@@ -25,6 +25,8 @@ from ckpt_core.storage.local._rename import exchange, rename_exclusively
 _NO_ROOM: Final = (
     "no room for this small file: free some, as by `ckpt prune`, which needs none, then try again"
 )
+
+_SPARE_BYTES: Final = 4096
 
 
 @final
@@ -132,8 +134,8 @@ class LocalStorage(Storage):
     def replace(self, key: str, content: bytes) -> None:
         """Write a small file atomically, durable on return.
 
-        On a full disk a few small files still have room: that of lock files, then that of the file itself,
-        which is overwritten: a power cut meanwhile may leave neither content.
+        On a full disk a spare file with room for a few kB takes its place; another spare one is made of the
+        room of the file before.
         """
         with self._at(key, make=True) as target:
             try:
@@ -141,12 +143,8 @@ class LocalStorage(Storage):
             except OSError as error:
                 if not is_full(error):
                     raise
-                try:
-                    give_room(target)
-                    _replace(target, content)
-                except OSError:
-                    if not target.overwrite(content):
-                        raise _explained(OSError, error, _NO_ROOM, at=target.path) from error
+                if not _replace_by_spare(target, content):
+                    raise _explained(OSError, error, _NO_ROOM, at=target.path) from error
             target.sync()
 
     def append(self, key: str, content: bytes) -> None:
@@ -248,7 +246,9 @@ class LocalStorage(Storage):
     def try_lock(self, key: str) -> Lock | None:
         """Lock the file `<key>.lock` next to `key`; it is never deleted."""
         with self._at(f"{file_key(key)}.lock", make=True) as target:
-            return try_lock_file(target)
+            if (lock := try_lock_file(target)) is not None:
+                _make_spares(target)
+            return lock
 
     def lock_holder(self, key: str) -> int | None:
         """Ask the kernel which process of this machine holds the lock."""
@@ -286,17 +286,41 @@ class LocalStorage(Storage):
             return None
 
 
-def _replace(target: PathAt, content: bytes) -> None:
+def _replace(target: PathAt, content: bytes, *, spare: PathAt | None = None) -> None:
     draft = target.beside(draft_name(target.name, secrets.token_hex(4)))
     try:
-        with draft.create_stream() as stream:
+        if spare is not None:
+            draft.replace_by(spare)  # nobody else has it then
+            if draft.status().st_nlink > 1:
+                raise FileExistsError(errno.EEXIST, "it has another name", str(spare.path))
+        with draft.create_stream() if spare is None else draft.update_stream() as stream:
             stream.write(content)
             stream.flush()
+            if spare is not None:
+                stream.truncate()
             os.fsync(stream.fileno())
         target.replace_by(draft)
     except BaseException:
         draft.delete()
         raise
+
+
+def _replace_by_spare(target: PathAt, content: bytes) -> bool:
+    for spare in map(target.beside, SPARES if len(content) <= _SPARE_BYTES else ()):
+        with suppress(OSError):
+            _replace(target, content, spare=spare)
+            _make_spares(target)
+            return True
+    return False
+
+
+def _make_spares(beside: PathAt) -> None:
+    for spare in map(beside.beside, SPARES):
+        with suppress(OSError):
+            try:
+                spare.status()
+            except FileNotFoundError:
+                _replace(spare, bytes(_SPARE_BYTES))
 
 
 def _entry(child: os.DirEntry[str] | Path) -> StorageEntry | None:
