@@ -152,8 +152,8 @@ def lowered(moved: bool) -> str:
     """The text of the budget with today's figures.
 
     Raises:
-        SystemExit: a room is over its budget, or new, and nobody has said that lines were moved; or more lines
-            came than went.
+        SystemExit: a room is over its budget, or new, and nobody has said that lines were moved; or more came
+            than went.
     """
     (most, _), now = budget(), rooms()
     risen = {

@@ -1,8 +1,8 @@
 """How far it is from a call of the manager to the system call that moves the bytes.
 
-A hop is a frame of ours on the way: those in the thread that makes the system call, those in the thread that
-started it, and so on up to the call. What returns before is not on the way, but a reader meets it all the same:
-every function of ours that the call entered, on any thread, is counted beside.
+A hop is a frame of ours on the way: those in the thread that makes the system call, those in the thread
+that started it, and so on up to the call. What returns before is not on the way, but a reader meets it all
+the same: every function of ours that the call entered, on any thread, is counted beside.
 """
 
 from __future__ import annotations
@@ -90,10 +90,9 @@ def walks(root: Path) -> dict[str, Walk]:
 
     from ckpt_core import CheckpointManager
 
-    with CheckpointManager(root) as manager:
-        with Walk("pwrite", "pwritev", "write") as save:
-            manager.save(1, {"model": {"weight": torch.arange(1 << 22, dtype=torch.float32)}})
-            manager.wait()
+    with CheckpointManager(root) as manager, Walk("pwrite", "pwritev", "write") as save:
+        manager.save(1, {"model": {"weight": torch.arange(1 << 22, dtype=torch.float32)}})
+        manager.wait()
     with CheckpointManager(root) as manager, Walk("preadv", "pread", "readv", "read") as load:
         manager.load({"model": {"weight": torch.empty(1 << 22)}})
     return {"save": save, "load": load}
@@ -104,8 +103,8 @@ def show() -> None:
         for name, walk in walks(Path(root) / "run").items():
             modules = {each.split(":")[0] for each in walk.met}
             print(
-                f"hops of a {name}: {len(walk.path)}; functions entered: {walk.before} before the first bytes, "
-                f"{len(walk.met)} in all, of {len(modules)} modules"
+                f"hops of a {name}: {len(walk.path)}; functions entered: {walk.before} before the first "
+                f"bytes, {len(walk.met)} in all, of {len(modules)} modules"
             )
             for each in walk.path:
                 print(f"  {each}")
