@@ -8,7 +8,7 @@ from tests.judges.figures import MODULES_IN_A_PACKAGE, Room, budget, crowded, ro
 
 LOWER = "lower the budget: python -m tests.judges form --write"
 SLACK = {"lines": 40, "public": 3, "others": 3}
-"""So much less than its budget, or 2 % if that is more, and the room is done: what was won is not spent again."""
+"""So much below its budget, or 2 % of it, a room may be: what it won beyond that is not to be spent again."""
 
 
 @pytest.fixture(scope="module")
