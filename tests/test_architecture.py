@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,12 +15,9 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = (ROOT / "common" / "ckpt_core", ROOT / "lightning_ckpt", ROOT / "accelerate_ckpt")
 MODULES = sorted(path for package in PACKAGES for path in package.rglob("*.py"))
 
-# The whole, as `wc -l` counts it. It only falls, but for what a feature is granted.
-MAX_SHIPPED_LINES = 72_500
 MAX_MODULE_LINES = 900
 MAX_BODY_LINES = 80
 MAX_PARAMETERS = 6
-MAX_MODULES = 16
 MAX_FIRST_LINE = 80
 ROLES = {
     # Modules that play one part in several places: in each adapter, kind of storage, or command.
@@ -144,10 +140,6 @@ def refused_words() -> set[str]:
     return {word for row in rows for word in re.findall(r"`(\w+)`", row.rstrip("| ").rsplit("|", 1)[1])}
 
 
-def test_the_house_keeps_its_budget(modules):
-    assert sum(len(m.lines) for m in modules) <= MAX_SHIPPED_LINES
-
-
 def test_modules_fit_on_a_few_screens(modules):
     long = [f"{m.at(m.tree)}: {len(m.lines)} lines" for m in modules if len(m.lines) > MAX_MODULE_LINES]
     refuse(long)
@@ -259,11 +251,6 @@ def test_every_logger_of_ours_makes_names_from_storage_printable(modules):
         if isinstance(node, ast.Call) and ast.unparse(node) == "logging.getLogger(__name__)"
     )
     refuse([f"{m.at(node)}: use ckpt_core.disclosure.logger_of" for m, node in loggers])
-
-
-def test_packages_are_read_in_one_sitting():
-    packages: dict[Path, int] = Counter(path.parent for path in MODULES)
-    refuse([f"{p.relative_to(ROOT)}: {n} modules" for p, n in packages.items() if n > MAX_MODULES])
 
 
 def test_two_modules_of_one_name_play_one_role():
