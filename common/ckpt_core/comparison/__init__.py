@@ -6,7 +6,7 @@ damage is no difference; two tensors are in memory at a time. Nothing is unpickl
 """
 
 from ckpt_core.comparison._compare import Comparison, compare
-from ckpt_core.comparison._tensors import TensorDifference
+from ckpt_core.comparison._tensor_pairs import TensorDifference
 from ckpt_core.comparison._values import ValueDifference
 
 __all__ = ["Comparison", "TensorDifference", "ValueDifference", "compare"]

@@ -11,7 +11,7 @@ from typing import final
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ckpt_core.comparison._directory_contents import Contents, StoredChunk
-from ckpt_core.comparison._tensors import TensorDifference, equal_by_checksums, figures, whole_tensor
+from ckpt_core.comparison._tensor_pairs import TensorDifference, equal_by_checksums, figures, whole_tensor
 from ckpt_core.comparison._values import MISSING, ValueDifference, value_differences
 from ckpt_core.dcp import ChunkLocation, checked_zip, load_value
 from ckpt_core.errors import ConfigError, UnsafeCheckpointError

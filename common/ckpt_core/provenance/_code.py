@@ -56,7 +56,7 @@ def code_version() -> CodeVersion:
 
 
 def version_of_tree(git: str, directory: str) -> CodeVersion:
-    """Return the commit of a working tree, and whether it is dirty; what is unknown is left out."""
+    """Return the commit of a working tree, and whether it is dirty, as far as known."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
 
     def ask(*words: str, **variables: str) -> list[str]:

@@ -81,6 +81,6 @@ def _known(**fields: Any) -> dict[str, Any]:
 
 
 def software_versions() -> Mapping[str, str]:
-    """Return the versions of libraries that are imported; nothing is imported and no file is read."""
+    """Return the versions of libraries that are imported already."""
     found = {name: getattr(sys.modules.get(name), "__version__", None) for name in _LIBRARIES}
     return {name: str(version) for name, version in found.items() if isinstance(version, str)}

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from ckpt_core.comparison._tensors import TensorDifference, figures
+from ckpt_core.comparison._tensor_pairs import TensorDifference, figures
 from ckpt_core.types import SavedTensor
 
 
