@@ -256,10 +256,8 @@ needs_git = pytest.mark.skipif(GIT is None, reason="git is not installed")
 HOOKS = ("post-index-change", "pre-commit", "post-checkout", "fsmonitor-watchman", "reference-transaction")
 
 ASKS = """
-from ckpt_core.provenance import find_code_version
-search = find_code_version()
-search._ended.wait(60)
-print(search.result().version or None, search.result().dirty)
+from ckpt_core.provenance import code_version
+print(code_version().version or None, code_version().dirty)
 """
 SAVES = f"""
 import sys, torch

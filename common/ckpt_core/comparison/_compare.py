@@ -8,18 +8,10 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import final
 
-import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ckpt_core.comparison._directory_contents import Contents, StoredChunk
-from ckpt_core.comparison._slabs import (
-    SLAB_ELEMENTS,
-    Figures,
-    TensorDifference,
-    TensorStream,
-    equal_by_checksums,
-    slabs,
-)
+from ckpt_core.comparison._tensor_pairs import TensorDifference, equal_by_checksums, figures, whole_tensor
 from ckpt_core.comparison._values import MISSING, ValueDifference, value_differences
 from ckpt_core.dcp import ChunkLocation, checked_zip, load_value
 from ckpt_core.errors import ConfigError, UnsafeCheckpointError
@@ -92,7 +84,6 @@ class _TensorPair:
 
     name: str
     form: SavedTensor
-    dtype: torch.dtype
     chunks: tuple[Sequence[StoredChunk], Sequence[StoredChunk]]
 
     @property
@@ -181,7 +172,7 @@ class _Comparing:
     ) -> TensorDifference | _TensorPair | None:
         """Compare a tensor without its bytes; return the pair that has to be read."""
         one, other = _form(a), _form(b)
-        if one is None or other is None or a is None:
+        if one is None or other is None:
             return TensorDifference(
                 name=name, difference="removed" if other is None else "added", a=one, b=other
             )
@@ -192,7 +183,6 @@ class _Comparing:
         pair = _TensorPair(
             name=name,
             form=one,
-            dtype=a.properties.dtype,
             chunks=(self._a.chunks(name), self._b.chunks(name)),
         )
         if pair.is_wrapped:
@@ -212,17 +202,12 @@ class _Comparing:
 
     def _measured(self, pair: _TensorPair) -> TensorDifference | None:
         """Read both tensors; return their difference with its figures."""
-        streams = [
-            TensorStream(contents, each, pair.dtype, self._seen)
-            for contents, each in zip((self._a, self._b), pair.chunks, strict=True)
-        ]
-        figures = Figures(pair.dtype)
-        for slab in slabs(pair.form.shape, SLAB_ELEMENTS):
-            figures.add(*(stream.read(slab) for stream in streams))
-        for stream in streams:
-            stream.finish()
         self._num_read += 1
-        return figures.of(pair.name, pair.form) if figures.changed else None
+        a, b = (
+            whole_tensor(contents, each, pair.form, self._seen)
+            for contents, each in zip((self._a, self._b), pair.chunks, strict=True)
+        )
+        return figures(pair.name, pair.form, a, b)
 
     def _equal_archives(self, one: Sequence[StoredChunk], other: Sequence[StoredChunk]) -> bool | None:
         """Compare a tensor made of others by its zips' records; None if divided otherwise."""

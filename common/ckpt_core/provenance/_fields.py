@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from typing import Any, Final
 
 from ckpt_core.formats.codec import Fields
 from ckpt_core.types import DataPosition, Parent, Provenance
 
 _NAME: Final = "provenance"
+_LIBRARIES: Final = (
+    *("numpy", "lightning", "pytorch_lightning", "accelerate", "transformers"),
+    *("peft", "torchao", "bitsandbytes", "torchdata"),
+)
 
 
 def provenance_fields(provenance: Provenance) -> dict[str, Any]:
@@ -72,3 +78,9 @@ def _text(fields: Fields, name: str) -> str:
 
 def _known(**fields: Any) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value not in (None, "", {})}
+
+
+def software_versions() -> Mapping[str, str]:
+    """Return the versions of libraries that are imported already."""
+    found = {name: getattr(sys.modules.get(name), "__version__", None) for name in _LIBRARIES}
+    return {name: str(version) for name, version in found.items() if isinstance(version, str)}

@@ -1,79 +1,195 @@
-"""A report as one HTML page without network, fonts or scripts."""
+"""A report as one HTML page without network or scripts; its pictures lie in it."""
 
 from __future__ import annotations
 
+from base64 import b64encode
 from datetime import UTC, datetime
-from html import escape
-from typing import Final
+from io import BytesIO
+from typing import TYPE_CHECKING, Any, Final
+
+from jinja2 import Environment
 
 from ckpt_core.disclosure import printable
-from ckpt_core.reporting._charts import chart
-from ckpt_core.reporting._report_values import Report
-from ckpt_core.reporting._sections import Section, headline, sections
+from ckpt_core.reporting._report_values import A_DAY, Report, clock_of
+from ckpt_core.reporting._sections import headline, parts_of, sections
 
-_POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'"
-_STYLE: Final = """
-:root{color-scheme:light dark;--ink:#1c1e21;--soft:#6a6f76;--rule:#e2e4e8;--paper:#fff;--main:#2f6db3;
---pale:#b9d0ea;--bad:#c0452c;--warm:#d99a2b}
-@media (prefers-color-scheme:dark){:root{--ink:#e6e7e9;--soft:#9aa0a8;--rule:#33373d;--paper:#16181b;
---main:#6ea8e6;--pale:#31527a;--bad:#ec7b62;--warm:#e0b15a}}
-*{box-sizing:border-box}
-body{margin:0 auto;max-width:1010px;padding:40px 24px 80px;background:var(--paper);color:var(--ink);
-font:15px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif}
-h1{font-size:24px;font-weight:600;margin:0;overflow-wrap:anywhere}
-h2{font-size:16px;font-weight:600;margin:44px 0 8px;padding-top:12px;border-top:1px solid var(--rule)}
-p{margin:0 0 8px;max-width:76ch;overflow-wrap:anywhere}
-.soft{color:var(--soft)}
-dl{display:grid;grid-template-columns:repeat(auto-fit,minmax(130px,1fr));gap:20px;margin:28px 0 0}
-dt{color:var(--soft);font-size:13px}
-dd{margin:0;font-size:24px;font-variant-numeric:tabular-nums;white-space:nowrap}
-.wide{overflow-x:auto;margin-top:12px}
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+_INK: Final = "#7d838b"
+"""Of axes and texts of pictures: to be read on light and on dark paper."""
+_COLOURS: Final = ("#3b7cc4", "#d99a2b", "#8fb4dc", "#c0452c", _INK)
+_OF_ENDS: Final = {"end": _COLOURS[0], "preempted": _COLOURS[1], "unclean": _COLOURS[3]}
+_TEMPLATE: Final = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy"
+ content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Checkpoints of {{ root }}</title>
+<style>
+:root{color-scheme:light dark;--soft:#6a6f76;--rule:#e2e4e8}
+@media (prefers-color-scheme:dark){:root{--soft:#9aa0a8;--rule:#33373d}}
+body{margin:0 auto;max-width:1010px;padding:40px 24px;font:15px/1.5 system-ui,sans-serif;
+overflow-wrap:anywhere}
+h1{font-size:24px;margin:0}
+h2{font-size:16px;margin:44px 0 8px;padding-top:12px;border-top:1px solid var(--rule)}
+p{margin:0 0 8px;max-width:76ch}
+dl{display:grid;grid-template-columns:repeat(auto-fit,minmax(130px,1fr));gap:20px}
+dt,th,.soft{color:var(--soft);font-size:13px}
+dd{margin:0;font-size:24px}
+div.wide{overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-size:13.5px;font-variant-numeric:tabular-nums}
-th{font-weight:500;font-size:11.5px;letter-spacing:.03em;color:var(--soft);text-align:left}
-th,td{padding:4px 18px 4px 0;border-bottom:1px solid var(--rule);vertical-align:top;overflow-wrap:anywhere}
+th,td{padding:4px 18px 4px 0;border-bottom:1px solid var(--rule);text-align:left;vertical-align:top}
 .n{text-align:right;white-space:nowrap}
-svg{display:block;width:100%;height:auto;margin:14px 0 4px;overflow:visible}
-svg text{font-size:11.5px;fill:var(--soft);font-variant-numeric:tabular-nums}
-.rule{stroke:var(--rule)}.range{stroke:var(--pale);stroke-width:2}circle{fill:var(--main)}
-.save,.ended,.p0{fill:var(--main)}.open,.load,.p4{fill:var(--soft)}.ended,.open{opacity:.55}
-.preempted,.p1{fill:var(--warm)}.unclean,.bad,.p3{fill:var(--bad)}.unclean{opacity:.6}.p2{fill:var(--pale)}
-@media print{body{max-width:none;padding:0}}
+img{width:100%}
+</style></head>
+<body>
+<h1>{{ root }}</h1>
+<p class="soft">Checkpoints of this root, as of {{ made }} UTC{{ note }}</p>
+<dl>{% for name, text in headline %}<div><dt>{{ name }}</dt><dd>{{ text }}</dd></div>{% endfor %}</dl>
+{% for each in sections %}<section id="{{ each.key }}"><h2>{{ each.title }}</h2>
+{% for line in each.lines %}<p>{{ line }}</p>
+{% endfor %}{% if each.key in pictures %}<img alt="{{ each.title }}"
+ src="data:image/png;base64,{{ pictures[each.key] }}">
+{% endif %}{% if each.rows %}<div class="wide"><table>
+<thead>{{ row(each, each.columns, "th") }}</thead>
+<tbody>{% for cells in each.rows %}{{ row(each, cells, "td") }}{% endfor %}</tbody>
+</table></div>
+{% endif %}</section>
+{% endfor %}</body></html>
 """
+_ROW: Final = """{% macro row(each, cells, tag) %}<tr>{% for cell in cells %}<{{ tag }}
+{%- if loop.index0 >= each.figures %} class="n"{% endif %}>{{ cell }}</{{ tag }}>{% endfor %}</tr>
+{% endmacro %}"""
 
 
 def page(report: Report) -> str:
     """Return a report as HTML. Every text in it is escaped, wherever it comes from."""
-    made = datetime.fromtimestamp(report.made, UTC).strftime("%Y-%m-%d %H:%M")
-    figures = "".join(f"<div><dt>{_safe(n)}</dt><dd>{_safe(text)}</dd></div>" for n, text in headline(report))
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>Checkpoints of {_safe(report.root)}</title>\n<style>{_STYLE}</style></head>\n<body>\n"
-        f'<h1>{_safe(report.root)}</h1>\n<p class="soft">Checkpoints of this root, as of {made} UTC</p>\n'
-        f"<dl>{figures}</dl>\n{''.join(_section(each, report) for each in sections(report))}</body></html>\n"
+    environment = Environment(
+        autoescape=True, finalize=lambda each: printable(each) if type(each) is str else each
+    )
+    try:
+        pictures, note = _pictures(report), ""
+    except ImportError:
+        pictures, note = {}, "; for pictures install ckpt-suite[report]"
+    return environment.from_string(_ROW + _TEMPLATE).render(
+        root=report.root,
+        made=datetime.fromtimestamp(report.made, UTC).strftime("%Y-%m-%d %H:%M"),
+        note=note,
+        headline=headline(report),
+        sections=sections(report),
+        pictures=pictures,
     )
 
 
-def _section(each: Section, report: Report) -> str:
-    return (
-        f'<section id="{each.key}"><h2>{_safe(each.title)}</h2>\n'
-        f"{''.join(f'<p>{_safe(line)}</p>' for line in each.lines)}\n{chart(each.key, report)}\n"
-        f"{_table(each) if each.rows else ''}</section>\n"
+def _pictures(report: Report) -> dict[str, str]:
+    """Draw the pictures of sections that have something to show: PNG, in base64."""
+    from matplotlib.figure import Figure
+
+    draws: dict[str, tuple[float, Callable[[Report, Any], bool]]] = {
+        "goodput": (1.0, _draw_balance),
+        "runs": (2.2, _draw_time_line),
+        "costs": (4.5, _draw_costs),
+    }
+    found: dict[str, str] = {}
+    for key, (height, draw) in draws.items():
+        figure, content = Figure(figsize=(10, height), layout="constrained"), BytesIO()
+        if draw(report, figure):
+            for axes in figure.axes:
+                axes.tick_params(colors=_INK, labelsize=8)
+                axes.spines[:].set_visible(False)
+                axes.set_facecolor("none")
+            figure.savefig(content, format="png", dpi=110, transparent=True)
+            found[key] = b64encode(content.getvalue()).decode()
+    return found
+
+
+def _draw_balance(report: Report, figure: Any) -> bool:
+    """Draw where time went."""
+    axes, left = figure.subplots(), 0.0
+    parts = parts_of(report.balance)
+    whole = sum(seconds for _, seconds in parts)
+    if whole <= 0:
+        return False
+    for (name, seconds), colour in zip(parts, _COLOURS, strict=True):
+        share = 100 * seconds / whole
+        axes.barh(0, share, left=left, color=colour, label=f"{name} {share:.3g} %")
+        left += share
+    axes.set_yticks([])
+    axes.set_xlim(0, 100)
+    axes.legend(
+        ncols=5, fontsize=8, frameon=False, labelcolor=_INK, loc="upper center", bbox_to_anchor=(0.5, -0.2)
     )
+    return True
 
 
-def _table(each: Section) -> str:
-    def row(cells: tuple[str, ...], tag: str) -> str:
-        kinds = ["" if place < each.figures else ' class="n"' for place in range(len(cells))]
-        scope = ' scope="col"' if tag == "th" else ""
-        inner = "".join(f"<{tag}{scope}{k}>{_safe(c)}</{tag}>" for k, c in zip(kinds, cells, strict=True))
-        return f"<tr>{inner}</tr>\n"
+def _draw_time_line(report: Report, figure: Any) -> bool:
+    """Draw runs, saves, loads, failures and lost work over time."""
+    axes, lanes = figure.subplots(), ("lost work", "failures", "loads", "saves", "runs")
+    known = [run for run in report.runs if run.begin is not None and run.until is not None]
+    for run in known:
+        begin, until = _moments((run.begin, run.until))
+        axes.plot(
+            [begin, until], [4, 4], color=_OF_ENDS.get(run.end, _INK), linewidth=8, solid_capstyle="butt"
+        )
+        if run.lost_seconds and run.until is not None:
+            begin, until = _moments((run.until - run.lost_seconds, run.until))
+            axes.plot([begin, until], [0, 0], color=_COLOURS[3], linewidth=8, solid_capstyle="butt")
+    of_kind = {kind: report.events[kind] for kind in ("save", "load", "upload")}
+    failed = [each for events in of_kind.values() for each in events if each.get("outcome") == "failed"]
+    times: dict[int, list[float]] = {
+        1: [*_times(report, failed), *(run.until for run in known if run.until and run.end == "unclean")],
+        2: _times(report, [each for each in of_kind["load"] if each.get("outcome") == "done"]),
+        3: _times(report, [each for each in of_kind["save"] if each.get("outcome") == "committed"]),
+    }
+    for lane, found in times.items():
+        axes.plot(
+            _moments(found), [lane] * len(found), "|", markersize=11, color=_COLOURS[3 if lane == 1 else 0]
+        )
+    axes.set_yticks(range(len(lanes)), lanes)
+    axes.set_ylim(-0.6, 4.6)
+    _as_dates(axes)
+    return bool(known or any(times.values()))
 
-    body = "".join(row(cells, "td") for cells in each.rows)
-    head = row(each.columns, "th")
-    return f'<div class="wide"><table><thead>{head}</thead><tbody>{body}</tbody></table></div>\n'
+
+def _draw_costs(report: Report, figure: Any) -> bool:
+    """Draw stall, time to durable and size of saves: over time, and distributed."""
+    rows = (("stall_seconds", "stall, s"), ("durable_seconds", "durable, s"), ("size_bytes", "size, GiB"))
+    done = [
+        each
+        for each in report.events["save"]
+        if each.get("outcome") == "committed" and _times(report, [each])
+    ]
+    drawn = False
+    for (name, label), (over_time, spread) in zip(
+        rows, figure.subplots(3, 2, width_ratios=(3, 1)), strict=True
+    ):
+        points = [each for each in done if each.get(name) is not None]
+        values = [float(each[name]) / (2**30 if name == "size_bytes" else 1) for each in points]
+        over_time.plot(_moments(_times(report, points)), values, ".", markersize=3, color=_COLOURS[0])
+        over_time.set_ylim(bottom=0)
+        over_time.set_title(label, loc="left", color=_INK, fontsize=9)
+        _as_dates(over_time)
+        spread.ticklabel_format(useOffset=False)
+        spread.hist(values, bins=32, color=_COLOURS[0])
+        drawn = drawn or len(values) > 1
+    return drawn
 
 
-def _safe(text: str) -> str:
-    return escape(printable(text))
+def _times(report: Report, events: Iterable[dict[str, Any]]) -> list[float]:
+    """Return the times of events whose clock can have been right."""
+    times = (clock_of(each) for each in events)
+    return [time for time in times if time is not None and time <= report.made + A_DAY]
+
+
+def _moments(times: Iterable[float | None]) -> list[Any]:
+    return [datetime.fromtimestamp(time, UTC) for time in times if time is not None]
+
+
+def _as_dates(axes: Any) -> None:
+    """Show milliseconds, seconds, minutes or dates, as the span of an axis needs."""
+    from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
+
+    locator: Any = AutoDateLocator(minticks=3, maxticks=7)  # type: ignore[no-untyped-call]
+    axes.xaxis.set_major_locator(locator)
+    axes.xaxis.set_major_formatter(ConciseDateFormatter(locator))  # type: ignore[no-untyped-call]

@@ -39,7 +39,7 @@ from ckpt_core.errors import (
 )
 from ckpt_core.journal import Journal
 from ckpt_core.names import run_name
-from ckpt_core.provenance import find_code_version
+from ckpt_core.provenance import code_version
 from ckpt_core.root._ancestry import Ancestry
 from ckpt_core.root._disks import Disks
 from ckpt_core.root._holdings import TAKING, hold, let_go, take_from_earlier_manager
@@ -357,7 +357,7 @@ class Ownership:
             self._further = {info.name: info for info in further}
             # Parts, too: to go on before one of them is to leave it, should the rest of it come back.
             self.line.survey([*survey.everything, *survey.parts], present, further)
-            find_code_version()
+            code_version()  # now, so that no save waits for git
         return secrets.token_hex(4)
 
     def collect_orphans(self) -> None:

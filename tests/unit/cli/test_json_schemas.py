@@ -44,7 +44,7 @@ CALLS = [
     "cp runs/a copy", "cp runs/a copy", "cp runs/b bad", "upload runs/a --to tier", "pin runs/a@4 --reason r",
     "ls runs/a", "unpin runs/a@4", "mark runs/a@4 bad --reason r", "ls runs/a", "mark runs/a@4 good",
     "prune copy --keep-latest 1 --dry-run", "prune copy --keep-latest 1", "prune runs/b --damaged",
-    "plan 7B --ranks 8 --storage s3", "plan 7B --ranks 16 --tp 2 --optimizer sgd --mtbf 6h --upload gcs",
+    "plan 7B --ranks 8 --storage s3", "plan 7B --ranks 16 --tp 2 --optimizer sgd --mtbf 6h",
     "completion bash",
 ]  # fmt: skip
 

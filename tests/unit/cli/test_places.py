@@ -70,12 +70,6 @@ def test_a_page_beside_the_checkpoints_is_the_users_choice(root):
     (root / "report.html").unlink()
 
 
-def test_no_picture_is_written_over_a_file_of_a_root(root, capsys):
-    plan = ["plan", "7e9", "--picture", str(root / "step-000000001" / "plan.png")]
-    assert main(plan) == 2
-    assert "write it elsewhere" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("command", ["show", "verify", "ls", "du"])
 @pytest.mark.parametrize("name", ["manifest.json", "COMMITTED", "__0_0.distcp"])
 def test_a_file_in_place_of_a_checkpoint_or_root_is_a_wrong_argument(root, command, name, capsys):

@@ -139,6 +139,7 @@ def test_405b_in_bf16_is_810_gb(plan, tmp_path):
     """llmrun.dev, page on Llama 3.1 405B, among many: "405B x 16 bits / 8 = 810 GB". Once by number, and
     once by the shapes of the model (arXiv 2407.21783, table 3), which are 405.85 x 10^9 parameters.
     """
+    pytest.importorskip("transformers")
     llama = {
         "model_type": "llama",
         "vocab_size": 128_256,

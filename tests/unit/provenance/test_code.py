@@ -6,14 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from ckpt_core.provenance._code import PATIENCE_SECONDS, CodeSearch, CodeVersion, version_of_tree
-from ckpt_core.testing import FakeClock
+from ckpt_core.provenance import code_version
+from ckpt_core.provenance._code import CodeVersion, version_of_tree
 
 GIT = shutil.which("git") or ""
 needs_git = pytest.mark.skipif(not GIT, reason="git is not installed")
@@ -28,16 +26,16 @@ def git(directory: Path, *words: str) -> str:
     return answer.stdout.decode().strip()
 
 
-def found(directory: Path) -> list[CodeVersion]:
-    return list(version_of_tree(GIT, str(directory)))
+def found(directory: Path) -> CodeVersion:
+    return version_of_tree(GIT, str(directory))
 
 
 @needs_git
 def test_the_commit_is_named_and_whether_tracked_files_differ_from_it(tmp_path, monkeypatch):
-    assert found(tmp_path) == []
-    assert found(tmp_path / "missing") == []
+    assert found(tmp_path) == CodeVersion()
+    assert found(tmp_path / "missing") == CodeVersion()
     git(tmp_path, "init", "-q")
-    assert found(tmp_path) == []  # nothing is committed yet
+    assert found(tmp_path) == CodeVersion()  # nothing is committed yet
     (tmp_path / "package").mkdir()
     script = tmp_path / "package" / "train.py"
     script.write_text("print(1)\n")
@@ -45,47 +43,44 @@ def test_the_commit_is_named_and_whether_tracked_files_differ_from_it(tmp_path, 
     git(tmp_path, "commit", "-qm", "one")
     commit = git(tmp_path, "rev-parse", "HEAD")
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "another"))  # of a hook that started the training
-    assert found(script.parent) == [CodeVersion(commit), CodeVersion(commit, dirty=False)]
+    assert found(script.parent) == CodeVersion(commit, dirty=False)
     (tmp_path / "untracked").write_text("")
     os.utime(script, (1, 1))  # touched, not changed
-    assert found(script.parent)[-1] == CodeVersion(commit, dirty=False)
+    assert found(script.parent) == CodeVersion(commit, dirty=False)
     script.write_text("print(2)\n")
-    assert found(script.parent)[-1] == CodeVersion(commit, dirty=True)
+    assert found(script.parent) == CodeVersion(commit, dirty=True)
 
 
-def test_a_search_that_hangs_is_waited_for_once_and_not_long():
-    clock, hangs = FakeClock(), threading.Event()
-
-    def find() -> Iterator[CodeVersion]:
-        yield CodeVersion("a" * 40)
-        hangs.wait()
-        yield CodeVersion("a" * 40, dirty=True)
-
-    search = CodeSearch(find, clock=clock)
-    try:
-        clock.advance(PATIENCE_SECONDS)
-        assert search.result() in {CodeVersion(), CodeVersion("a" * 40)}  # now, without the rest
-    finally:
-        hangs.set()
-    search._ended.wait(60)
-    assert search.result() == CodeVersion("a" * 40, dirty=True)
+@pytest.mark.parametrize("words", ["exec sleep 600", "exit 1", "echo nonsense", "kill -9 $$"])
+def test_git_that_hangs_or_fails_leaves_the_version_out(tmp_path, words):
+    slow = tmp_path / "git"
+    slow.write_text(f"#!/bin/sh\n{words}\n")
+    slow.chmod(0o755)
+    assert version_of_tree(str(slow), str(tmp_path)) == CodeVersion()
+    assert version_of_tree(str(tmp_path / "missing"), str(tmp_path)) == CodeVersion()
 
 
-def test_a_search_that_fails_finds_nothing_and_says_nothing():
-    def find() -> Iterator[CodeVersion]:
-        raise PermissionError("git")
-
-    assert CodeSearch(find).result() == CodeVersion()
+@needs_git
+def test_a_commit_is_known_though_its_changes_are_not(tmp_path):
+    commit = "a" * 40
+    half = tmp_path / "git"
+    half.write_text(
+        '#!/bin/sh\ncase "$*" in *rev-parse*) printf "/tree\\n/index\\n/objects\\n%s\\n" ' + commit + ";; "
+        "*) exec sleep 600;; esac\n"
+    )
+    half.chmod(0o755)
+    assert version_of_tree(str(half), str(tmp_path)) == CodeVersion(commit)
 
 
 @pytest.mark.parametrize(
     ("named", "version"), [("", ""), (" v1.2-3-g0123456 ", "v1.2-3-g0123456"), ("a\nb" + "c" * 300, None)]
 )
-def test_what_the_user_names_is_taken_without_a_search(named: str, version: str | None):
-    def find() -> Iterator[CodeVersion]:
-        pytest.fail("nothing is to be looked for")
-
-    result = CodeSearch(find, named=named).result()
+def test_what_the_user_names_is_taken_without_a_search(named: str, version: str | None, monkeypatch):
+    monkeypatch.setenv("CKPT_SUITE_CODE_VERSION", named)
+    monkeypatch.setattr(shutil, "which", lambda _: pytest.fail("nothing is to be looked for"))
+    code_version.cache_clear()
+    result = code_version()
+    code_version.cache_clear()
     assert result.dirty is None
     assert result.version.isprintable()
     assert len(result.version) <= 200
