@@ -290,10 +290,10 @@ def test_showing_one_checkpoint_does_not_read_the_others(tmp_path):
         shutil.copytree(tmp_path / "step-000000001", tmp_path / f"step-{step:09d}")
     storage = FaultyStorage(LocalStorage(tmp_path))
     assert Catalog(storage).name_of(4) == "step-000000004"
-    found = _shown(storage, "step-000000004", most=10)
-    assert [each["state"] for each in found.fields["chain"]] == ["here"] * 4
+    found = _shown(storage, "step-000000004")
+    assert found.fields["provenance"]["parent"]["name"] == "step-000000003"
     touched = {each.key.partition("/")[0] for each in storage.operations}
-    assert not {name for name in touched if name.startswith("step-") and int(name[-3:]) > 4}
+    assert not {name for name in touched if name.startswith("step-") and int(name[-3:]) != 4}
     assert len(storage.operations) < 100
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ckpt_core.cli._arguments import Commands, find_checkpoint
 from ckpt_core.cli._outcome import Outcome, Table, moment_text
 from ckpt_core.cli._progress_line import ProgressLine
-from ckpt_core.cli.inspection._chain import code_text, data_text
+from ckpt_core.cli.inspection._origin import code_text, data_text
 from ckpt_core.commit import Catalog, Manifest
 from ckpt_core.errors import ConfigError
 from ckpt_core.names import MARKER

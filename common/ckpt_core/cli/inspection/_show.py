@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
-from typing import Final
 
-from ckpt_core.cli._arguments import ROOT_OR_CHECKPOINT, Commands, find_checkpoint, nothing_at, number_in
+from ckpt_core.cli._arguments import ROOT_OR_CHECKPOINT, Commands, find_checkpoint, nothing_at
 from ckpt_core.cli._outcome import Outcome, Table, metrics_text, moment_text, time_text
-from ckpt_core.cli.inspection._chain import chain_of, chain_table, code_text, data_text
+from ckpt_core.cli.inspection._origin import code_text, data_text
 from ckpt_core.commit import (
     Catalog,
     Manifest,
@@ -26,8 +25,6 @@ from ckpt_core.names import MARKER, METADATA, SIGNATURE
 from ckpt_core.options import bytes_text
 from ckpt_core.storage import Storage, open_storage, read_small
 from ckpt_core.types import Lineage
-
-_CHAIN: Final = 10
 
 
 def add(commands: Commands, shared: ArgumentParser) -> None:
@@ -45,28 +42,14 @@ def add(commands: Commands, shared: ArgumentParser) -> None:
         action="store_true",
         help="list every tensor: name, shape, dtype, elements, size; of stock DCP directories, too",
     )
-    command.add_argument(
-        "--chain",
-        type=_count,
-        default=_CHAIN,
-        metavar="N",
-        help=f"follow at most N parents, the checkpoints that this one continues ({_CHAIN})",
-    )
     command.set_defaults(command=run)
-
-
-def _count(text: str) -> int:
-    found = number_in(text)
-    if found is None:
-        raise ArgumentTypeError(f"{text!r} is no number from 0 on")
-    return found
 
 
 def run(arguments: Namespace) -> Outcome:
     """Show what one checkpoint holds, or what is there instead."""
     storage, name = find_checkpoint(arguments.place, arguments.storage_options, step=arguments.step)
     found = (
-        _shown(storage, name, most=arguments.chain)
+        _shown(storage, name)
         if storage.exists(f"{name}/{MARKER}")
         else _uncommitted(arguments, storage, name)
     )
@@ -86,16 +69,14 @@ def run(arguments: Namespace) -> Outcome:
     )
 
 
-def _shown(storage: Storage, name: str, *, most: int) -> Outcome:
+def _shown(storage: Storage, name: str) -> Outcome:
     catalog, place = Catalog(storage), f"{storage.url}/{name}"
     content = read_manifest(storage, name)
     manifest, digest = Manifest.from_bytes(content), hashlib.sha256(content).hexdigest()
     pinned, damaged = _pinned(catalog, manifest.step), catalog.known_damage(name)
     listed = {field.name: getattr(manifest, field.name) for field in fields(manifest)}
-    chain = list(chain_of(storage, name, manifest, most=most))
     listed |= {
         "provenance": asdict(manifest.provenance),
-        "chain": [link.fields for link in chain],
         "created_utc": moment_text(manifest.created),
         "files": [asdict(entry) for entry in manifest.files],
         "lineage": asdict(manifest.lineage),
@@ -111,7 +92,6 @@ def _shown(storage: Storage, name: str, *, most: int) -> Outcome:
         parts=[
             *_facts(place, manifest, pinned=pinned, damaged=damaged),
             f"manifest:    sha256:{digest}{f', signed: {SIGNATURE}' if listed['signed'] else ''}",
-            *(("", chain_table(chain)) if len(chain) > 1 else ()),
             "",
             table,
         ],
