@@ -36,7 +36,7 @@ def head(rest: bytes, size_bytes: int, *, offset: int, alignment: int) -> bytes:
 
 
 def small_payload(read_at: ReadAt, size_bytes: int) -> tuple[int, int] | None:
-    """Return CRC-32 and size of the payload that ends an entry; None if it is laid out otherwise.
+    """Return CRC-32 and size of the payload at the end of an entry; None of another.
 
     Raises:
         ZipError: it is damaged.
