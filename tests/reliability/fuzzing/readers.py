@@ -7,6 +7,7 @@ import io
 import random
 import shutil
 import tempfile
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -22,7 +23,7 @@ from ckpt_core.commit._index import index_failures
 from ckpt_core.commit._marks import read_marks, read_pins
 from ckpt_core.commit._stock_dcp import zip_problem
 from ckpt_core.dcp import check_metadata, check_stock, entries, load_chunk, load_metadata, load_plain
-from ckpt_core.formats.chunks import ChunkTable
+from ckpt_core.formats.chunks import ChunkTable, decode_table
 from ckpt_core.names import DAMAGED, METADATA, PINS, WRITER
 from ckpt_core.state._items import decode_items
 from ckpt_core.state._rank_buffers import decode_buffers, encode_buffers
@@ -113,7 +114,11 @@ def _marker(content: bytes) -> Any:
 
 
 def _table(content: bytes) -> Any:
-    return list(ChunkTable.from_bytes(content, source="chunks-00000.json.z"))
+    return list(ChunkTable.from_bytes(zlib.compress(content, level=1), source="chunks-00000.json.z"))
+
+
+def _tables() -> Sequence[bytes]:
+    return [decode_table(content) for content in _ours("chunks-00000.json.z")()]
 
 
 def _metadata(content: bytes) -> Any:
@@ -222,7 +227,7 @@ def _stock_directory(name: str) -> Callable[[bytes], Any]:
 READERS: Final[dict[str, Reader]] = {
     "manifest": Reader(read=_manifest, seeds=_ours("manifest.json")),
     "marker": Reader(read=_marker, seeds=_ours("COMMITTED"), checked=True),
-    "chunk table": Reader(read=_table, seeds=_ours("chunks-00000.json.z")),
+    "chunk table": Reader(read=_table, seeds=_tables),
     "metadata": Reader(read=_metadata, seeds=lambda: [*_ours(METADATA)(), *_stock(METADATA)()]),
     "metadata (cli)": Reader(read=_index, seeds=_ours(METADATA)),
     "chunk zip": Reader(read=_chunk, seeds=_tensors, checked=True),
