@@ -124,7 +124,8 @@ def _tables() -> Sequence[bytes]:
 def _metadata(content: bytes) -> Any:
     """As a load reads it."""
     metadata = load_metadata(content, METADATA)
-    sizes = {**_sizes("stock"), **_sizes(f"run/{NAME}")}
+    stock, ours = _sizes("stock"), _sizes(f"run/{NAME}")
+    sizes = {path: max(stock.get(path, 0), ours.get(path, 0)) for path in {*stock, *ours}}
 
     def size(path: str) -> int:
         if path not in sizes:
