@@ -19,7 +19,7 @@ from benchmarks.machine import CONDITIONS
 from benchmarks.report import Report
 from benchmarks.state import StateShape, tensor_sizes
 from benchmarks.timing import MEASURES, Timing, settle, time_save
-from ckpt_core.testing import run_ranks
+from tests.kit.ranks import run_ranks
 
 _REPLICATED_EVERY = 10
 _COLUMNS = 64

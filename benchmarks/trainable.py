@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import torch
 
-from ckpt_core.testing import run_ranks
+from tests.kit.ranks import run_ranks
 
 LAYOUTS: Final = {"single": 1, "ddp": 2, "fsdp2": 2}
 CONTENDERS: Final[Mapping[str, dict[str, Any] | None]] = {

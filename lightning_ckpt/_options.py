@@ -16,7 +16,7 @@ from fsspec.registry import known_implementations
 
 from ckpt_core.cadence import SavePolicy, needed_counts
 from ckpt_core.errors import ConfigError
-from ckpt_core.hosting import RunRoot, leaf_policies
+from ckpt_core.hosting import RunRoot
 from ckpt_core.options import (
     BackPressure,
     CheckpointOptions,
@@ -29,6 +29,7 @@ from ckpt_core.options import (
     Verify,
     VerifyManifest,
 )
+from ckpt_core.policies import leaves
 from ckpt_core.retention import Abandoned, KeepBest, RetentionPolicy
 from ckpt_core.state import Contents, Override, contents_problem
 from ckpt_core.storage import Storage, open_storage
@@ -92,7 +93,7 @@ class Settings:
     @property
     def bests(self) -> tuple[KeepBest, ...]:
         """The policies that rank checkpoints by a metric."""
-        return tuple(each for each in leaf_policies(self.options.keep) if isinstance(each, KeepBest))
+        return tuple(each for each in leaves(self.options.keep) if isinstance(each, KeepBest))
 
     @property
     def best(self) -> KeepBest | None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from secrets import token_hex
 from typing import Any, Final, final
 
-from ckpt_core.cadence import PREEMPTION, needed_counts
+from ckpt_core.cadence import PREEMPTION, needed_counts, preemptions
 from ckpt_core.disclosure import logger_of
 from ckpt_core.names import run_name, step_name
 from ckpt_core.types import CheckpointInfo
@@ -56,12 +56,11 @@ class Pacing:
         self._root = str(settings.root)
         self._roots = roots
         policy = settings.options.save
-        heard = () if policy is None else policy.preemptions
         self.counts = TrainingCounts(
             running, settings.tokens, roots.all_reduce_max, needed=bool(needed_counts(policy))
         )
         self._requeue_signal = requeue_signal(trainer)
-        names = {name for each in heard for name in each.signals}
+        names = {name for each in preemptions(policy) for name in each.signals}
         self._signals = SignalTakeover(trainer._signal_connector, names, self._requeue_signal)
         self.is_to_requeue = False
         self._manager = self._signals.made_by(lambda: roots.managers.at(self._root))

@@ -37,11 +37,8 @@ ROLES = {
     ),
 }
 TWINS = {
-    # One for each algebra of policies, for each Lightning, for each adapter, for each reader of `.metadata`.
+    # One for each Lightning, for each adapter, for each reader of `.metadata`.
     *(
-        "AllOf",
-        "AnyOf",
-        "Not",
         "Idle",
         "PluginCallback",
         "ShardedCheckpoint",

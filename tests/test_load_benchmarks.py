@@ -29,7 +29,7 @@ from benchmarks.pieces import each_piece
 from benchmarks.rounds import take_turns
 from benchmarks.state import StateShape
 from benchmarks.timing import Spread
-from ckpt_core.testing import run_ranks
+from tests.kit.ranks import run_ranks
 
 CPU = torch.device("cpu")
 SMALL = ["--gib", "0.002", "--tensors", "5", "--rounds", "2"]

@@ -11,8 +11,8 @@ from typing import Any, Literal, final
 from transformers import TrainingArguments
 
 from ckpt_core import KeepBest
-from ckpt_core.hosting import leaf_policies
-from ckpt_core.retention import Not, RetentionPolicy
+from ckpt_core.policies import leaves
+from ckpt_core.retention import RetentionPolicy
 from ckpt_core.types import CheckpointInfo
 
 
@@ -70,14 +70,12 @@ def wanted_best(keep: RetentionPolicy | None, args: TrainingArguments) -> list[K
 
 
 def _members(keep: RetentionPolicy | None) -> Iterator[KeepBest]:
-    for policy in leaf_policies(keep):
+    for policy in leaves(keep):
         match policy:
             case KeepBest():
                 yield policy
             case KeepAsTrainer(metric=str(metric), mode=mode):
                 yield KeepBest(metric, mode=mode)
-            case Not():
-                yield from _members(policy.policy)
             case _:
                 pass
 

@@ -20,7 +20,7 @@ from benchmarks.loading.rounds import VERIFIED
 from benchmarks.loading.timing import LoadTiming, of_all_ranks, time_load
 from benchmarks.report import Report
 from benchmarks.state import StateShape
-from ckpt_core.testing import run_ranks
+from tests.kit.ranks import run_ranks
 
 
 @final

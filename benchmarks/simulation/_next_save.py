@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias, final
 
 from ckpt_core.cadence import (
@@ -24,6 +24,7 @@ from ckpt_core.cadence import (
     SavePolicy,
     decide,
 )
+from ckpt_core.policies import leaves
 
 ContextAt: TypeAlias = Callable[[int, int | None], CadenceContext]
 """The context of a decision: step, the step decided on before it -> context."""
@@ -31,17 +32,6 @@ ContextAt: TypeAlias = Callable[[int, int | None], CadenceContext]
 _BOUNDARIES = (EverySteps, AtSteps, EveryFraction, EveryEpochs, EveryTokens, FirstStep)
 _LASTING = (EverySeconds, Optimal, MaxOverhead, Continuous, OnPreemption)
 """Policies that, once they want a save, want it until one is made or the facts change."""
-
-
-def leaves(policy: SavePolicy) -> Iterator[SavePolicy]:
-    """Yield the policies that a policy is composed of."""
-    if isinstance(policy, AnyOf | AllOf):
-        for part in policy.policies:
-            yield from leaves(part)
-    elif isinstance(policy, Not):
-        yield from leaves(policy.policy)
-    else:
-        yield policy
 
 
 def repeats(policy: SavePolicy) -> bool:
@@ -169,4 +159,4 @@ def _bisect(policy: SavePolicy, at: ContextAt, between: tuple[int, int], expecte
     return None if high > last else high
 
 
-__all__ = ["ContextAt", "NextSave", "leaves", "repeats"]
+__all__ = ["ContextAt", "NextSave", "repeats"]

@@ -17,7 +17,8 @@ from benchmarks.s3 import Server
 from benchmarks.tiering.resumes import Resume, Resumed
 from ckpt_core import CheckpointManager, Upload
 from ckpt_core.storage import LocalStorage
-from ckpt_core.testing import FaultyStorage, Nodes, run_ranks
+from ckpt_core.testing import FaultyStorage
+from tests.kit.ranks import Nodes, run_ranks
 
 _ROOT: Final = "/disk/of/the/node/run"
 _TENSORS: Final = 32

@@ -21,7 +21,6 @@ from ckpt_core.disclosure import logger_of, public_url
 from ckpt_core.errors import CheckpointError, ConfigError
 from ckpt_core.messages import message
 from ckpt_core.names import is_incomplete, is_trash
-from ckpt_core.retention import AllOf, AnyOf, RetentionPolicy
 from ckpt_core.storage import Storage, open_storage
 from ckpt_core.validation import location, require
 
@@ -282,15 +281,6 @@ def _close(reference: weakref.ref[Closable]) -> None:
         closable.close()
     except CheckpointError as error:
         _logger.error("%s", error)  # noqa: TRY400 - the message is all there is to say
-
-
-def leaf_policies(policy: RetentionPolicy | None) -> Iterator[RetentionPolicy]:
-    """Yield the policies that were joined with `|` and `&`."""
-    if isinstance(policy, AnyOf | AllOf):
-        for each in policy.policies:
-            yield from leaf_policies(each)
-    elif policy is not None:
-        yield policy
 
 
 @final

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -18,44 +17,9 @@ from types import MappingProxyType
 from typing import Final, Literal, TypeAlias, cast, final
 
 from ckpt_core.messages import message
+from ckpt_core.policies import AllOf, AnyOf, Not, RetentionPolicy, joined
 from ckpt_core.types import CheckpointInfo
-from ckpt_core.validation import instances, integer, integers, one_of, require, take_duration, text
-
-
-class RetentionPolicy(ABC):
-    """A policy that selects the committed checkpoints to keep.
-
-    Implementations are frozen values. The result must not depend on the order of the history, and a kept
-    checkpoint must still be kept after others are removed: pruning twice then equals pruning once.
-    """
-
-    __slots__ = ()
-
-    @abstractmethod
-    def keep(self, history: Sequence[CheckpointInfo], now: float) -> frozenset[int]:
-        """Select the steps to keep. `now` is Unix time, like `CheckpointInfo.created`.
-
-        `history` holds the committed checkpoints of the present lineage that are marked neither as damaged
-        nor as bad.
-        """
-
-    def surplus(self, history: Sequence[CheckpointInfo]) -> Collection[str]:
-        """Name checkpoints to remove whose step stays, for a host that counts saves."""
-        return ()
-
-    @property
-    def judges_alone(self) -> bool:
-        """Whether each checkpoint is judged by itself; only then can a policy be negated."""
-        return False
-
-    def __or__(self, other: RetentionPolicy) -> RetentionPolicy:
-        return AnyOf((*_flat(self, AnyOf), *_flat(other, AnyOf)))
-
-    def __and__(self, other: RetentionPolicy) -> RetentionPolicy:
-        return AllOf((*_flat(self, AllOf), *_flat(other, AllOf)))
-
-    def __invert__(self) -> RetentionPolicy:
-        return Not(self)
+from ckpt_core.validation import integer, integers, one_of, require, take_duration, text
 
 
 @final
@@ -186,70 +150,6 @@ class KeepAll(RetentionPolicy):
         return True
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class AnyOf(RetentionPolicy):
-    """Keeps checkpoints that at least one policy keeps; written `a | b`."""
-
-    policies: tuple[RetentionPolicy, ...]
-
-    def __post_init__(self) -> None:
-        require("AnyOf", instances("policies", self.policies, RetentionPolicy))
-
-    def keep(self, history: Sequence[CheckpointInfo], now: float) -> frozenset[int]:
-        return frozenset[int]().union(*(policy.keep(history, now) for policy in self.policies))
-
-    @property
-    def judges_alone(self) -> bool:
-        return all(policy.judges_alone for policy in self.policies)
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class AllOf(RetentionPolicy):
-    """Keeps checkpoints that all policies keep; written `a & b`."""
-
-    policies: tuple[RetentionPolicy, ...]
-
-    def __post_init__(self) -> None:
-        require("AllOf", instances("policies", self.policies, RetentionPolicy))
-
-    def keep(self, history: Sequence[CheckpointInfo], now: float) -> frozenset[int]:
-        return KeepAll().keep(history, now).intersection(*(p.keep(history, now) for p in self.policies))
-
-    @property
-    def judges_alone(self) -> bool:
-        return all(policy.judges_alone for policy in self.policies)
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Not(RetentionPolicy):
-    """Keeps checkpoints that the policy does not keep; written `~a`.
-
-    Only for policies that judge each checkpoint by itself: "all but the latest three" would select three
-    others after every prune, and so remove the whole history over time.
-    """
-
-    policy: RetentionPolicy
-
-    def __post_init__(self) -> None:
-        problem = instances("policy", (self.policy,), RetentionPolicy)
-        if problem is None and not self.policy.judges_alone:
-            problem = (
-                f"{self.policy!r} compares checkpoints with each other, so that its opposite would delete "
-                "more at every prune; negate only KeepSteps, KeepNewerThan or KeepAll"
-            )
-        require("Not", problem)
-
-    def keep(self, history: Sequence[CheckpointInfo], now: float) -> frozenset[int]:
-        return KeepAll().keep(history, now) - self.policy.keep(history, now)
-
-    @property
-    def judges_alone(self) -> bool:
-        return True
-
-
 Abandoned: TypeAlias = Literal["keep", "prune"]
 """Treatment of checkpoints that the present lineage does not continue: see `plan_prune`."""
 
@@ -346,7 +246,7 @@ def _reasons(
         now: Unix time in seconds.
         last: the step committed last, if known.
     """
-    kept = [(repr(member), member.keep(present, now)) for member in _flat(policy, AnyOf)]
+    kept = [(repr(member), member.keep(present, now)) for member in joined(policy, AnyOf)]
     if not any(steps for _, steps in kept) and unknown_metrics(policy, present):
         kept = [(UNRANKED, frozenset(info.step for info in present))]
     reasons = dict[int, tuple[str, ...]]()
@@ -482,10 +382,6 @@ def _first_of_each(
 
 _by_step = attrgetter("step")
 _by_age = attrgetter("created", "step")
-
-
-def _flat(policy: RetentionPolicy, kind: type[AnyOf] | type[AllOf]) -> tuple[RetentionPolicy, ...]:
-    return policy.policies if isinstance(policy, kind) else (policy,)
 
 
 __all__ = [

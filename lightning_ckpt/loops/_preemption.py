@@ -9,6 +9,7 @@ from typing import Any, Final, TypeVar, final
 
 from torch.utils.data import IterableDataset
 
+from ckpt_core.cadence import preemptions
 from ckpt_core.disclosure import logger_of
 from ckpt_core.manager import CheckpointManager
 
@@ -32,8 +33,7 @@ class ValidationExit:
     def __init__(
         self, trainer: Any, manager: CheckpointManager, same: Callable[[Sequence[int]], bool]
     ) -> None:
-        save = manager.options.save
-        self.listens = save is not None and bool(save.preemptions)
+        self.listens = bool(preemptions(manager.options.save))
         self._trainer = trainer
         self._manager = manager
         self._same = same

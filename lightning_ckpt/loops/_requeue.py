@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Mapping
 from typing import Any, Final
 
-from ckpt_core.cadence import OnPreemption, SavePolicy
+from ckpt_core.cadence import OnPreemption, SavePolicy, preemptions
 from ckpt_core.disclosure import logger_of
 
 JOB: Final = "slurm_job"
@@ -32,7 +32,7 @@ def requeue_signal(trainer: Any) -> str | None:
 
 def with_requeue(policy: SavePolicy | None, signal_name: str | None) -> SavePolicy | None:
     """Return a policy that also saves and stops at the signal to requeue."""
-    heard = () if policy is None else policy.preemptions
+    heard = preemptions(policy)
     if signal_name is None or any(each.stop and signal_name in each.signals for each in heard):
         return policy
     requeue = OnPreemption((signal_name,))

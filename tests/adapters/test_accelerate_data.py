@@ -13,8 +13,8 @@ from torchdata.stateful_dataloader.sampler import RandomSampler
 
 import accelerate_ckpt
 from accelerate_ckpt.data._layout import Rest
-from ckpt_core.testing import run_ranks
 from tests.adapters.accelerate_data_jobs import SAMPLES, STREAMED, Run, loops, prepared
+from tests.kit.ranks import run_ranks
 from tests.unit.data.test_hidden import in_background
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")

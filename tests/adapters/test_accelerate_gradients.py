@@ -11,8 +11,8 @@ import torch
 import accelerate_ckpt
 from accelerate_ckpt._settings import Settings
 from ckpt_core import ConfigError, IncompatibleCheckpointError, SaveError
-from ckpt_core.testing import run_ranks
 from tests.adapters.accelerate_jobs import Job, accelerator, forget_accelerators, prepare
+from tests.kit.ranks import run_ranks
 
 JOB = Job(strategy="single", world=1, accumulation=4)
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_core.testing import run_ranks
 from tests.adapters import accelerate_jobs
 from tests.adapters.accelerate_jobs import Job
+from tests.kit.ranks import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 

@@ -27,7 +27,7 @@ from ckpt_core import (
     SaveError,
 )
 from ckpt_core.storage import LocalStorage
-from ckpt_core.testing import Fault, FaultyStorage, run_ranks
+from ckpt_core.testing import Fault, FaultyStorage
 from tests.adapters.accelerate_jobs import (
     Job,
     accelerator,
@@ -40,6 +40,7 @@ from tests.adapters.accelerate_jobs import (
     train,
     weights,
 )
+from tests.kit.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 

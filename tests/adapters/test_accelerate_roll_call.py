@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ckpt_core.testing import run_ranks
 from tests.adapters.accelerate_jobs import Job, committed, in_turn, one_comes, who_saves
+from tests.kit.ranks import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from accelerate_ckpt._patch import ENDED
-from ckpt_core.testing import run_ranks
 from tests.adapters.accelerate_jobs import (
     Job,
     committed,
@@ -19,6 +18,7 @@ from tests.adapters.accelerate_jobs import (
     save_then_load,
     train_with_hooks,
 )
+from tests.kit.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 

@@ -24,9 +24,10 @@ from ckpt_core.errors import (
     UnsafeCheckpointError,
 )
 from ckpt_core.storage import LocalStorage
-from ckpt_core.testing import Fault, FaultyStorage, run_ranks
+from ckpt_core.testing import Fault, FaultyStorage
 from lightning_ckpt import ShardedCheckpointIO, setup_fabric
 from tests.adapters.fabric_jobs import Training, net, resumed_on_ranks, whole
+from tests.kit.ranks import run_ranks
 from tests.scripts import run_python
 from tests.unit.data.test_hidden import KeepsIterator, ReadsAhead
 from tests.unit.data.test_passes import STYLES

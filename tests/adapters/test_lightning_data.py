@@ -11,9 +11,9 @@ import pytest
 
 from ckpt_core.data import LoaderPosition
 from ckpt_core.state import decode_items
-from ckpt_core.testing import run_ranks
 from lightning_ckpt import _state
 from tests.adapters.lightning_data_jobs import DataJob, Trained, loader, train, train_one
+from tests.kit.ranks import run_ranks
 
 # Lightning warns of small data sets and few workers, and torchdata of torch.
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ckpt_core import CheckpointManager, EverySteps
-from ckpt_core.testing import run_ranks
 from lightning_ckpt import ShardedCheckpoint
+from tests.kit.ranks import run_ranks
 
 # Lightning warns of small data sets and few workers.
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -14,9 +14,9 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 import lightning_ckpt
 from ckpt_core import CheckpointError, EverySteps, KeepBest, UnsafeCheckpointError
-from ckpt_core.testing import run_ranks
 from lightning_ckpt import ShardedCheckpoint
 from tests.adapters.pickle_jobs import PLANTED, loads_on_ranks
+from tests.kit.ranks import run_ranks
 from tests.support.canary import Canary, Recorder, plantings, traces_in
 
 

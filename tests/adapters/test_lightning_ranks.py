@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ckpt_core import CheckpointManager, EverySteps, EveryTokens, KeepBest, OnPreemption
-from ckpt_core.testing import RanksFailedError, run_ranks
 from tests.adapters.lightning_jobs import Job, Outcome, averaged, committed, fit, fit_all
+from tests.kit.ranks import RanksFailedError, run_ranks
 from tests.scripts import run_python
 
 pytestmark = pytest.mark.distributed

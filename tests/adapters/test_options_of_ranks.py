@@ -11,7 +11,7 @@ import torch
 from torch import distributed
 
 from ckpt_core.errors import ConfigError
-from ckpt_core.testing import run_ranks
+from tests.kit.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 

@@ -25,9 +25,9 @@ from ckpt_core import (
     IncompatibleCheckpointError,
     SaveError,
 )
-from ckpt_core.testing import run_ranks
 from tests.adapters.accelerate_jobs import forget_accelerators
 from tests.adapters.trainer_jobs import TrainerJob, in_turn, run, trainer
+from tests.kit.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 

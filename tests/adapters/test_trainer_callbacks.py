@@ -13,9 +13,9 @@ from transformers.trainer_callback import ExportableState
 
 import accelerate_ckpt
 from ckpt_core import SaveError
-from ckpt_core.testing import run_ranks
 from tests.adapters.accelerate_jobs import forget_accelerators
 from tests.adapters.trainer_jobs import TrainerJob, _whole, trainer
+from tests.kit.ranks import run_ranks
 
 
 class Average(TrainerCallback):

@@ -15,7 +15,6 @@ import accelerate_ckpt
 from accelerate_ckpt.trainer._continuation import Continuation, Position, Steps, continuation, decoded, note
 from accelerate_ckpt.trainer._cuts import Intake
 from ckpt_core import CheckpointManager, CorruptCheckpointError
-from ckpt_core.testing import run_ranks
 from tests.adapters.accelerate_jobs import forget_accelerators
 from tests.adapters.trainer_data_jobs import (
     DataJob,
@@ -25,6 +24,7 @@ from tests.adapters.trainer_data_jobs import (
     run_data,
     sample,
 )
+from tests.kit.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 

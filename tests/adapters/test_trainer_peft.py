@@ -14,9 +14,9 @@ from transformers import LlamaForCausalLM, Trainer
 
 import accelerate_ckpt
 from ckpt_core.errors import CorruptCheckpointError, IncompatibleCheckpointError
-from ckpt_core.testing import run_ranks
 from tests.adapters.accelerate_jobs import forget_accelerators
 from tests.adapters.trainer_jobs import TrainerJob, lora_resumed, lora_under_fsdp2, trainer
+from tests.kit.ranks import run_ranks
 
 peft = pytest.importorskip("peft")
 

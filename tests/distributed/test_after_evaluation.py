@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from ckpt_core import CheckpointManager, TrainState
-from ckpt_core.testing import run_ranks
+from tests.kit.ranks import run_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

@@ -9,8 +9,8 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 
 from ckpt_core import CheckpointManager
-from ckpt_core.testing import run_ranks
 from tests.distributed.contents_jobs import KINDS, plain, save_and_resume, state_of
+from tests.kit.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 

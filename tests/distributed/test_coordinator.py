@@ -19,7 +19,7 @@ from ckpt_core.errors import (
     CoordinationError,
     DeadlineError,
 )
-from ckpt_core.testing import run_ranks
+from tests.kit.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from ckpt_core import CheckpointManager
 from ckpt_core.cli import main
-from ckpt_core.testing import run_ranks
+from tests.kit.ranks import run_ranks
 from tests.unit.dcp.wrappers import Blocks
 
 pytestmark = pytest.mark.distributed

@@ -17,8 +17,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckpt_core.loading.sharing import Boxes, Layouts
-from ckpt_core.testing import run_ranks
 from tests.distributed.test_placements import ON_ONE, ON_TWO, SHAPES, sharded
+from tests.kit.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 

@@ -18,8 +18,8 @@ from ckpt_core.errors import IncompatibleCheckpointError, PartialCheckpointError
 from ckpt_core.formats.codec import Fields
 from ckpt_core.names import SPARES
 from ckpt_core.storage import LocalStorage
-from ckpt_core.testing import Nodes, run_ranks
 from tests.distributed import node_jobs as jobs
+from tests.kit.ranks import Nodes, run_ranks
 
 pytestmark = pytest.mark.distributed
 

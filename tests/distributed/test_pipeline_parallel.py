@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from ckpt_core import CheckpointManager
-from ckpt_core.testing import run_ranks
 from tests.distributed.pipeline_jobs import (
     Layers,
     assert_same,
@@ -17,6 +16,7 @@ from tests.distributed.pipeline_jobs import (
     train,
     two_ranks,
 )
+from tests.kit.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 

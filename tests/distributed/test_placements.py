@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckpt_core import CheckpointManager
 from ckpt_core.errors import SaveError
-from ckpt_core.testing import run_ranks
+from tests.kit.ranks import run_ranks
 from tests.unit.dcp.tensors import content, filled
 
 pytestmark = pytest.mark.distributed

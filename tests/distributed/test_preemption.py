@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ckpt_core import CheckpointManager, OnPreemption
-from ckpt_core.testing import run_ranks
+from tests.kit.ranks import run_ranks
 
 pytestmark = [pytest.mark.reliability, pytest.mark.distributed, pytest.mark.slow]
 

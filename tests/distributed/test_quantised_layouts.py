@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_core.testing import run_ranks
 from tests.distributed.quantised_jobs import QUANTISED, passes_on, resumes, saves
+from tests.kit.ranks import run_ranks
 from tests.support import low_bit
 
 pytestmark = [

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from ckpt_core import CheckpointManager, LoadError
 from ckpt_core.storage import LocalStorage, RangeReader
-from ckpt_core.testing import Fault, FaultyStorage, run_ranks
+from ckpt_core.testing import Fault, FaultyStorage
+from tests.kit.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ckpt_core.coordination import StoreCoordinator, coordinator_for_job
 from ckpt_core.errors import CoordinationError, DeadlineError
-from ckpt_core.testing import run_ranks
+from tests.kit.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 

@@ -13,8 +13,10 @@ import torch.distributed as dist
 from ckpt_core import CheckpointManager
 from ckpt_core.errors import CheckpointError, ConfigError, SaveError
 from ckpt_core.storage import LocalStorage, Storage
-from ckpt_core.testing import Fault, FaultyStorage, kill_process, run_ranks
+from ckpt_core.testing import Fault, FaultyStorage
 from tests.distributed.manager_jobs import build, full_state, train_step
+from tests.kit.faults import kill_process
+from tests.kit.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 

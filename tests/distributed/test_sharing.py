@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from ckpt_core.coordination import Coordinator, coordinator_for_job
 from ckpt_core.loading.sharing import Cell, StoredTensor, make_schedule, relay_shared
-from ckpt_core.testing import run_ranks
+from tests.kit.ranks import run_ranks
 from tests.unit.loading.sharing import Layout, needed, stored, whole
 
 pytestmark = pytest.mark.distributed

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ckpt_core.state import TrainState
-from ckpt_core.testing import run_ranks
 from tests.distributed.test_state_strategies import bare, build, itself, train, whole
+from tests.kit.ranks import run_ranks
 from tests.unit.state.round_trip import Written, assert_equal, load, save
 
 pytestmark = pytest.mark.distributed

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from ckpt_core.state import TrainState, model_state, optimizer_state
-from ckpt_core.testing import run_ranks
+from tests.kit.ranks import run_ranks
 from tests.unit.state.round_trip import Written, assert_equal, full, load, save
 
 pytestmark = pytest.mark.distributed

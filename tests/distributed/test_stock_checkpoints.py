@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ckpt_core.dcp import ChunkLocator, check_metadata, load_metadata
-from ckpt_core.testing import run_ranks
+from tests.kit.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 

@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from ckpt_core import CheckpointManager
 from ckpt_core.coordination import Coordinator, StoreCoordinator, coordinator_for_job
 from ckpt_core.errors import CheckpointError
-from ckpt_core.testing import run_ranks
+from tests.kit.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from ckpt_core.testing import run_ranks
 from tests.distributed.manager_jobs import strategies_job
+from tests.kit.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 

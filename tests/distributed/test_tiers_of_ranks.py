@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt_core.testing import run_ranks
 from tests.distributed.tier_jobs import THREE, resumes_over_tiers
+from tests.kit.ranks import run_ranks
 
 
 @pytest.mark.distributed

@@ -8,8 +8,9 @@ import torch
 from ckpt_core import CheckpointManager, Upload
 from ckpt_core.commit import Catalog, verify
 from ckpt_core.storage import LocalStorage
-from ckpt_core.testing import FaultyStorage, run_ranks
+from ckpt_core.testing import FaultyStorage
 from tests.distributed.upload_jobs import cases, dies_while_uploading, written
+from tests.kit.ranks import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ckpt_core import CheckpointManager, TrainState
-from ckpt_core.testing import run_ranks
+from tests.kit.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 

@@ -13,7 +13,8 @@ from ckpt_core import CheckpointManager, Upload, UploadError
 from ckpt_core.commit import Catalog
 from ckpt_core.storage import LocalStorage
 from ckpt_core.telemetry import InMemorySink
-from ckpt_core.testing import Fault, FaultyStorage, kill_process
+from ckpt_core.testing import Fault, FaultyStorage
+from tests.kit.faults import kill_process
 
 SECONDS = 60.0
 

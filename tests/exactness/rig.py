@@ -16,10 +16,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Final
 
-from ckpt_core.testing import RanksFailedError, run_ranks
 from tests.exactness.cells import Cell
 from tests.exactness.training import Job, Observed
 from tests.exactness.verdicts import Runs, Verdict, judge
+from tests.kit.ranks import RanksFailedError, run_ranks
 
 HOSTS: Final = {
     "plain": "tests.exactness.hosts.plain_host",

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from ckpt_core import CheckpointManager, EverySteps, OnPreemption
-from ckpt_core.testing import run_ranks
 from tests.guarantees.test_process_group import make_group
+from tests.kit.ranks import run_ranks
 
 SAVING = 20
 """Every so many managers, one saves."""

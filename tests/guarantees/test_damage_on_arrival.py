@@ -23,7 +23,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from ckpt_core import CheckpointManager, Counters, TrainState, Upload
 from ckpt_core.errors import CheckpointError, CorruptCheckpointError, OverwrittenError
 from ckpt_core.storage import LocalStorage, RangeReader, Storage
-from ckpt_core.testing import run_ranks
+from tests.kit.ranks import run_ranks
 
 
 class Notes:

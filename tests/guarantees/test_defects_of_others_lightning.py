@@ -19,11 +19,12 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 from ckpt_core import CheckpointManager, EverySteps, KeepLatest, SaveError
 from ckpt_core.storage import LocalStorage
-from ckpt_core.testing import Fault, FaultyStorage, run_ranks
+from ckpt_core.testing import Fault, FaultyStorage
 from lightning_ckpt import ShardedCheckpoint
 from tests.adapters.lightning_jobs import Job, Model, fit, loader_of
 from tests.guarantees.full_disks import fit_on_a_full_disk
 from tests.guarantees.stock import still_so
+from tests.kit.ranks import run_ranks
 
 pytestmark = [pytest.mark.reliability, pytest.mark.filterwarnings("ignore")]
 

@@ -26,8 +26,9 @@ from ckpt_core.saving._disk_space import droppable, saves_that_fit
 from ckpt_core.saving._size_estimate import SpaceFree, SpaceNeeded
 from ckpt_core.storage import LocalStorage, MemoryStorage
 from ckpt_core.telemetry import InMemorySink
-from ckpt_core.testing import FaultyStorage, run_ranks
+from ckpt_core.testing import FaultyStorage
 from ckpt_core.types import CheckpointInfo
+from tests.kit.ranks import run_ranks
 
 pytestmark = pytest.mark.reliability
 

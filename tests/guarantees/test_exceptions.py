@@ -7,9 +7,10 @@ import torch
 
 from ckpt_core import CheckpointManager, CheckpointOptions, ConfigError
 from ckpt_core.storage import LocalStorage
-from ckpt_core.testing import Fault, FaultyStorage, run_ranks
+from ckpt_core.testing import Fault, FaultyStorage
 from ckpt_core.types import CapturedState
 from tests.guarantees.exception_jobs import FAILING, Places, TroubleError, fail_and_resume, fail_one, train
+from tests.kit.ranks import run_ranks
 
 SAVED, BEFORE = FAILING - 1, 4
 """The last whole step, and the last one that the save policy has saved."""

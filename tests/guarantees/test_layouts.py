@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from ckpt_core.testing import run_ranks
 from tests.guarantees.layout_jobs import (
     FOUR,
     ONE,
@@ -30,6 +29,7 @@ from tests.guarantees.native_layout_jobs import (
     train,
     weights,
 )
+from tests.kit.ranks import run_ranks
 from tests.support.thorough import THOROUGH
 
 CASES: dict[str, tuple[int, dict[str, Layout]]] = {"ONE": (1, ONE), "TWO": (2, TWO), "FOUR": (4, FOUR)}

@@ -14,9 +14,9 @@ from ckpt_core.commit import Catalog, collect_orphans, verify
 from ckpt_core.commit._marks import locked
 from ckpt_core.names import SPARES
 from ckpt_core.storage import LocalStorage
-from ckpt_core.testing import run_ranks
 from tests.guarantees import leftover_jobs
 from tests.guarantees.leftover_jobs import claim, mark, pin, prune, replace_last, set_quarantine, sweep_mark
+from tests.kit.ranks import run_ranks
 from tests.unit.commit.checkpoints import save, save_over
 
 pytestmark = pytest.mark.reliability

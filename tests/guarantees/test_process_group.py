@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from ckpt_core import CheckpointManager, EverySeconds, EverySteps, TrainState
 from ckpt_core.coordination import Solo
 from ckpt_core.errors import CheckpointError, ConfigError
-from ckpt_core.testing import run_ranks
+from tests.kit.ranks import run_ranks
 
 DEADLINE = 20.0
 

@@ -10,8 +10,8 @@ import torch
 from ckpt_core import CheckpointManager, CheckpointOptions, TrainState
 from ckpt_core.errors import ConfigError
 from ckpt_core.state import Counters
-from ckpt_core.testing import run_ranks
 from tests.distributed.divergence_jobs import Net, run_all, state_of
+from tests.kit.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 

@@ -35,7 +35,7 @@ from ckpt_core.errors import ConfigError, CorruptCheckpointError, IncompatibleCh
 from ckpt_core.formats.chunks import ChunkTable
 from ckpt_core.state import Counters
 from ckpt_core.storage import LocalStorage
-from ckpt_core.testing import run_ranks
+from tests.kit.ranks import run_ranks
 from tests.unit.commit.checkpoints import manifest_of, write_files
 
 

@@ -22,7 +22,7 @@ from ckpt_core import (
     UntrustedCheckpointError,
 )
 from ckpt_core.names import SIGNATURE, SPARES
-from ckpt_core.testing import run_ranks
+from tests.kit.ranks import run_ranks
 
 KEY = b"only the job has it"
 

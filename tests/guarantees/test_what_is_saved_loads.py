@@ -8,10 +8,10 @@ from functools import cache
 
 import pytest
 
-from ckpt_core.testing import run_ranks
 from tests.guarantees import loading_jobs
 from tests.guarantees.loading_jobs import Seen
 from tests.guarantees.state_shapes import PICKLED, REFUSED, REFUSED_SHARDED, SHAPES
+from tests.kit.ranks import run_ranks
 from tests.support.thorough import THOROUGH
 
 RANKS = {"plain": 1, "ddp": 2, "fsdp2": 2}

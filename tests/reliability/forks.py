@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Self, final
 
-from ckpt_core.testing._ranks import rank_environment
+from tests.kit.ranks import rank_environment
 
 Tell = Callable[[Any], None]
 """Say something, anything that JSON can hold, to the process that forked this one."""

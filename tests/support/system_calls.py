@@ -24,7 +24,7 @@ from typing import Any, Final, Self, final
 from ckpt_core.storage.local import _rename
 from ckpt_core.storage.local._paths import PathAt
 from ckpt_core.testing import Fault, Operation
-from ckpt_core.testing._script import Script
+from ckpt_core.testing._faults import Script
 from tests.support.watched_file import open_watched
 
 # Function of `os` -> what the operation is called.

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from ckpt_core.storage import LocalStorage
-from ckpt_core.testing import Fault, kill_process
+from ckpt_core.testing import Fault
+from tests.kit.faults import kill_process
 from tests.support.system_calls import CHANGING, ShortWrite, SystemCalls
 
 pytestmark = pytest.mark.reliability
@@ -283,7 +284,8 @@ def test_a_call_that_failed_has_no_after(root):
 def test_a_process_can_be_killed_before_and_after_a_call(root, when):
     script = (
         "import sys, pathlib\n"
-        "from ckpt_core.testing import Fault, kill_process\n"
+        "from ckpt_core.testing import Fault\n"
+        "from tests.kit.faults import kill_process\n"
         "from tests.support.system_calls import SystemCalls\n"
         f"root = pathlib.Path({str(root)!r})\n"
         f"with SystemCalls(root, [Fault(method='mkdir', {when}=kill_process)]):\n"

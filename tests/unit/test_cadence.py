@@ -22,6 +22,7 @@ from ckpt_core.cadence import (
     OnPreemption,
     SavePolicy,
     decide,
+    preemptions,
 )
 from ckpt_core.errors import ConfigError
 from ckpt_core.retention import KeepLatest
@@ -228,8 +229,8 @@ def test_every_seconds_counts_from_the_start_until_there_is_a_save():
 
 def test_preemption_fires_and_every_combination_tells_what_announces_it():
     one, other = OnPreemption(("SIGUSR2",)), OnPreemption((), file="stop", stop=False)
-    assert (EverySteps(5) | (one & ~other)).preemptions == (one, other)
-    assert (EverySteps(5) | EverySeconds(5)).preemptions == ()
+    assert preemptions(EverySteps(5) | (one & ~other)) == (one, other)
+    assert preemptions(EverySteps(5) | EverySeconds(5)) == ()
     assert OnPreemption().signals == ("SIGTERM", "SIGUSR1")
     assert decide(OnPreemption(), at(3, signals=frozenset({PREEMPTION}))) == "preemption"
     assert decide(OnPreemption(), at(3)) is None

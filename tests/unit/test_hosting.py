@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from ckpt_core import ConfigError, KeepAll, KeepBest, KeepLatest, SaveError
-from ckpt_core.hosting import CheckpointPath, Kind, ManagersByRoot, RunRoot, kind_of, leaf_policies, root_of
+from ckpt_core.hosting import CheckpointPath, Kind, ManagersByRoot, RunRoot, kind_of, root_of
+from ckpt_core.policies import leaves
 from ckpt_core.storage import LocalStorage, MemoryStorage
 from tests.unit.commit.checkpoints import save
 
@@ -199,6 +200,6 @@ def test_what_is_still_alive_at_exit_is_closed_and_its_failure_logged(*, failing
 
 def test_policies_are_taken_apart_into_those_that_were_joined() -> None:
     best, latest, everything = KeepBest("loss"), KeepLatest(2), KeepAll()
-    assert list(leaf_policies((best | latest) & everything)) == [best, latest, everything]
-    assert list(leaf_policies(best)) == [best]
-    assert list(leaf_policies(None)) == []
+    assert list(leaves((best | latest) & everything)) == [best, latest, everything]
+    assert list(leaves(best)) == [best]
+    assert list(leaves(None)) == []

@@ -448,3 +448,19 @@ def test_dotted_keys_that_name_nothing_are_refused(key):
         policy_from({key: 5}, "save")
     with pytest.raises(ConfigError):
         policy_from({"every_steps": 5, "every_steps.offset": 5}, "save")
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: CheckpointOptions(save=KeepLatest(1) | KeepAll()), "save must be a SavePolicy"),
+        (lambda: CheckpointOptions(keep=EverySteps(5) & EverySeconds(5)), "keep must be a RetentionPolicy"),
+        (lambda: CheckpointOptions(save=~KeepAll()), "save must be a SavePolicy"),
+        (lambda: policy_from(~EverySteps(5) | EverySteps(7), "keep"), "keep: expected a policy"),
+        (lambda: (EverySteps(5) | EverySteps(7)) & (KeepAll() | KeepLatest(1)), "SavePolicy"),
+        (lambda: (KeepAll() & KeepLatest(1)) | ~EverySteps(7), "RetentionPolicy"),
+    ],
+)
+def test_combined_policies_are_of_the_kind_of_their_parts(build, words):
+    with pytest.raises(ConfigError, match=words):
+        build()

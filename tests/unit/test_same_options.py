@@ -27,7 +27,7 @@ from ckpt_core.collective import SameOptions
 from ckpt_core.coordination import Solo
 from ckpt_core.errors import ConfigError
 from ckpt_core.options import difference, given_options
-from ckpt_core.testing import run_ranks
+from tests.kit.ranks import run_ranks
 
 
 def signer(name: str, manifest: bytes) -> bytes:

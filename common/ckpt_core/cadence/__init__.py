@@ -7,15 +7,6 @@ so that every decision can be replayed in a test. Policies combine with `|`, `&`
 from __future__ import annotations
 
 from ckpt_core.cadence._adaptive import Continuous, MaxOverhead, Optimal
-from ckpt_core.cadence._algebra import AllOf, AnyOf, Not, SavePolicy, decide, needed_counts
-from ckpt_core.cadence._cadence_context import (
-    PREEMPTION,
-    CadenceContext,
-    ChosenInterval,
-    Counts,
-    FailureRate,
-    SaveCosts,
-)
 from ckpt_core.cadence._fixed import (
     AtSteps,
     EveryEpochs,
@@ -25,8 +16,23 @@ from ckpt_core.cadence._fixed import (
     EveryTokens,
     FirstStep,
     OnPreemption,
+    decide,
+    needed_counts,
+    preemptions,
 )
 from ckpt_core.cadence._optimum import expected_overhead, optimal_interval
+from ckpt_core.policies import (
+    PREEMPTION,
+    AllOf,
+    AnyOf,
+    CadenceContext,
+    ChosenInterval,
+    Counts,
+    FailureRate,
+    Not,
+    SaveCosts,
+    SavePolicy,
+)
 
 __all__ = [
     "PREEMPTION",
@@ -54,4 +60,5 @@ __all__ = [
     "expected_overhead",
     "needed_counts",
     "optimal_interval",
+    "preemptions",
 ]

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final, Literal, cast, final, get_args
 
-from ckpt_core.cadence._algebra import SavePolicy
-from ckpt_core.cadence._cadence_context import CadenceContext, ChosenInterval, FailureRate, SaveCosts
 from ckpt_core.cadence._optimum import optimal_interval
+from ckpt_core.policies import CadenceContext, ChosenInterval, FailureRate, SaveCosts, SavePolicy
 from ckpt_core.validation import duration, one_of, positive, require, seconds_of
 
 SurvivingTier = Literal["root", "upload"]

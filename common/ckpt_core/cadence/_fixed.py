@@ -10,9 +10,8 @@ from fractions import Fraction
 from pathlib import PurePath
 from typing import Any, ClassVar, Final, Literal, TypeAlias, cast, final
 
-from ckpt_core.cadence._algebra import SavePolicy
-from ckpt_core.cadence._cadence_context import PREEMPTION, CadenceContext
 from ckpt_core.errors import ConfigError
+from ckpt_core.policies import PREEMPTION, CadenceContext, SavePolicy, leaves
 from ckpt_core.validation import (
     boolean,
     duration,
@@ -30,6 +29,25 @@ from ckpt_core.validation import (
 Deadline: TypeAlias = float | str | timedelta | datetime | Callable[[], float | None]
 _UNCATCHABLE = frozenset({"SIGKILL", "SIGSTOP"})
 _SMALLEST_FRACTION = Fraction(1, 1_000_000)
+
+
+def decide(policy: SavePolicy, context: CadenceContext) -> str | None:
+    """Return the reason to save now, or None; never for a step saved already.
+
+    Raises:
+        ConfigError: the policy needs a value that neither it nor the context has.
+    """
+    return None if context.step == context.last_save_step else policy.decide(context)
+
+
+def needed_counts(policy: SavePolicy | None) -> frozenset[str]:
+    """Return the names of the counts that a policy needs; none without a policy."""
+    return frozenset() if policy is None else policy.counts
+
+
+def preemptions(policy: SavePolicy | None) -> tuple[OnPreemption, ...]:
+    """Return the sources of preemptions in a policy; none without a policy."""
+    return tuple(leaf for leaf in leaves(policy) if isinstance(leaf, OnPreemption))
 
 
 @final
@@ -242,10 +260,6 @@ class OnPreemption(SavePolicy):
 
     def decide(self, context: CadenceContext) -> str | None:
         return PREEMPTION if PREEMPTION in context.signals else None
-
-    @property
-    def preemptions(self) -> tuple[OnPreemption, ...]:
-        return (self,)
 
     @property
     def needs_costs(self) -> bool:

@@ -2,9 +2,6 @@
 
 from ckpt_core.devices._fetching import DeviceFetch, fetch_to
 from ckpt_core.devices._streams import (
-    Accelerator,
-    DeviceEvent,
-    DeviceStream,
     accelerator_type,
     current_stream,
     has_streams,
@@ -13,10 +10,7 @@ from ckpt_core.devices._streams import (
 )
 
 __all__ = [
-    "Accelerator",
-    "DeviceEvent",
     "DeviceFetch",
-    "DeviceStream",
     "accelerator_type",
     "current_stream",
     "fetch_to",

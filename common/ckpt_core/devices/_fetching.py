@@ -15,7 +15,7 @@ from typing import Any, Final, final
 
 import torch
 
-from ckpt_core.devices._streams import DeviceEvent, DeviceStream, current_stream, side_stream
+from ckpt_core.devices._streams import current_stream, side_stream
 from ckpt_core.reading import REQUEST_BYTES, Buffers
 
 MOST_BUFFERS: Final = 16
@@ -28,7 +28,7 @@ class _PinnedBuffer:
     """Memory from which a device reads until all of `events` have ended."""
 
     memory: memoryview
-    events: list[DeviceEvent] = field(default_factory=list[DeviceEvent])
+    events: list[torch.Event] = field(default_factory=list[torch.Event])
 
 
 @final
@@ -43,7 +43,7 @@ class DeviceFetch:
     """
 
     def __init__(self, devices: Collection[torch.device]) -> None:
-        self._streams: dict[torch.device, DeviceStream] = {device: side_stream(device) for device in devices}
+        self._streams: dict[torch.device, torch.Stream] = {device: side_stream(device) for device in devices}
         for device, side in self._streams.items():
             side.wait_stream(current_stream(device))
         self._turns = threading.BoundedSemaphore(MOST_BUFFERS)

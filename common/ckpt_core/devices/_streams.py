@@ -1,10 +1,10 @@
-"""The seam to accelerators: streams and events, torch's or those of a simulation."""
+"""The seam to accelerators: their streams and events."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Protocol, Self, cast, final
+from typing import final
 
 import torch
 
@@ -12,78 +12,26 @@ _SHARES_HOST_MEMORY = "mps"
 """Its tensors are copied as the host's are: there is no bus, and torch has no `record_stream` for it."""
 
 
-class DeviceEvent(Protocol):
-    """A moment in the work of a stream: a part of `torch.Event`."""
-
-    def query(self) -> bool:
-        """Return whether all work before it has ended."""
-        ...
-
-    def synchronize(self) -> None:
-        """Block until all work before it has ended."""
-        ...
-
-
-class DeviceStream(Protocol):
-    """A queue of work of a device: a part of `torch.Stream`.
-
-    As a context manager it is the current stream of the calling thread.
-    """
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *exception: object) -> None: ...
-
-    def wait_stream(self, other: Any) -> None:
-        """Order all work enqueued on `other` so far before the next work of this one."""
-        ...
-
-    def wait_event(self, event: Any) -> None:
-        """Order all work before `event` before the next work of this one."""
-        ...
-
-    def record_event(self) -> DeviceEvent:
-        """Return the moment after all work enqueued so far."""
-        ...
-
-    def synchronize(self) -> None:
-        """Block until all work enqueued so far has ended."""
-        ...
-
-
-class Accelerator(Protocol):
-    """A kind of device whose work is enqueued on streams."""
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor, which is not on the CPU, is on such a device."""
-        ...
-
-    def current_stream(self, device: torch.device) -> DeviceStream:
-        """Return the stream on which the calling thread enqueues its work."""
-        ...
-
-    def side_stream(self, device: torch.device) -> DeviceStream:
-        """Return the one stream of a device for copies of saves and loads."""
-        ...
-
-
 @final
-class _TorchAccelerator:
-    """The accelerator that torch was built for or has loaded: CUDA, XPU, or another."""
+class _Accelerator:
+    """The accelerator that torch was built for or has loaded: CUDA, XPU, or another.
+
+    `tests/streams` puts a simulation in its place.
+    """
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == accelerator_type() != _SHARES_HOST_MEMORY
 
-    def current_stream(self, device: torch.device) -> DeviceStream:
-        return cast("DeviceStream", torch.accelerator.current_stream(device))
+    def current_stream(self, device: torch.device) -> torch.Stream:
+        return torch.accelerator.current_stream(device)
 
     @functools.cache  # noqa: B019 - one object, and a stream for each device of the process
-    def side_stream(self, device: torch.device) -> DeviceStream:
+    def side_stream(self, device: torch.device) -> torch.Stream:
         # One for all saves, because the allocator separates memory by stream.
-        return cast("DeviceStream", torch.Stream(device))
+        return torch.Stream(device)
 
 
-_accelerator: Accelerator = _TorchAccelerator()
+_accelerator = _Accelerator()
 
 
 def accelerator_type() -> str | None:
@@ -97,17 +45,17 @@ def has_streams(tensor: torch.Tensor) -> bool:
     return not tensor.is_cpu and _accelerator.holds(tensor)
 
 
-def current_stream(device: torch.device) -> DeviceStream:
+def current_stream(device: torch.device) -> torch.Stream:
     """Return the stream on which the calling thread enqueues its work."""
     return _accelerator.current_stream(device)
 
 
-def side_stream(device: torch.device) -> DeviceStream:
+def side_stream(device: torch.device) -> torch.Stream:
     """Return the one stream of a device for copies of saves and loads."""
     return _accelerator.side_stream(device)
 
 
-def to_host(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[DeviceEvent]]:
+def to_host(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Event]]:
     """Copy tensors to new host memory, without waiting for a device.
 
     Returns:

@@ -2,37 +2,229 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any, Protocol, final
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, TypeAlias, final
 
 from ckpt_core.cadence import SaveCosts
 from ckpt_core.coordination import Coordinator
-from ckpt_core.measuring._ledger import CostLedger
-from ckpt_core.measuring._measured_save import MeasuredSave
-from ckpt_core.measuring._slowdown import MOST_REFERENCES, Lap, typical
-from ckpt_core.telemetry import Telemetry
+from ckpt_core.saving import SaveHandle, Saver
+from ckpt_core.telemetry import SAVE_COST, Telemetry
+from ckpt_core.types import CheckpointInfo
+
+_Lap: TypeAlias = tuple[float, int]
+"""Seconds from one decision to the next, and the steps taken in them."""
+
+_MOST_LAPS: Final = 4096
+"""Laps with one save in flight that are looked at; a save that hangs must not fill the memory."""
+
+_MOST_REFERENCES: Final = 256
+_FEWEST_REFERENCES: Final = 8
+_PAUSE: Final = 5.0
+_PAUSE_SECONDS: Final = 0.02
+_ENOUGH: Final = 5
+
+_LAST_SAVES: Final = 16
+_MOST_LATE: Final = 8
 
 
-class BackgroundWork(Protocol):
-    """What the saves of a manager do beside the training: see `Saver`.
+@final
+@dataclass(kw_only=True, slots=True, eq=False)
+class MeasuredSave:
+    """The costs of one save, and what they are computed from.
 
     Attributes:
-        idle: whether nothing of any save is being done in the root, prunes included.
-        waited_seconds: how long optimizer steps have waited for copies, in all.
-        optimizers: of the last state saved.
+        step: that it is of.
+        name: directory name.
+        reason: why it was made; "" if nobody said.
+        began: time of the call.
+        time: the same as Unix time.
+        handle: set by the caller; None if the save did not start.
+        skipped: set by the caller if back-pressure left it out.
+        stall: seconds for which calls have blocked training.
+        waited: seconds for which optimizer steps have waited for its copies.
+        slowdown: further seconds of training, `waited` included; None until it is known.
+        durable: seconds until the commit.
+        uploaded: seconds until every further tier that it was due for had it.
+        before: laps without a save in flight before it; the last of them are not older than the last save
+            if `fresh`.
     """
 
-    @property
-    def idle(self) -> bool: ...
+    step: int
+    name: str
+    reason: str
+    began: float
+    time: float
+    handle: SaveHandle | None = None
+    skipped: bool = False
+    stall: float = 0.0
+    waited: float = 0.0
+    slowdown: float | None = None
+    durable: float | None = None
+    uploaded: float | None = None
+    before: Sequence[_Lap] = ()
+    fresh: bool = True
+    after: list[_Lap] = field(default_factory=list[_Lap])
+    _busy: list[_Lap] = field(default_factory=list[_Lap])
+
+    def follow(self, handle: SaveHandle, clock: Callable[[], float]) -> None:
+        """Note the times at which the save is durable and uploaded."""
+        self.name = handle.name
+
+        def durable(future: Future[CheckpointInfo]) -> None:
+            if Future.exception(future) is None:  # looked at without taking it from the user
+                self.durable = clock() - self.began
+
+        def uploaded(future: Future[CheckpointInfo | None]) -> None:
+            if future.exception() is None and future.result() is not None:
+                self.uploaded = clock() - self.began
+
+        handle.committed.add_done_callback(durable)
+        if handle.uploaded is not handle.committed:
+            handle.uploaded.add_done_callback(uploaded)
+
+    def add_busy(self, seconds: float, steps: int, *, waited: float) -> None:
+        """Add a lap that began while the save was in flight."""
+        self.waited += waited
+        if len(self._busy) < _MOST_LAPS:
+            self._busy.append((seconds - waited, steps))
+
+    def add_after(self, lap: _Lap) -> bool:
+        """Add a lap that began after it; return whether there are enough."""
+        self.after.append(lap)
+        return len(self.after) >= _references_for(len(self._busy))
+
+    def conclude(self, usual_share: float) -> float | None:
+        """Fix the slowdown.
+
+        Args:
+            usual_share: of a lap with a save in flight, for saves with nothing to compare with.
+
+        Returns:
+            The share of the laps that the save has cost; None if there was nothing to compare with.
+        """
+        found = _slowdown(self._busy, self.before, self.after) if self.fresh or self.after else None
+        seconds = sum(each for each, _ in self._busy)
+        self.slowdown = self.waited + (usual_share * seconds if found is None else found)
+        self._busy, self.before = [], ()
+        return None if found is None or not seconds else found / seconds
+
+    def known(self) -> dict[str, Any]:
+        """Return what is reported of it."""
+        committed = self.handle if self.handle is not None and self.outcome == "committed" else None
+        return {
+            "step": self.step,
+            "name": self.name,
+            "reason": self.reason,
+            "stall_seconds": self.stall,
+            "slowdown_seconds": self.slowdown,
+            "durable_seconds": self.durable,
+            "uploaded_seconds": self.uploaded,
+            "size_bytes": None if committed is None else committed.committed.result().size_bytes,
+            "outcome": self.outcome,
+            "began": self.time,
+        }
 
     @property
-    def waited_seconds(self) -> float: ...
+    def outcome(self) -> Literal["committed", "failed", "skipped"]:
+        """What has become of it, once it has ended."""
+        if self.handle is None:
+            return "skipped" if self.skipped else "failed"
+        return "committed" if Future.exception(self.handle.committed) is None else "failed"
 
     @property
-    def optimizers(self) -> Sequence[Any]: ...
+    def ended(self) -> bool:
+        """Whether its outcome and its slowdown are known."""
+        return self.slowdown is not None and (self.handle is None or self.handle.committed.done())
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing of it is still to be committed or uploaded."""
+        return self.handle is None or (self.handle.committed.done() and self.handle.uploaded.done())
+
+
+@final
+class _CostLedger:
+    """The costs of the saves of a run. Main thread only.
+
+    Attributes:
+        lost: seconds of training time that all saves have cost, as far as known.
+    """
+
+    def __init__(self) -> None:
+        self.lost = 0.0
+        self._saves = 0
+        self._open: list[MeasuredSave] = []
+        self._unreported: deque[MeasuredSave] = deque()
+        self._last: deque[MeasuredSave] = deque(maxlen=_LAST_SAVES)
+        self._shares: deque[float] = deque(maxlen=_LAST_SAVES)
+
+    def add(self, save: MeasuredSave) -> None:
+        """Add a save, whose call has returned."""
+        self._unreported.append(save)
+        if save.handle is None:
+            save.slowdown = 0.0
+        else:
+            self._open.append(save)
+
+    def conclude(self, save: MeasuredSave) -> None:
+        """Fix the slowdown of a save."""
+        share = save.conclude(statistics.median(self._shares) if self._shares else 0.0)
+        if share is not None:
+            self._shares.append(share)
+        self.lost += save.slowdown or 0.0
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether something of a save is still to become known."""
+        return bool(self._unreported)
+
+    def reportable(self, *, closing: bool = False) -> Generator[MeasuredSave]:
+        """Yield each save once, in order, when everything about it is known.
+
+        An upload that takes longer than eight more saves is not waited for.
+        """
+        while self._unreported:
+            first = self._unreported[0]
+            late = closing or len(self._unreported) > _MOST_LATE
+            if not (first.ended and (late or first.done)):
+                return
+            yield self._unreported.popleft()
+
+    def summary(self, *, expected: bool, step: float) -> SaveCosts | None:
+        """Return the costs; None until one save is committed and its slowdown known.
+
+        Args:
+            expected: whether to add the usual slowdown to `lost`, for a save in flight.
+            step: seconds of a step without a save in flight.
+        """
+        for save in [each for each in self._open if each.ended]:
+            self._open.remove(save)
+            if save.durable is not None:
+                self._last.append(save)
+                self._saves += 1
+        if not self._last:
+            return None
+        slowdown = max(0.0, _median(save.slowdown for save in self._last) or 0.0)
+        return SaveCosts(
+            stall=_median(save.stall for save in self._last) or 0.0,
+            slowdown=slowdown,
+            durable=_median(save.durable for save in self._last) or 0.0,
+            uploaded=_median(save.uploaded for save in self._last),
+            saves=self._saves,
+            lost=max(0.0, self.lost + (slowdown if expected else 0.0)),
+            step=step,
+        )
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
 
 
 @final
@@ -57,7 +249,7 @@ class CostMeter:
         self,
         telemetry: Telemetry,
         coordinator: Coordinator,
-        work: BackgroundWork,
+        work: Saver,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._telemetry = telemetry
@@ -68,13 +260,13 @@ class CostMeter:
         self._since: float | None = None
         self._step: int | None = None
         self._hook: Any = None
-        self._idle: deque[Lap] = deque(maxlen=MOST_REFERENCES)
+        self._idle: deque[_Lap] = deque(maxlen=_MOST_REFERENCES)
         self._idle_laps = 0
         self._waited = 0.0
         self._open: MeasuredSave | None = None  # the newest save, until its slowdown is known
         self._newest: MeasuredSave | None = None
         self._busy = False
-        self._ledger = CostLedger()
+        self._ledger = _CostLedger()
         self._costs: SaveCosts | None = None
 
     def step(self, step: int) -> None:
@@ -204,7 +396,7 @@ class CostMeter:
             self._sum_up()
 
     def _sum_up(self) -> None:
-        step = typical(self._idle) if self._idle else 0.0
+        step = _typical(self._idle) if self._idle else 0.0
         self._costs = self._ledger.summary(expected=self._open is not None, step=step)
 
     def _report(self, *, closing: bool = False) -> None:
@@ -213,4 +405,39 @@ class CostMeter:
             if self._coordinator.is_coordinator:
                 seconds = self._clock() - self._started
                 overhead = max(0.0, self._ledger.lost) / seconds if seconds else 0.0
-                self._telemetry.point("save.cost", overhead=overhead, **save.known())
+                self._telemetry.point(SAVE_COST, overhead=overhead, **save.known())
+
+
+def _references_for(busy: int) -> int:
+    """Return how many laps to compare with on each side of `busy` laps."""
+    return max(_FEWEST_REFERENCES, min(busy, _MOST_REFERENCES))
+
+
+def _slowdown(busy: Sequence[_Lap], before: Sequence[_Lap], after: Sequence[_Lap]) -> float | None:
+    """Return the seconds that a save in flight has cost its steps; None if unknown.
+
+    Means are compared, not medians: whatever makes single steps slow now and then is then on both sides, and
+    the sums over many saves are right. Pauses are left out on both sides: laps of more than five times the
+    median. As many laps count before as after, so that steps that become slower or faster do not matter.
+
+    Args:
+        busy: laps that began with the save in flight.
+        before: laps that ended before it, the last at the end.
+        after: laps that began after it.
+    """
+    idle = [*before[-max(_FEWEST_REFERENCES, len(after)) :], *after] if after else before
+    idle = idle[-2 * _references_for(len(busy)) :]
+    if not busy or not idle:
+        return None
+    usual = _typical(idle)
+    # Where all laps with the save in flight are that slow, none of them is a pause.
+    most = max(usual, _typical(busy) if len(busy) >= _ENOUGH else 0.0)
+    limit = max(_PAUSE * most, usual + _PAUSE_SECONDS)
+    kept = [lap for lap in idle if lap[0] <= limit * lap[1]]
+    step = sum(seconds for seconds, _ in kept) / sum(steps for _, steps in kept)
+    return sum(seconds - steps * step for seconds, steps in busy if seconds <= limit * steps)
+
+
+def _typical(laps: Sequence[_Lap]) -> float:
+    """Return the median seconds of a step."""
+    return statistics.median(seconds / steps for seconds, steps in laps)

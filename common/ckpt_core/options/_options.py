@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, Self, TypeAlias, TypeVar, cast, final, get_args
 
-from ckpt_core.cadence import SavePolicy
 from ckpt_core.errors import ConfigError
 from ckpt_core.options._documents import read_document
 from ckpt_core.options._parsing import (
@@ -21,8 +20,9 @@ from ckpt_core.options._parsing import (
     parse_size,
 )
 from ckpt_core.options._policies import policy_from
-from ckpt_core.options._uploads import Upload, Uploads, upload_from, uploads_problem
-from ckpt_core.retention import Abandoned, RetentionPolicy
+from ckpt_core.options._uploads import Upload, Uploads, policy_problem, upload_from, uploads_problem
+from ckpt_core.policies import RetentionPolicy, SavePolicy, is_of_kind
+from ckpt_core.retention import Abandoned
 from ckpt_core.validation import boolean, function, imported, integer, one_of, positive, require
 
 BackPressure = Literal["wait", "skip", "coalesce"]
@@ -155,8 +155,8 @@ class CheckpointOptions:
     def __post_init__(self) -> None:
         require(
             "CheckpointOptions",
-            _optional("save", self.save, SavePolicy),
-            _optional("keep", self.keep, RetentionPolicy),
+            policy_problem("save", self.save, SavePolicy),
+            policy_problem("keep", self.keep, RetentionPolicy),
             uploads_problem(self.upload),
             _no_upload(self.save, self.upload),
             one_of("abandoned", self.abandoned, get_args(Abandoned)),
@@ -310,15 +310,9 @@ def shows_options(*, ends: bool = True, **own: Any) -> Callable[[_Call], _Call]:
     return decorate
 
 
-def _optional(name: str, value: Any, kind: type) -> str | None:
-    if value is None or isinstance(value, kind):
-        return None
-    return f"{name} must be a {kind.__name__}, not {value!r} (plain values go through from_mapping)"
-
-
 def _no_upload(save: Any, upload: Any) -> str | None:
     """Return the problem of a policy that waits for a tier that the run does not have."""
-    if upload or not isinstance(save, SavePolicy) or not save.needs_upload:
+    if upload or not is_of_kind(save, SavePolicy) or not save.needs_upload:
         return None
     return f'{save!r} looks at what the first upload tier has: give upload=, or take tier="root"'
 

@@ -9,10 +9,9 @@ from functools import reduce
 from typing import Any, Generic, Literal, TypeVar, cast, overload
 
 from ckpt_core import cadence, retention
-from ckpt_core.cadence import SavePolicy
 from ckpt_core.errors import ConfigError
 from ckpt_core.options._parsing import Problems, undotted
-from ckpt_core.retention import RetentionPolicy
+from ckpt_core.policies import RetentionPolicy, SavePolicy, is_of_kind
 from ckpt_core.validation import boolean, one_of, require
 
 Policy = TypeVar("Policy", SavePolicy, RetentionPolicy)
@@ -43,14 +42,14 @@ def policy_from(value: Any, kind: str) -> SavePolicy | RetentionPolicy:
 class _Grammar(Generic[Policy]):
     """The vocabulary of one kind of policy; builders return None for a switch off."""
 
-    base: type
+    base: type[SavePolicy] | type[RetentionPolicy]
     number: Callable[[int], Policy]
     builders: Mapping[str, Callable[[Any], Policy | None]]
 
 
 def _members(value: Any, grammar: _Grammar[Policy], where: str) -> list[Policy]:
     """Build the policies in `value`, not joined; never empty."""
-    if isinstance(value, grammar.base):
+    if is_of_kind(value, grammar.base):
         return [cast("Policy", value)]
     if type(value) is int:
         try:

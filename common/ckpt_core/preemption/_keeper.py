@@ -16,6 +16,7 @@ from ckpt_core.cadence import (
     SavePolicy,
     decide,
     needed_counts,
+    preemptions,
 )
 from ckpt_core.coordination import Coordinator
 from ckpt_core.disclosure import logger_of
@@ -106,7 +107,7 @@ class CadenceKeeper:
         self._policy = policy
         self._measured = measured if policy is not None and policy.needs_costs else None
         self._ask_failures = failures if policy is not None and policy.needs_failures else None
-        self._heeds_preemptions = policy is not None and bool(policy.preemptions)
+        self._heeds_preemptions = bool(preemptions(policy))
         self._collective = policy is not None and (policy.needs_agreement or policy.needs_costs)
         self._coordinator = coordinator
         self._clock = clock
@@ -261,7 +262,7 @@ class CadenceKeeper:
             self._sources.close()
 
     def _listening(self) -> PreemptionSources:
-        return PreemptionSources(self._policy.preemptions if self._policy is not None else ())
+        return PreemptionSources(preemptions(self._policy))
 
     def _agree_at(self, step: int, *, last: bool) -> None:
         """Agree on the facts, unless those of the last agreement are recent enough.

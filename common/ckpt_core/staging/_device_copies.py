@@ -10,7 +10,7 @@ from typing import Final, final
 
 import torch
 
-from ckpt_core.devices import DeviceEvent, current_stream, side_stream
+from ckpt_core.devices import current_stream, side_stream
 from ckpt_core.staging._copies import Copy, Versions
 from ckpt_core.staging._host_copies import start_thread
 
@@ -28,7 +28,7 @@ class _CopyGroups:
     """The copies of one device: the first slot of each group, and the event after it."""
 
     slots: Sequence[int]
-    events: Sequence[DeviceEvent]
+    events: Sequence[torch.Event]
 
 
 @final
@@ -102,13 +102,13 @@ def _enqueue(device: torch.device, copies: Sequence[Copy]) -> _CopyGroups:
     side = side_stream(device)
     side.wait_stream(current_stream(device))
     slots: list[int] = []
-    events: list[DeviceEvent] = []
+    events: list[torch.Event] = []
     with side, torch.no_grad():
         for group in _in_groups(copies):
             for copy in group:
                 copy.target.copy_(copy.source, non_blocking=True)
                 # If training drops the tensor, the allocator must not reuse its memory before the copy.
-                copy.source.record_stream(side)  # type: ignore[arg-type]  # torch's own, or a simulated one
+                copy.source.record_stream(side)
             slots.append(group[0].slot)
             events.append(side.record_event())
     return _CopyGroups(slots, events)

@@ -1,15 +1,18 @@
 """Spans and sinks: events with time and duration, and where they go."""
 
 from ckpt_core.telemetry._open_telemetry import OpenTelemetrySink
-from ckpt_core.telemetry._save_numbers import SAVE_COST, Log, NumbersSink, save_numbers
 from ckpt_core.telemetry._spans import (
+    SAVE_COST,
     Event,
     InMemorySink,
     JsonLinesSink,
+    Log,
     LoggingSink,
+    NumbersSink,
     Phase,
     Sink,
     Telemetry,
+    save_numbers,
 )
 
 __all__ = [

@@ -7,8 +7,7 @@ from importlib import import_module
 from typing import Any, Final, final
 
 from ckpt_core.errors import ConfigError
-from ckpt_core.telemetry._save_numbers import SAVE_COST
-from ckpt_core.telemetry._spans import Event
+from ckpt_core.telemetry._spans import SAVE_COST, Event
 
 _SCOPE: Final = "ckpt_suite"
 _HISTOGRAMS: Final = {

@@ -1,4 +1,4 @@
-"""Test tools for users: a storage suite, a faulty storage, ranks, a fake clock.
+"""Test tools for users: a suite for storages, and a storage that fails.
 
 Nothing that is shipped to run imports this wing.
 """
@@ -7,29 +7,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ckpt_core.testing._clock import FakeClock
-from ckpt_core.testing._faults import FaultyStorage
-from ckpt_core.testing._ranks import Nodes, RanksFailedError, run_ranks
-from ckpt_core.testing._script import Fault, Operation, kill_process
+from ckpt_core.testing._faults import Fault, FaultyStorage, Operation
 
 if TYPE_CHECKING:
     from ckpt_core.testing._storage_suite import StorageTests
 
-__all__ = [
-    "FakeClock",
-    "Fault",
-    "FaultyStorage",
-    "Nodes",
-    "Operation",
-    "RanksFailedError",
-    "StorageTests",
-    "kill_process",
-    "run_ranks",
-]
+__all__ = ["Fault", "FaultyStorage", "Operation", "StorageTests"]
 
 
 def __getattr__(name: str) -> Any:
-    # The conformance suite needs pytest; faults and ranks are useful without it.
+    # The conformance suite needs pytest; faults are useful without it.
     if name == "StorageTests":
         from ckpt_core.testing._storage_suite import StorageTests
 

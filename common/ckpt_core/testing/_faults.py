@@ -7,12 +7,94 @@ Every operation has a number, counted over all threads from 0, a method and a ke
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import IO, Any, cast, final
 
 from ckpt_core.storage import Lock, RangeReader, Storage, StorageEntry
-from ckpt_core.testing._script import Fault, Operation, Script
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operation:
+    """One thing asked of a storage; `key` of a rename is `source -> target`."""
+
+    number: int
+    method: str
+    key: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """What happens at which operations.
+
+    Attributes:
+        method: pattern of the method (`fnmatch`).
+        key: pattern of the key (`fnmatch`).
+        nth: only at the nth of the matching operations, counted from 0; None for all of them.
+        before: called before the operation.
+        error: raised instead of the operation.
+        after: called when the operation has succeeded.
+    """
+
+    method: str = "*"
+    key: str = "*"
+    nth: int | None = None
+    before: Callable[[Operation], None] | None = None
+    error: BaseException | None = None
+    after: Callable[[Operation], None] | None = None
+
+    def matches(self, operation: Operation) -> bool:
+        """Return whether the patterns fit, whichever the nth."""
+        return fnmatchcase(operation.method, self.method) and fnmatchcase(operation.key, self.key)
+
+
+@final
+class Script:
+    """Faults to come and the log of operations, which any thread may perform."""
+
+    def __init__(self, faults: Sequence[Fault]) -> None:
+        self._guard = threading.Lock()
+        self._operations: list[Operation] = []
+        self.inject(faults)
+
+    @property
+    def operations(self) -> tuple[Operation, ...]:
+        """What was asked so far, faults included, in order."""
+        with self._guard:
+            return tuple(self._operations)
+
+    def inject(self, faults: Sequence[Fault]) -> None:
+        """From now on these faults and no others, each counted from 0."""
+        with self._guard:
+            self._faults = tuple(faults)
+            self._seen = [0] * len(self._faults)
+
+    @contextmanager
+    def operation(self, method: str, key: str) -> Generator[Sequence[Fault]]:
+        """Log an operation and apply its faults around the block; yields the faults."""
+        operation, due = self._register(method, key)
+        for fault in due:
+            if fault.before is not None:
+                fault.before(operation)
+            if fault.error is not None:
+                raise fault.error
+        yield due
+        for fault in due:
+            if fault.after is not None:
+                fault.after(operation)
+
+    def _register(self, method: str, key: str) -> tuple[Operation, Sequence[Fault]]:
+        with self._guard:
+            operation = Operation(number=len(self._operations), method=method, key=key)
+            self._operations.append(operation)
+            matching = [index for index, fault in enumerate(self._faults) if fault.matches(operation)]
+            due = [self._faults[i] for i in matching if self._faults[i].nth in {None, self._seen[i]}]
+            for index in matching:
+                self._seen[index] += 1
+            return operation, due
 
 
 @final

@@ -22,8 +22,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ckpt_core import CheckpointManager
 from ckpt_core.state import TrainState, decode, encode
-from ckpt_core.testing import run_ranks
 from ckpt_core.types import SavedState
+from tests.kit.ranks import run_ranks
 from tests.unit.data.loops import Numbers, StatefulStream, seed
 
 # Torchdata warns of torch.

@@ -22,7 +22,8 @@ from ckpt_core.journal._recorder import Recorder, Tenure
 from ckpt_core.names import EVENTS, HISTORY
 from ckpt_core.storage import LocalStorage, ObjectStorage
 from ckpt_core.telemetry import Event
-from ckpt_core.testing import FakeClock, Fault, FaultyStorage
+from ckpt_core.testing import Fault, FaultyStorage
+from tests.kit.clock import FakeClock
 from tests.support.system_calls import CHANGING, SystemCalls
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -18,7 +18,7 @@ from ckpt_core.journal._history import (
 )
 from ckpt_core.journal._records import decode, encode, record
 from ckpt_core.journal._run_log import RunLog, Training
-from ckpt_core.testing import FakeClock
+from tests.kit.clock import FakeClock
 
 
 def run(name, event, time, **fields):

@@ -15,7 +15,8 @@ from ckpt_core.commit import Catalog, Owner
 from ckpt_core.coordination import Solo
 from ckpt_core.root._ownership import Ownership
 from ckpt_core.storage import LocalStorage
-from ckpt_core.testing import Fault, FaultyStorage, run_ranks
+from ckpt_core.testing import Fault, FaultyStorage
+from tests.kit.ranks import run_ranks
 from tests.unit.commit.checkpoints import bucket_like, posix_like, save
 
 ONE, TWO = "step-000000001", "step-000000002"

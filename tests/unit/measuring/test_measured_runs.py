@@ -11,7 +11,7 @@ import torch
 from ckpt_core import CheckpointManager, EverySteps, TrainState
 from ckpt_core.cadence import CadenceContext, SaveCosts, SavePolicy
 from ckpt_core.telemetry import InMemorySink
-from ckpt_core.testing import run_ranks
+from tests.kit.ranks import run_ranks
 
 
 @dataclass(frozen=True)

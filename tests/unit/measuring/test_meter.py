@@ -20,8 +20,8 @@ from ckpt_core.measuring import CostMeter
 from ckpt_core.preemption import CadenceKeeper
 from ckpt_core.saving import SaveHandle
 from ckpt_core.telemetry import InMemorySink, Telemetry
-from ckpt_core.testing import FakeClock
 from ckpt_core.types import CheckpointInfo, Lineage
+from tests.kit.clock import FakeClock
 
 INFO = CheckpointInfo(
     step=1,

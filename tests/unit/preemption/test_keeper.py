@@ -23,7 +23,7 @@ from ckpt_core import (
 )
 from ckpt_core.coordination import Coordinator, Solo
 from ckpt_core.preemption import CadenceKeeper
-from ckpt_core.testing import FakeClock
+from tests.kit.clock import FakeClock
 
 
 @pytest.fixture

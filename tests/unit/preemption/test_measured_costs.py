@@ -13,7 +13,7 @@ import pytest
 from ckpt_core.cadence import CadenceContext, EverySeconds, FailureRate, SaveCosts, SavePolicy
 from ckpt_core.coordination import Solo
 from ckpt_core.preemption import CadenceKeeper
-from ckpt_core.testing import FakeClock
+from tests.kit.clock import FakeClock
 
 COSTS = SaveCosts(stall=0.5, slowdown=0.0, durable=12.25, uploaded=None, saves=3, lost=1.75, step=0.2)
 RATE = FailureRate(mtbf=3600.0, source="given")

@@ -25,7 +25,7 @@ from ckpt_core.reporting._figures import seconds_text, share_text
 from ckpt_core.reporting._page import _draw_time_line
 from ckpt_core.storage import open_storage
 from ckpt_core.telemetry import Event
-from ckpt_core.testing import FakeClock
+from tests.kit.clock import FakeClock
 
 BEGIN = 1_795_000_000.0
 NOW = BEGIN + 30 * 86_400

@@ -10,7 +10,8 @@ import sys
 import pytest
 
 from ckpt_core.storage import LocalStorage, MemoryStorage
-from ckpt_core.testing import FakeClock, Fault, FaultyStorage
+from ckpt_core.testing import Fault, FaultyStorage
+from tests.kit.clock import FakeClock
 
 
 def full() -> OSError:
@@ -74,7 +75,8 @@ def test_the_process_can_be_killed_at_an_operation(tmp_path):
     program = (
         "import sys\n"
         "from ckpt_core.storage import LocalStorage\n"
-        "from ckpt_core.testing import Fault, FaultyStorage, kill_process\n"
+        "from ckpt_core.testing import Fault, FaultyStorage\n"
+        "from tests.kit.faults import kill_process\n"
         "storage = FaultyStorage(LocalStorage(sys.argv[1]), [Fault(method='rename', before=kill_process)])\n"
         "storage.make_directory('.incomplete-1-step')\n"
         "storage.rename('.incomplete-1-step', 'step')\n"

@@ -16,11 +16,12 @@ from ckpt_core.errors import UploadError
 from ckpt_core.options import CheckpointOptions, Upload
 from ckpt_core.storage import MemoryStorage
 from ckpt_core.telemetry import InMemorySink, Telemetry
-from ckpt_core.testing import FakeClock, Fault, FaultyStorage
+from ckpt_core.testing import Fault, FaultyStorage
 from ckpt_core.tiers.uploading._durable import DurableRoot
 from ckpt_core.tiers.uploading._line import DueCheckpoint
 from ckpt_core.tiers.uploading._upload_context import UploadContext
 from ckpt_core.tiers.uploading._uploader import Uploader
+from tests.kit.clock import FakeClock
 from tests.unit.commit.checkpoints import save
 
 

@@ -131,7 +131,7 @@ class _Rank:
 
     def result(self) -> Any:
         content = b"" if self.expected_to_die else Path(self.stem + ".result").read_bytes()
-        return pickle.loads(content) if content else None  # noqa: S301 - from our own child
+        return pickle.loads(content) if content else None
 
     def report(self) -> str:
         texts = [
@@ -244,7 +244,7 @@ def _child(task: _RankCall) -> None:
     try:
         Path(stem + ".result").write_bytes(pickle.dumps(_call(task)))
     # Told to the parent, whatever it is, by the file and the exit code.
-    except BaseException:  # noqa: BLE001
+    except BaseException:
         Path(stem + ".error").write_text(traceback.format_exc())
         sys.stdout.flush()
         sys.stderr.flush()
@@ -261,7 +261,7 @@ def _call(task: _RankCall) -> Any:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    fn, args = pickle.loads(task.call)  # noqa: S301 - from the parent
+    fn, args = pickle.loads(task.call)
     if not task.process_group:
         return fn(*args)
     dist.init_process_group("gloo", timeout=timedelta(seconds=task.timeout_seconds))

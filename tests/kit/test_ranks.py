@@ -10,7 +10,7 @@ import threading
 import pytest
 import torch
 
-from ckpt_core.testing import RanksFailedError, run_ranks
+from tests.kit.ranks import RanksFailedError, run_ranks
 
 pytestmark = pytest.mark.distributed
 

@@ -1,0 +1,250 @@
+"""The contracts of save and retention policies, and `|`, `&` and `~` of both."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, cast, final
+
+from ckpt_core.policies._cadence_context import CadenceContext, ChosenInterval
+from ckpt_core.types import CheckpointInfo
+from ckpt_core.validation import instances, require
+
+Kind = TypeVar("Kind", "SavePolicy", "RetentionPolicy")
+
+
+class _Policy(ABC, Generic[Kind]):
+    """What combines with others of its kind."""
+
+    __slots__ = ()
+
+    def __or__(self, other: Kind) -> Kind:
+        return cast("Kind", AnyOf((*joined(self, AnyOf), *joined(other, AnyOf))))
+
+    def __and__(self, other: Kind) -> Kind:
+        return cast("Kind", AllOf((*joined(self, AllOf), *joined(other, AllOf))))
+
+    def __invert__(self) -> Kind:
+        return cast("Kind", Not(self))
+
+
+class SavePolicy(_Policy["SavePolicy"]):
+    """A policy that decides whether to save the step just finished.
+
+    1. (all ranks) where `needs_agreement` is False, every rank calls `decide` and gets the same answer.
+    2. (coordinator) where it is True, one rank calls `decide` and broadcasts the answer.
+
+    Implementations are frozen values: same context, same answer, on any thread.
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def decide(self, context: CadenceContext) -> str | None:
+        """Return the reason to save now, for users, or None. Call `cadence.decide`."""
+
+    @property
+    def needs_agreement(self) -> bool:
+        """Whether ranks may decide differently, by time or signals; True by default."""
+        return True
+
+    @property
+    def counts(self) -> frozenset[str]:
+        """The names of the counts that it needs, of `Counts`."""
+        return frozenset()
+
+    @property
+    def needs_costs(self) -> bool:
+        """Whether it reads `costs` or `in_flight` of the context; False by default."""
+        return False
+
+    @property
+    def needs_failures(self) -> bool:
+        """Whether it reads `failures` of the context; False by default."""
+        return False
+
+    @property
+    def needs_upload(self) -> bool:
+        """Whether the run must have an upload tier; False by default."""
+        return False
+
+    def interval(self, context: CadenceContext) -> ChosenInterval | None:
+        """Return the interval that it has found by now; None where it looks for none."""
+        del context
+        return None
+
+
+class RetentionPolicy(_Policy["RetentionPolicy"]):
+    """A policy that selects the committed checkpoints to keep.
+
+    Implementations are frozen values. The result must not depend on the order of the history, and a kept
+    checkpoint must still be kept after others are removed: pruning twice then equals pruning once.
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def keep(self, history: Sequence[CheckpointInfo], now: float) -> frozenset[int]:
+        """Select the steps to keep. `now` is Unix time, like `CheckpointInfo.created`.
+
+        `history` holds the committed checkpoints of the present lineage that are marked neither as damaged
+        nor as bad.
+        """
+
+    def surplus(self, history: Sequence[CheckpointInfo]) -> Collection[str]:
+        """Name checkpoints to remove whose step stays, for a host that counts saves."""
+        del history
+        return ()
+
+    @property
+    def judges_alone(self) -> bool:
+        """Whether each checkpoint is judged by itself; only then can a policy be negated."""
+        return False
+
+
+class _Combined(SavePolicy, RetentionPolicy):  # pyright: ignore[reportGeneralTypeIssues]
+    """Policies as one, of the kind that they are of; it needs what any of them needs."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def _parts(self) -> tuple[Any, ...]: ...
+
+    @property
+    def needs_agreement(self) -> bool:
+        return any(part.needs_agreement for part in self._parts)
+
+    @property
+    def needs_costs(self) -> bool:
+        return any(part.needs_costs for part in self._parts)
+
+    @property
+    def needs_failures(self) -> bool:
+        return any(part.needs_failures for part in self._parts)
+
+    @property
+    def needs_upload(self) -> bool:
+        return any(part.needs_upload for part in self._parts)
+
+    @property
+    def counts(self) -> frozenset[str]:
+        return frozenset[str]().union(*(part.counts for part in self._parts))
+
+    @property
+    def judges_alone(self) -> bool:
+        return all(part.judges_alone for part in self._parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Several(_Combined):
+    policies: tuple[Any, ...]
+
+    def __post_init__(self) -> None:
+        members: Any = self.policies
+        keeps = isinstance(members, tuple) and bool(members) and is_of_kind(members[0], RetentionPolicy)
+        kind = RetentionPolicy if keeps else SavePolicy
+        problem = instances("policies", members, kind)
+        wrong = [] if problem else [each for each in members if not is_of_kind(each, kind)]
+        if wrong:
+            problem = f"policies must hold {kind.__name__} objects, not {wrong!r}"
+        require(type(self).__name__, problem)
+
+    @property
+    def _parts(self) -> tuple[Any, ...]:
+        return self.policies
+
+    def _interval(
+        self, context: CadenceContext, of: Callable[..., ChosenInterval | None]
+    ) -> ChosenInterval | None:
+        return of((found for part in self._parts if (found := part.interval(context))), default=None)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class AnyOf(_Several):
+    """Saves, or keeps, where at least one policy does; written `a | b`."""
+
+    def decide(self, context: CadenceContext) -> str | None:
+        reasons = [reason for part in self._parts if (reason := part.decide(context))]
+        return ", ".join(reasons) or None
+
+    def interval(self, context: CadenceContext) -> ChosenInterval | None:
+        return self._interval(context, min)
+
+    def keep(self, history: Sequence[CheckpointInfo], now: float) -> frozenset[int]:
+        return frozenset[int]().union(*(part.keep(history, now) for part in self._parts))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class AllOf(_Several):
+    """Saves, or keeps, where all policies do; written `a & b`."""
+
+    def decide(self, context: CadenceContext) -> str | None:
+        reasons = [part.decide(context) for part in self._parts]
+        return " and ".join(reasons) if all(reasons) else None
+
+    def interval(self, context: CadenceContext) -> ChosenInterval | None:
+        return self._interval(context, max)
+
+    def keep(self, history: Sequence[CheckpointInfo], now: float) -> frozenset[int]:
+        return _steps(history).intersection(*(part.keep(history, now) for part in self._parts))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Not(_Combined):
+    """Saves, or keeps, where the policy does not; written `~a`.
+
+    Of retention policies only for those that judge each checkpoint by itself: "all but the latest three"
+    would select three others after every prune, and so remove the whole history over time.
+    """
+
+    policy: Any
+
+    def __post_init__(self) -> None:
+        problem = None
+        if not is_of_kind(self.policy, RetentionPolicy):
+            if not isinstance(self.policy, SavePolicy):
+                problem = f"policy must be a SavePolicy or a RetentionPolicy, not {self.policy!r}"
+        elif not self.policy.judges_alone:
+            problem = (
+                f"{self.policy!r} compares checkpoints with each other, so that its opposite would delete "
+                "more at every prune; negate only KeepSteps, KeepNewerThan or KeepAll"
+            )
+        require("Not", problem)
+
+    @property
+    def _parts(self) -> tuple[Any, ...]:
+        return (self.policy,)
+
+    def decide(self, context: CadenceContext) -> str | None:
+        return None if self.policy.decide(context) else f"not {self.policy!r}"
+
+    def keep(self, history: Sequence[CheckpointInfo], now: float) -> frozenset[int]:
+        return _steps(history).difference(self.policy.keep(history, now))
+
+
+def leaves(policy: Kind | None) -> Iterator[Kind]:
+    """Yield the policies of which a policy is combined, from left to right."""
+    if isinstance(policy, _Combined):
+        for part in policy._parts:
+            yield from leaves(part)
+    elif policy is not None:
+        yield policy
+
+
+def is_of_kind(policy: Any, kind: type[SavePolicy] | type[RetentionPolicy]) -> bool:
+    """Return whether a value is a policy of a kind, which is that of its parts."""
+    return isinstance(policy, kind) and isinstance(next(leaves(cast("SavePolicy", policy))), kind)
+
+
+def joined(policy: Any, how: type[AnyOf] | type[AllOf]) -> tuple[Any, ...]:
+    """Return the policies that were joined with `|` or `&`; of another policy, itself."""
+    return policy.policies if isinstance(policy, how) else (policy,)
+
+
+def _steps(history: Sequence[CheckpointInfo]) -> frozenset[int]:
+    return frozenset(info.step for info in history)
