@@ -11,14 +11,15 @@ from typing import Any, Final, Literal, Self, TypeAlias, TypeVar, cast, final, g
 
 from ckpt_core.cadence import SavePolicy
 from ckpt_core.errors import ConfigError
-from ckpt_core.options._documents import read_document
 from ckpt_core.options._parsing import (
     Headroom,
     Problems,
-    bytes_option,
     option_keys,
     parse_headroom,
     parse_size,
+    policy_problem,
+    read_document,
+    refused,
 )
 from ckpt_core.options._policies import policy_from
 from ckpt_core.options._uploads import Upload, Uploads, upload_from, uploads_problem
@@ -155,16 +156,16 @@ class CheckpointOptions:
     def __post_init__(self) -> None:
         require(
             "CheckpointOptions",
-            _optional("save", self.save, SavePolicy),
-            _optional("keep", self.keep, RetentionPolicy),
+            policy_problem("save", self.save, SavePolicy),
+            policy_problem("keep", self.keep, RetentionPolicy),
             uploads_problem(self.upload),
             _no_upload(self.save, self.upload),
             one_of("abandoned", self.abandoned, get_args(Abandoned)),
             one_of("back_pressure", self.back_pressure, get_args(BackPressure)),
             _one_or_two("arenas", self.arenas),
-            bytes_option("staging_memory", self.staging_memory),
-            bytes_option("write_bandwidth", self.write_bandwidth, rate=True),
-            _headroom(self.headroom),
+            refused(parse_size, "staging_memory", self.staging_memory),
+            refused(parse_size, "write_bandwidth", self.write_bandwidth, rate=True),
+            refused(parse_headroom, self.headroom),
             one_of("staging", self.staging, get_args(Staging)),
             one_of("on_error", self.on_error, get_args(OnError)),
             one_of("on_divergence", self.on_divergence, get_args(OnDivergence)),
@@ -310,12 +311,6 @@ def shows_options(*, ends: bool = True, **own: Any) -> Callable[[_Call], _Call]:
     return decorate
 
 
-def _optional(name: str, value: Any, kind: type) -> str | None:
-    if value is None or isinstance(value, kind):
-        return None
-    return f"{name} must be a {kind.__name__}, not {value!r} (plain values go through from_mapping)"
-
-
 def _no_upload(save: Any, upload: Any) -> str | None:
     """Return the problem of a policy that waits for a tier that the run does not have."""
     if upload or not isinstance(save, SavePolicy) or not save.needs_upload:
@@ -330,14 +325,6 @@ def _verify(value: Any) -> str | None:
 def _one_or_two(name: str, value: Any) -> str | None:
     problem = integer(name, value, minimum=1)
     return problem or (None if value in {1, 2} else f"{name} must be 1 or 2, not {value!r}")
-
-
-def _headroom(value: Any) -> str | None:
-    try:
-        parse_headroom(value)
-    except ConfigError as error:
-        return str(error)
-    return None
 
 
 def _job_name(value: Any) -> str | None:
