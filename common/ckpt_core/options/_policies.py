@@ -152,7 +152,7 @@ def _on_preemption(value: Any) -> SavePolicy | None:
 
 
 def _best(value: Any) -> RetentionPolicy:
-    build = _with(retention.KeepBest, "metric", "n", "mode")
+    build: Callable[[Any], RetentionPolicy] = _with(retention.KeepBest, "metric", "n", "mode")
     return reduce(operator.or_, map(build, value)) if isinstance(value, list) and value else build(value)
 
 
