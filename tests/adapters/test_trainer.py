@@ -25,6 +25,7 @@ from ckpt_core import (
     IncompatibleCheckpointError,
     SaveError,
 )
+from ckpt_core.cli import main
 from tests.adapters.accelerate_jobs import forget_accelerators
 from tests.adapters.trainer_jobs import TrainerJob, in_turn, run, trainer
 from tests.kit.ranks import run_ranks
@@ -52,6 +53,21 @@ def test_a_resume_is_exact_and_training_is_as_without_us(tmp_path: Path) -> None
         assert resumed["weights"] == whole["weights"]
     read_by_stock = run(stock.but(root=f"{tmp_path}/read", resume=f"{tmp_path}/ours/checkpoint-9"))
     assert read_by_stock["weights"] == whole["weights"]
+
+
+def test_a_diff_of_full_fine_tuning_names_the_weights_that_lie_in_one_file_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(TrainerJob(root=str(tmp_path)))
+    a, b = (str(tmp_path / f"checkpoint-{step}") for step in (3, 6))
+    weights = load_file(f"{a}/model.safetensors"), load_file(f"{b}/model.safetensors")
+    changed = {name for name, value in weights[0].items() if not torch.equal(value, weights[1][name])}
+    assert changed
+    capsys.readouterr()
+    assert main(["diff", a, b, "--only", "model.safetensors: *", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert {each["name"] for each in found["tensors"]} == {f"model.safetensors: {name}" for name in changed}
+    assert all(each["changed"] and each["max_abs"] > 0 for each in found["tensors"])
 
 
 def test_resume_true_takes_the_newest_that_verifies_and_never_a_half_written_one(tmp_path: Path) -> None:

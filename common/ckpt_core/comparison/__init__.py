@@ -5,8 +5,7 @@ checksums stand for equal bytes, and nothing is read. What is read is compared w
 damage is no difference; two tensors are in memory at a time. Nothing is unpickled but plain values.
 """
 
-from ckpt_core.comparison._compare import Comparison, compare
-from ckpt_core.comparison._tensor_pairs import TensorDifference
+from ckpt_core.comparison._compare import Comparison, TensorDifference, compare
 from ckpt_core.comparison._values import ValueDifference
 
 __all__ = ["Comparison", "TensorDifference", "ValueDifference", "compare"]

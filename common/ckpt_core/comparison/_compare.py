@@ -2,26 +2,48 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import final
+from typing import Any, Final, Literal, TypeAlias, final
 
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+import torch
 
-from ckpt_core.comparison._directory_contents import Contents, StoredChunk
-from ckpt_core.comparison._tensor_pairs import TensorDifference, equal_by_checksums, figures, whole_tensor
+from ckpt_core.comparison._one_side import Contents, LocatedTensor
 from ckpt_core.comparison._values import MISSING, ValueDifference, value_differences
-from ckpt_core.dcp import ChunkLocation, checked_zip, load_value
+from ckpt_core.dcp import load_value
 from ckpt_core.errors import ConfigError, UnsafeCheckpointError
-from ckpt_core.formats.checksums import crc32
-from ckpt_core.formats.zips import payload_offset, read_directory
 from ckpt_core.storage import Storage
 from ckpt_core.types import FileEntry, SavedTensor
 
-_OF_THE_WRITER = frozenset({".format_version", ".storage_alignment", ".data/serialization_id"})
-"""Records of a torch zip that say how it was written."""
+_PIECE: Final = 1 << 20
+"""Elements whose figures are computed at a time: they need 8 bytes for each, several times."""
+_NUMBERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+Difference: TypeAlias = Literal["added", "removed", "shape", "dtype", "content"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorDifference:
+    """A tensor that differs.
+
+    Attributes:
+        name: DCP's, with its part in front; of a file of safetensors with the file in front.
+        difference: the kind; `added` is in the second checkpoint only.
+        a, b: its form in either; None where it is not.
+        changed: elements with other bytes; None if they were not counted.
+        max_abs: the largest absolute difference of floating numbers; None if there are no figures.
+        relative_norm: the norm of the difference over the norm of the first tensor; likewise.
+    """
+
+    name: str
+    difference: Difference
+    a: SavedTensor | None = None
+    b: SavedTensor | None = None
+    changed: int | None = None
+    max_abs: float | None = None
+    relative_norm: float | None = None
 
 
 @final
@@ -73,258 +95,204 @@ def compare(
         ConfigError: a pattern of `only` names nothing in either.
         OSError: storage failed.
     """
-    with closing(Contents(*a)) as one, closing(Contents(*b)) as other:
-        return _Comparing(one, other, only=only, quick=quick, seen=seen).run(expect)
+    one, other = Contents(*a), Contents(*b)
+    names = list({**one.tensors, **other.tensors})
+    _refuse_vain_patterns(only, names, one, other)
+
+    def wanted(name: str) -> bool:
+        return not only or any(fnmatchcase(name, pattern) for pattern in only)
+
+    names = [name for name in names if wanted(name)]
+    decided = {name: _decided(name, one, other, quick=quick) for name in names}
+    pairs = [each for each in decided.values() if isinstance(each, tuple)]
+    found = {name: None if isinstance(each, tuple) else each for name, each in decided.items()}
+    expect(sum(tensor.size_bytes for pair in pairs for tensor in pair))
+    undecided: list[str] = []
+    for first, second in pairs:
+        if not (first.is_wrapped or second.is_wrapped):
+            found[first.name] = _figures(first, second, seen)
+        elif first.boxes.keys() != second.boxes.keys():
+            undecided.append(first.name)
+        elif any(first.records(box, seen) != second.records(box, seen) for box in first.boxes):
+            found[first.name] = _content(first)
+    return Comparison(
+        tensors=[each for each in found.values() if each is not None],
+        values=[each for each in _values(one, other, wanted) if wanted(each.name)],
+        num_tensors=len(names),
+        num_read=len(pairs) - len(undecided),
+        undecided=undecided,
+    )
 
 
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _TensorPair:
-    """A tensor of the same form in both, whose bytes decide."""
-
-    name: str
-    form: SavedTensor
-    chunks: tuple[Sequence[StoredChunk], Sequence[StoredChunk]]
-
-    @property
-    def is_wrapped(self) -> bool:
-        """Whether it is made of others in one of them."""
-        return any(each.place.wrapped for side in self.chunks for each in side)
-
-    @property
-    def size_bytes(self) -> int:
-        """What reading both takes."""
-        places = [each.place for side in self.chunks for each in side]
-        return sum(
-            place.size_bytes if place.wrapped or place.payload is None else place.payload.size_bytes
-            for place in places
-        )
-
-    @property
-    def differs(self) -> TensorDifference:
-        """The difference, without figures."""
-        return TensorDifference(name=self.name, difference="content", a=self.form, b=self.form)
-
-
-@final
-class _Comparing:
-    def __init__(
-        self,
-        a: Contents,
-        b: Contents,
-        *,
-        only: Collection[str],
-        quick: bool,
-        seen: Callable[[int], None],
-    ) -> None:
-        self._a, self._b = a, b
-        self._only = only
-        self._quick = quick
-        self._seen = seen
-        self._num_read = 0
-        self._undecided: list[str] = []
-
-    def run(self, expect: Callable[[int], None]) -> Comparison:
-        one, other = self._a.tensors(), self._b.tensors()
-        self._refuse_vain_patterns({**one, **other})
-        names = [name for name in {**one, **other} if self._wants(name)]
-        decided = {name: self._decided(name, one.get(name), other.get(name)) for name in names}
-        reads = [each for each in decided.values() if isinstance(each, _TensorPair)]
-        expect(sum(each.size_bytes for each in reads))
-        tensors = [self._read(each) if isinstance(each, _TensorPair) else each for each in decided.values()]
-        return Comparison(
-            tensors=[each for each in tensors if each is not None],
-            values=[each for each in self._values() if self._wants(each.name)],
-            num_tensors=len(names),
-            num_read=self._num_read,
-            undecided=self._undecided,
-        )
-
-    def _refuse_vain_patterns(self, tensors: Collection[str]) -> None:
-        """Refuse patterns that match no name: a typing error would mean equal."""
-        unmatched = {
-            pattern for pattern in self._only if not any(fnmatchcase(name, pattern) for name in tensors)
-        }
-        for name in self._names_of_values() if unmatched else ():
-            unmatched = {pattern for pattern in unmatched if not fnmatchcase(name, pattern)}
-        if unmatched:
-            shown = ", ".join(repr(pattern) for pattern in sorted(unmatched))
-            example = f"such as {min(tensors)!r:.200}" if tensors else "of which neither has any tensor"
-            raise ConfigError(
-                f"--only {shown} names nothing in {self._a.url} or {self._b.url}: "
-                f"give dotted names, {example}"
-            )
-
-    def _names_of_values(self) -> Iterator[str]:
-        for contents in (self._a, self._b):
-            yield from contents.byte_entries()
-            yield from contents.files.host_files()
-            for path in contents.files.item_files():
-                for item, value in contents.files.items(path).items():
-                    for leaf in value_differences(f"{_prefix_of(path)}{item}", value, MISSING):
-                        yield leaf.name
-
-    def _wants(self, name: str) -> bool:
-        return not self._only or any(fnmatchcase(name, pattern) for pattern in self._only)
-
-    def _decided(
-        self, name: str, a: TensorStorageMetadata | None, b: TensorStorageMetadata | None
-    ) -> TensorDifference | _TensorPair | None:
-        """Compare a tensor without its bytes; return the pair that has to be read."""
-        one, other = _form(a), _form(b)
-        if one is None or other is None:
-            return TensorDifference(
-                name=name, difference="removed" if other is None else "added", a=one, b=other
-            )
-        if one.shape != other.shape:
-            return TensorDifference(name=name, difference="shape", a=one, b=other)
-        if one.dtype != other.dtype:
-            return TensorDifference(name=name, difference="dtype", a=one, b=other)
-        pair = _TensorPair(
-            name=name,
-            form=one,
-            chunks=(self._a.chunks(name), self._b.chunks(name)),
-        )
-        if pair.is_wrapped:
-            return pair
-        equal = equal_by_checksums(*pair.chunks)
-        if equal is None or not (equal or self._quick):
-            return pair
-        return None if equal else pair.differs
-
-    def _read(self, pair: _TensorPair) -> TensorDifference | None:
-        if not pair.is_wrapped:
-            return self._measured(pair)
-        equal = self._equal_archives(*pair.chunks)
-        if equal is None:
-            self._undecided.append(pair.name)
-        return pair.differs if equal is False else None
-
-    def _measured(self, pair: _TensorPair) -> TensorDifference | None:
-        """Read both tensors; return their difference with its figures."""
-        self._num_read += 1
-        a, b = (
-            whole_tensor(contents, each, pair.form, self._seen)
-            for contents, each in zip((self._a, self._b), pair.chunks, strict=True)
-        )
-        return figures(pair.name, pair.form, a, b)
-
-    def _equal_archives(self, one: Sequence[StoredChunk], other: Sequence[StoredChunk]) -> bool | None:
-        """Compare a tensor made of others by its zips' records; None if divided otherwise."""
-        first, second = (
-            {(each.offsets, each.sizes): each.place for each in chunks} for chunks in (one, other)
-        )
-        if first.keys() != second.keys():
-            return None
-        self._num_read += 1
-        return all(
-            self._records(self._a, place) == self._records(self._b, second[box])
-            for box, place in first.items()
-        )
-
-    def _records(self, contents: Contents, place: ChunkLocation) -> dict[str, tuple[int, int]]:
-        """Return size and checksum of every record of a zip, whose padding may differ."""
-        content = contents.read(place)
-        checked_zip(content, f"{contents.url}/{place.path}: {place.key!r:.200}")
-        self._seen(len(content))
-        view = memoryview(content)
-
-        def read_at(offset: int, size: int) -> bytes:
-            return bytes(view[offset : offset + size])
-
-        directory = read_directory(read_at, len(content))
-        found: dict[str, tuple[int, int]] = {}
-        for record in directory.records.values():
-            start = payload_offset(read_at, directory, record)
-            # Not the checksum in the directory: torch can be configured to write none.
-            found[directory.inner_name(record)] = (
-                record.size_bytes,
-                crc32(view[start : start + record.size_bytes]),
-            )
-        return {name: each for name, each in found.items() if name not in _OF_THE_WRITER}
-
-    def _values(self) -> Iterator[ValueDifference]:
-        ours, theirs = set(self._a.byte_entries()), set(self._b.byte_entries())
-        for name in sorted(ours | theirs):
-            if self._wants(name):
-                yield from self._entry(name, in_a=name in ours, in_b=name in theirs)
-        files = set(self._a.files.item_files()), set(self._b.files.item_files())
-        for path in sorted(files[0] | files[1]):
-            one = self._a.files.items(path) if path in files[0] else {}
-            other = self._b.files.items(path) if path in files[1] else {}
-            for item in {**one, **other}:
-                yield from value_differences(
-                    f"{_prefix_of(path)}{item}", one.get(item, MISSING), other.get(item, MISSING)
-                )
-        yield from self._host_files()
-
-    def _entry(self, name: str, *, in_a: bool, in_b: bool) -> Iterator[ValueDifference]:
-        places = (
-            self._a.byte_entry(name) if in_a else None,
-            self._b.byte_entry(name) if in_b else None,
-        )
-        crcs = [None if place is None or place.payload is None else place.payload.crc32 for place in places]
-        if crcs[0] is not None and crcs[0] == crcs[1]:
-            return
-        contents = [
-            b"" if place is None else self._read_entry(holder, place)
-            for holder, place in zip((self._a, self._b), places, strict=True)
-        ]
-        if in_a and in_b and contents[0] == contents[1]:
-            return
-        try:
-            values = [
-                MISSING if place is None else load_value(content, name, allow_pickle=False)
-                for place, content in zip(places, contents, strict=True)
-            ]
-        except UnsafeCheckpointError:
-            texts = [f"{len(content):,} bytes that only pickle reads" for content in contents]
-            yield ValueDifference(name=name, a=texts[0] if in_a else None, b=texts[1] if in_b else None)
-            return
-        yield from value_differences(name, *values)
-
-    def _read_entry(self, contents: Contents, place: ChunkLocation) -> bytes:
-        content = contents.read(place)
-        payload = place.payload
-        if payload is not None and payload.crc32 not in {None, crc32(content)}:
-            raise contents.damaged(place, "its checksum differs from that in the chunk table")
-        checked_zip(content, f"{contents.url}/{place.path}: {place.key!r:.200}")
-        return content
-
-    def _host_files(self) -> Iterator[ValueDifference]:
-        one, other = self._a.files.host_files(), self._b.files.host_files()
-        for path in sorted({**one, **other}):
-            a, b = one.get(path), other.get(path)
-            if a is None or b is None:
-                yield ValueDifference(name=path, a=_file_text(a), b=_file_text(b))
-            elif not self._same_file(a, b):
-                yield from self._host_file(a, b)
-
-    def _host_file(self, a: FileEntry, b: FileEntry) -> Iterator[ValueDifference]:
-        one, other = self._a.files.host_values(a), self._b.files.host_values(b)
-        if one is MISSING or other is MISSING:
-            yield ValueDifference(name=a.path, a=_file_text(a), b=_file_text(b))
-        else:
-            yield from value_differences(a.path, one, other)
-
-    def _same_file(self, a: FileEntry, b: FileEntry) -> bool:
-        if a.size_bytes != b.size_bytes or a.checksum == b.checksum:
-            return a.size_bytes == b.size_bytes
-        if a.checksum.partition(":")[0] == b.checksum.partition(":")[0]:
-            return False
-        pieces = zip(self._a.files.pieces(a.path), self._b.files.pieces(b.path), strict=False)
-        return all(one == other for one, other in pieces)
-
-
-def _prefix_of(path: str) -> str:
-    """Return what stands before the names of the items of a file: its rank."""
-    return "" if path.startswith("shared") else f"{path.removesuffix('.json')}: "
-
-
-def _form(entry: TensorStorageMetadata | None) -> SavedTensor | None:
-    if entry is None:
+def _decided(
+    name: str, one: Contents, other: Contents, *, quick: bool
+) -> TensorDifference | tuple[LocatedTensor, LocatedTensor] | None:
+    """Compare a tensor without its bytes; return both if they have to be read."""
+    a, b = one.tensors.get(name), other.tensors.get(name)
+    files = [each.file.path for each in (a, b) if each and each.file]
+    if len(files) == 2 and _same_file(one, other, files[0]):
         return None
-    return SavedTensor(shape=tuple(entry.size), dtype=str(entry.properties.dtype).removeprefix("torch."))
+    for contents in (one, other):
+        if files and files[0] in contents.entries:
+            contents.verify(files[0])
+    if a is None or b is None or a.form != b.form:
+        return _by_form(name, a, b)
+    equal = None if a.is_wrapped or b.is_wrapped else _by_checksums(a, b)
+    if equal is None or not (equal or quick):
+        return a, b
+    return None if equal else _content(a)
+
+
+def _refuse_vain_patterns(only: Collection[str], tensors: Collection[str], *both: Contents) -> None:
+    """Refuse patterns that match no name: a typing error would mean equal."""
+    unmatched = {pattern for pattern in only if not any(fnmatchcase(name, pattern) for name in tensors)}
+    for contents in both if unmatched else ():
+        leaves = (
+            leaf.name
+            for path in contents.item_files
+            for name, value in contents.items(path).items()
+            for leaf in value_differences(name, value, MISSING)
+        )
+        for name in (*contents.byte_entries, *contents.host_files, *leaves):
+            unmatched = {each for each in unmatched if not fnmatchcase(name, each)}
+    if unmatched:
+        shown = ", ".join(repr(pattern) for pattern in sorted(unmatched))
+        example = f"such as {min(tensors)!r:.200}" if tensors else "of which neither has any tensor"
+        places = " or ".join(contents.url for contents in both)
+        raise ConfigError(f"--only {shown} names nothing in {places}: give dotted names, {example}")
+
+
+def _by_form(name: str, a: LocatedTensor | None, b: LocatedTensor | None) -> TensorDifference:
+    """Return what differs besides the bytes."""
+    if a is None or b is None:
+        return TensorDifference(
+            name=name,
+            difference="removed" if b is None else "added",
+            a=None if a is None else a.form,
+            b=None if b is None else b.form,
+        )
+    differs: Difference = "dtype" if a.form.shape == b.form.shape else "shape"
+    return TensorDifference(name=name, difference=differs, a=a.form, b=b.form)
+
+
+def _by_checksums(a: LocatedTensor, b: LocatedTensor) -> bool | None:
+    """Return whether checksums say that two tensors are equal; None if they cannot."""
+    sides: list[dict[Any, Any]] = []
+    for tensor in (a, b):
+        payloads = {box: place.payload for box, place in tensor.boxes.items() if math.prod(box[1])}
+        if any(each is None or each.crc32 is None for each in payloads.values()):
+            return None
+        sides.append({box: (each.crc32, each.size_bytes) for box, each in payloads.items() if each})
+    return None if sides[0].keys() != sides[1].keys() else sides[0] == sides[1]
+
+
+def _content(tensor: LocatedTensor) -> TensorDifference:
+    return TensorDifference(name=tensor.name, difference="content", a=tensor.form, b=tensor.form)
+
+
+def _figures(
+    first: LocatedTensor, second: LocatedTensor, seen: Callable[[int], None]
+) -> TensorDifference | None:
+    """Read and compare two tensors, piece by piece; None if their bytes are equal.
+
+    Equal bytes are no difference, also those of infinities and NaN.
+    """
+    a, b = first.read(seen), second.read(seen)
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    numeric = a.is_floating_point() or a.is_complex()
+    changed, largest, squares, squares_of_a = 0, 0.0, 0.0, 0.0
+    for start in range(0, a.numel(), _PIECE):
+        one, other = a[start : start + _PIECE], b[start : start + _PIECE]
+        differs = _differing(one, other)
+        changed += (count := int(differs.sum()))
+        if not numeric:
+            continue
+        try:
+            of_a = one.to(wide)
+            squares_of_a += float(torch.linalg.vector_norm(of_a)) ** 2
+            if count:
+                apart = other.to(wide).sub_(of_a).masked_fill_(~differs, 0).abs()
+                most = float(apart.max())
+                largest = most if math.isnan(most) else max(largest, most)
+                squares += float(torch.linalg.vector_norm(apart)) ** 2
+        except RuntimeError:
+            numeric = False  # a dtype that torch does not convert, such as float4
+    if not changed:
+        return None
+    norm, of = math.sqrt(squares), math.sqrt(squares_of_a)
+    ratio = norm / of if of else (math.inf if norm else 0.0)  # 0.0 and -0.0 have other bytes
+    return TensorDifference(
+        name=first.name,
+        difference="content",
+        a=first.form,
+        b=first.form,
+        changed=changed,
+        max_abs=largest if numeric else None,
+        relative_norm=ratio if numeric else None,
+    )
+
+
+def _differing(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return which elements of two flat tensors have other bytes."""
+    size = a.dtype.itemsize
+    number = _NUMBERS.get(size)
+    if number is not None:
+        return a.view(number) != b.view(number)
+    return (a.view(torch.uint8) != b.view(torch.uint8)).view(-1, size).any(1)
+
+
+def _values(one: Contents, other: Contents, wanted: Callable[[str], bool]) -> Iterator[ValueDifference]:
+    for name in sorted({*one.byte_entries, *other.byte_entries}):
+        if wanted(name):
+            yield from _entry(name, one, other)
+    for path in sorted({*one.item_files, *other.item_files}):
+        a, b = one.items(path), other.items(path)
+        for name in {**a, **b}:
+            yield from value_differences(name, a.get(name, MISSING), b.get(name, MISSING))
+    for path in sorted({**one.host_files, **other.host_files}):
+        first, second = one.host_files.get(path), other.host_files.get(path)
+        if first and second and _same_file(one, other, path):
+            continue
+        values = (
+            (one.host_values(first), other.host_values(second)) if first and second else (MISSING, MISSING)
+        )
+        if MISSING in values:
+            yield ValueDifference(name=path, a=_file_text(first), b=_file_text(second))
+        else:
+            yield from value_differences(path, *values)
+
+
+def _entry(name: str, *both: Contents) -> Iterator[ValueDifference]:
+    """Compare a value among the tensors."""
+    found = [each.byte_entry(name) for each in both]
+    crcs = [None if each is None or each[1].payload is None else each[1].payload.crc32 for each in found]
+    if crcs[0] is not None and crcs[0] == crcs[1]:
+        return
+    contents = [None if each is None else each[0].read_entry(each[1]) for each in found]
+    if contents[0] == contents[1]:
+        return
+    try:
+        values = [
+            MISSING if content is None else load_value(content, name, allow_pickle=False)
+            for content in contents
+        ]
+    except UnsafeCheckpointError:
+        texts = [
+            None if content is None else f"{len(content):,} bytes that only pickle reads"
+            for content in contents
+        ]
+        yield ValueDifference(name=name, a=texts[0], b=texts[1])
+        return
+    yield from value_differences(name, *values)
+
+
+def _same_file(one: Contents, other: Contents, path: str) -> bool:
+    a, b = one.entries[path], other.entries[path]
+    if a.size_bytes != b.size_bytes or a.checksum == b.checksum:
+        return a.size_bytes == b.size_bytes
+    if a.checksum.partition(":")[0] == b.checksum.partition(":")[0]:
+        return False
+    return all(map(bytes.__eq__, one.pieces(path), other.pieces(path)))
 
 
 def _file_text(entry: FileEntry | None) -> str | None:

@@ -43,7 +43,8 @@ def text_of(value: Any) -> str | None:
     if isinstance(value, torch.Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         return f"{dtype} tensor of shape {list(value.shape)}" if value.numel() != 1 else repr(value.item())
-    if isinstance(value, _PLAIN) or (type(value) in {list, tuple} and _is_flat(value)):
+    short = type(value) in {list, tuple} and len(value) <= _LONGEST_LIST
+    if isinstance(value, _PLAIN) or (short and all(isinstance(each, _PLAIN) for each in value)):
         text = repr(value)
         return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"
     size = f" of {len(value):,}" if hasattr(value, "__len__") else ""
@@ -56,27 +57,19 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping) and value:
         for key, each in value.items():
             yield from _leaves(each, f"{name}.{key}" if name else str(key))
-    elif type(value) in {list, tuple} and value and not _is_row(value):
+    elif type(value) in {list, tuple} and not all(isinstance(each, _PLAIN) for each in value):
         for index, each in enumerate(value):
             yield from _leaves(each, f"{name}.{index}")
     else:
         yield name, value
 
 
-def _is_row(value: Any) -> bool:
-    """Return whether a list is compared as one: of plain values."""
-    return all(isinstance(each, _PLAIN) for each in value)
-
-
-def _is_flat(value: Any) -> bool:
-    return len(value) <= _LONGEST_LIST and _is_row(value)
-
-
 def _same(a: Any, b: Any) -> bool:
     if a is MISSING or b is MISSING or type(a) is not type(b):
         return a is b
     if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and _bytes_of(a) == _bytes_of(b)
+        flat = [each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (a, b)]
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*flat)
     if isinstance(a, float):
         return a == b or (math.isnan(a) and math.isnan(b))
     if hasattr(a, "tobytes"):
@@ -84,8 +77,3 @@ def _same(a: Any, b: Any) -> bool:
     if type(a) in {list, tuple}:
         return len(a) == len(b) and all(map(_same, a, b))
     return bool(a == b)
-
-
-def _bytes_of(tensor: torch.Tensor) -> bytes:
-    flat: Any = tensor.detach().contiguous().reshape(-1)
-    return bytes(flat.view(torch.uint8).numpy()) if tensor.numel() else b""

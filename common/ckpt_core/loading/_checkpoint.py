@@ -25,7 +25,7 @@ from ckpt_core.dcp import (
 from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError, FileFailure
 from ckpt_core.formats.checksums import crc32
 from ckpt_core.loading._committed_files import CommittedFiles
-from ckpt_core.loading._selection import Narrowed, Selection
+from ckpt_core.loading._selection import Selection
 from ckpt_core.names import (
     KEPT,
     MANIFEST,
@@ -72,7 +72,11 @@ class CheckpointPart:
         return self._files.whole_of(place.path, lambda path: self._entry(replace(place, path=path)))
 
     def _entry(self, place: ChunkLocation) -> bytes:
-        expected = None if place.payload is None else place.payload.crc32
+        content = self._checked(place, None if place.payload is None else place.payload.crc32)
+        checked_zip(content, self._name(place), trusted=self._allow_pickle)
+        return content
+
+    def _checked(self, place: ChunkLocation, expected: int | None) -> bytes:
         other = "its checksum differs from that in the chunk table"
         content, problem = read_intact(
             self._storage,
@@ -82,8 +86,18 @@ class CheckpointPart:
         )
         if problem:
             raise self._damaged(place, problem)
-        checked_zip(content, self._name(place), trusted=self._allow_pickle)
         return content
+
+    def read_tensor(self, place: ChunkLocation, dtype: torch.dtype) -> torch.Tensor:
+        """Read and verify a tensor chunk, neither wrapped nor empty; it may be flat."""
+        payload = place.payload
+        if payload is None:
+            return self.read_chunk(place)
+        inner = replace(place, offset=payload.offset, size_bytes=payload.size_bytes)
+        content = self._files.whole_of(
+            place.path, lambda path: self._checked(replace(inner, path=path), payload.crc32)
+        )
+        return torch.frombuffer(bytearray(content), dtype=dtype)
 
     def read_chunk(self, place: ChunkLocation) -> torch.Tensor:
         """Read, verify and rebuild a tensor chunk whose elements are not contiguous."""
@@ -150,31 +164,9 @@ def open_checkpoint(
         CorruptCheckpointError: a file is damaged.
         UnsafeCheckpointError: it needs pickle, which is not allowed.
     """
-    ours = bool(committed) or storage.exists(f"{directory}/{MARKER}")
-    digest = committed if isinstance(committed, str) else None
-    manifest = Catalog(storage).manifest(directory, sha256=digest) if ours else None
-    files = CommittedFiles(storage, directory, manifest)
-    parts = _committed_parts(files) if ours else _parts(storage, directory)
-    if not parts:
-        raise CheckpointNotFoundError(
-            f"{files.url} holds neither a committed checkpoint ({MARKER}) "
-            f"nor one that torch.distributed.checkpoint wrote ({METADATA})"
-        )
-    metadata = {part: _read_metadata(files, part) for part in parts}
-
-    def contents(part: str, narrowed: Narrowed) -> CheckpointPart:
-        places = _places(storage, files, part, narrowed.whole)
-        return CheckpointPart(
-            metadata=narrowed.metadata,
-            _original=narrowed.original,
-            _places=places,
-            _storage=storage,
-            _files=files,
-            _allow_pickle=allow_pickle,
-        )
-
-    whole = contents("", Narrowed.everything(metadata[""])) if "" in metadata else None
-    items = _Items(files, whole, allow_pickle=allow_pickle)
+    manifest, files, parts = open_parts(storage, directory, allow_pickle=allow_pickle, committed=committed)
+    metadata = {part: each.metadata for part, each in parts.items()}
+    items = _Items(files, parts.get(""), allow_pickle=allow_pickle)
     same_ranks = manifest is not None and manifest.world_size == coordinator.world_size
     selected = selection.of_metadata(metadata, files.url)
     saved = SavedState(
@@ -193,12 +185,48 @@ def open_checkpoint(
     )
     return OpenCheckpoint(
         files=files,
-        contents={part: contents(part, of_part) for part, of_part in selected.items()},
+        contents={
+            part: replace(parts[part], metadata=narrowed.metadata, _original=narrowed.original)
+            for part, narrowed in selected.items()
+        },
         saved=selection.of_state(saved),
         local=_local(files, coordinator.rank) if same_ranks else {},
         loads_kept=same_ranks,
         drops_kept=not same_ranks and any(map(_has_kept, metadata.values())),
     )
+
+
+def open_parts(
+    storage: Storage, directory: str, *, allow_pickle: bool = False, committed: bool | str = False
+) -> tuple[Manifest | None, CommittedFiles, dict[str, CheckpointPart]]:
+    """Open manifest, files and whole parts of a checkpoint.
+
+    Raises:
+        CheckpointNotFoundError: there is neither one of ours nor one of stock DCP.
+        CorruptCheckpointError: a file is damaged.
+    """
+    ours = bool(committed) or storage.exists(f"{directory}/{MARKER}")
+    digest = committed if isinstance(committed, str) else None
+    manifest = Catalog(storage).manifest(directory, sha256=digest) if ours else None
+    files = CommittedFiles(storage, directory, manifest)
+    names = _committed_parts(files) if ours else _parts(storage, directory)
+    if not names:
+        raise CheckpointNotFoundError(
+            f"{files.url} holds neither a committed checkpoint ({MARKER}) "
+            f"nor one that torch.distributed.checkpoint wrote ({METADATA})"
+        )
+    parts: dict[str, CheckpointPart] = {}
+    for part in names:
+        metadata = _read_metadata(files, part)
+        parts[part] = CheckpointPart(
+            metadata=metadata,
+            _original={},
+            _places=_places(storage, files, part, metadata),
+            _storage=storage,
+            _files=files,
+            _allow_pickle=allow_pickle,
+        )
+    return manifest, files, parts
 
 
 def _facts(manifest: Manifest | None) -> dict[str, Any]:

@@ -24,17 +24,15 @@ class Narrowed:
     Attributes:
         metadata: with the names of the live state.
         original: its names -> names in the checkpoint.
-        whole: the metadata of all entries, as saved.
     """
 
     metadata: Metadata
     original: Mapping[str, str]
-    whole: Metadata
 
     @classmethod
     def everything(cls, metadata: Metadata) -> Narrowed:
         """Select everything, without new names."""
-        return cls(metadata=metadata, original={}, whole=metadata)
+        return cls(metadata=metadata, original={})
 
 
 @final
@@ -155,9 +153,7 @@ class Selection:
                 if index.fqn in names
             },
         )
-        return Narrowed(
-            metadata=narrowed, original={name: key for key, name in names.items()}, whole=metadata
-        )
+        return Narrowed(metadata=narrowed, original={name: key for key, name in names.items()})
 
     def _renamed(self, path: Path, used: set[str]) -> Path:
         return (path[0], *(self._renamed_part(each, used) for each in path[1:]))

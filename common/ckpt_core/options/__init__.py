@@ -8,7 +8,6 @@ A policy is written as a mapping whose entries are joined by "or"; `any`, `all_o
 
 from __future__ import annotations
 
-from ckpt_core.options._documents import parse_yaml, read_document
 from ckpt_core.options._options import (
     SECTION,
     BackPressure,
@@ -23,7 +22,7 @@ from ckpt_core.options._options import (
     shows_options,
     signature_with_options,
 )
-from ckpt_core.options._parsing import Headroom, bytes_text, parse_size
+from ckpt_core.options._parsing import Headroom, bytes_text, parse_size, parse_yaml, read_document
 from ckpt_core.options._policies import policy_from
 from ckpt_core.options._sameness import difference, given_options, text_of
 from ckpt_core.options._uploads import Upload, Uploads, WhenBusy, upload_from

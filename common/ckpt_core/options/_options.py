@@ -10,17 +10,18 @@ from pathlib import Path
 from typing import Any, Final, Literal, Self, TypeAlias, TypeVar, cast, final, get_args
 
 from ckpt_core.errors import ConfigError
-from ckpt_core.options._documents import read_document
 from ckpt_core.options._parsing import (
     Headroom,
     Problems,
-    bytes_option,
     option_keys,
     parse_headroom,
     parse_size,
+    policy_problem,
+    read_document,
+    refused,
 )
 from ckpt_core.options._policies import policy_from
-from ckpt_core.options._uploads import Upload, Uploads, policy_problem, upload_from, uploads_problem
+from ckpt_core.options._uploads import Upload, Uploads, upload_from, uploads_problem
 from ckpt_core.policies import RetentionPolicy, SavePolicy, is_of_kind
 from ckpt_core.retention import Abandoned
 from ckpt_core.validation import boolean, function, imported, integer, one_of, positive, require
@@ -162,9 +163,9 @@ class CheckpointOptions:
             one_of("abandoned", self.abandoned, get_args(Abandoned)),
             one_of("back_pressure", self.back_pressure, get_args(BackPressure)),
             _one_or_two("arenas", self.arenas),
-            bytes_option("staging_memory", self.staging_memory),
-            bytes_option("write_bandwidth", self.write_bandwidth, rate=True),
-            _headroom(self.headroom),
+            refused(parse_size, "staging_memory", self.staging_memory),
+            refused(parse_size, "write_bandwidth", self.write_bandwidth, rate=True),
+            refused(parse_headroom, self.headroom),
             one_of("staging", self.staging, get_args(Staging)),
             one_of("on_error", self.on_error, get_args(OnError)),
             one_of("on_divergence", self.on_divergence, get_args(OnDivergence)),
@@ -324,14 +325,6 @@ def _verify(value: Any) -> str | None:
 def _one_or_two(name: str, value: Any) -> str | None:
     problem = integer(name, value, minimum=1)
     return problem or (None if value in {1, 2} else f"{name} must be 1 or 2, not {value!r}")
-
-
-def _headroom(value: Any) -> str | None:
-    try:
-        parse_headroom(value)
-    except ConfigError as error:
-        return str(error)
-    return None
 
 
 def _job_name(value: Any) -> str | None:

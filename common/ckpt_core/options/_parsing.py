@@ -1,11 +1,16 @@
-"""Parsing of options: collected problems, and amounts of memory as text."""
+"""Parsing of options: files, collected problems, and amounts of memory as text.
+
+Errors name positions in files, never the content, which may be a password.
+"""
 
 from __future__ import annotations
 
 import math
 import re
+import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, final
 
 from ckpt_core.errors import ConfigError
@@ -158,13 +163,20 @@ def parse_size(name: str, value: Any, *, rate: bool = False) -> int | None:
     return int(size)
 
 
-def bytes_option(name: str, value: Any, *, rate: bool = False) -> str | None:
-    """Return the problem of a number of bytes, or None; see `parse_size`."""
+def refused(parse: Callable[..., Any], *arguments: Any, **options: Any) -> str | None:
+    """Return the problem that a parser finds in an option, or None."""
     try:
-        parse_size(name, value, rate=rate)
+        parse(*arguments, **options)
     except ConfigError as error:
         return str(error)
     return None
+
+
+def policy_problem(name: str, value: Any, kind: type[SavePolicy] | type[RetentionPolicy]) -> str | None:
+    """Return the problem of an option that is a policy or None."""
+    if value is None or is_of_kind(value, kind):
+        return None
+    return f"{name} must be a {kind.__name__}, not {value!r} (plain values go through from_mapping)"
 
 
 def option_keys(name: str, value: Any) -> str | None:
@@ -184,3 +196,68 @@ def _number(value: Any, *, rate: bool) -> float | None:
         return None
     number, unit = str(found[1]), str(found[2])
     return float(number) * _UNITS[unit.upper()]
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """Parse YAML text.
+
+    Args:
+        text: the document.
+        where: the origin of the text, for messages.
+
+    Raises:
+        ConfigError: it is not YAML, or PyYAML is not installed.
+    """
+    try:
+        import yaml
+    except ImportError as error:
+        raise ConfigError(
+            f"{where}: YAML needs PyYAML: `pip install pyyaml`, or write TOML or JSON"
+        ) from error
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = "" if mark is None else f" at line {mark.line + 1}, column {mark.column + 1}"
+        raise ConfigError(
+            f"{where}: cannot read the options: not YAML{place} ({type(error).__name__})"
+        ) from None
+
+
+def read_document(path: Path) -> Mapping[str, Any]:
+    """Read the mapping in a `.toml`, `.yaml` or `.yml` file; empty for an empty file.
+
+    Raises:
+        ConfigError: it cannot be read, or holds no mapping.
+    """
+    if path.suffix not in _PARSERS:
+        raise ConfigError(f"{path}: options are read from {', '.join(_PARSERS)} files only")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the options: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not UTF-8 at byte {error.start}") from None
+    document = _PARSERS[path.suffix](text, str(path))
+    if document is None:
+        return {}
+    if not isinstance(document, Mapping):
+        raise ConfigError(f"{path}: expected a mapping at the top, not {type(document).__name__}")
+    return document
+
+
+def _parse_toml(text: str, where: str) -> Any:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        # Only the position of its message: the rest may quote the content.
+        _, found, place = str(error).rpartition("(at ")
+        position = f" at {place.rstrip(')')}" if found else ""
+        raise ConfigError(f"{where}: cannot read the options: not TOML{position}") from None
+
+
+_PARSERS: Final[Mapping[str, Callable[[str, str], Any]]] = {
+    ".toml": _parse_toml,
+    ".yaml": parse_yaml,
+    ".yml": parse_yaml,
+}

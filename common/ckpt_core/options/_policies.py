@@ -104,16 +104,27 @@ def _none_of(value: Any, grammar: _Grammar[Policy], where: str) -> Policy:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def _with(make: Callable[..., Policy], first: str, *others: str) -> Callable[[Any], Policy]:
-    """Return a builder for a policy given as its first argument or a mapping of all."""
+def _with(
+    make: Callable[..., Policy], *arguments: str, required: bool = True, switch: bool = False
+) -> Callable[[Any], Any]:
+    """Return a builder for a policy given as its first argument or a mapping of all.
 
-    def build(value: Any) -> Policy:
+    Args:
+        make: the policy.
+        *arguments: their names.
+        required: whether a mapping must have the first.
+        switch: whether `true` means the policy by itself, and `false` none.
+    """
+
+    def build(value: Any) -> Policy | None:
+        if switch and isinstance(value, bool):
+            return make() if value else None
         if not isinstance(value, Mapping):
             return make(value)
         problems = Problems()
-        problems.unknown("arguments", value, (first, *others))
-        if first not in value:
-            problems.add(f"{first!r} is missing")
+        problems.unknown("arguments", value, arguments)
+        if required and arguments[0] not in value:
+            problems.add(f"{arguments[0]!r} is missing")
         problems.raise_if_any(separator="; ")
         return make(**value)
 
@@ -130,36 +141,17 @@ def _switch(make: Callable[[], Policy]) -> Callable[[Any], Policy | None]:
     return build
 
 
-def _switch_with(make: Callable[..., Policy], *arguments: str) -> Callable[[Any], Policy | None]:
-    """Return a builder for a policy given as `true`, its first argument, or a mapping."""
-
-    def build(value: Any) -> Policy | None:
-        if isinstance(value, bool):
-            return make() if value else None
-        if not isinstance(value, Mapping):
-            return make(value)
-        problems = Problems()
-        problems.unknown("arguments", value, arguments)
-        problems.raise_if_any()
-        return make(**value)
-
-    return build
-
-
 def _on_preemption(value: Any) -> SavePolicy | None:
-    if isinstance(value, bool):
-        return cadence.OnPreemption() if value else None
-    arguments = value if isinstance(value, Mapping) else {"signals": value}
-    problems = Problems()
-    problems.unknown("arguments", arguments, ("signals", "file", "when", "stop", "deadline"))
-    problems.raise_if_any()
-    signals = arguments.get("signals")
-    given = {**arguments, "signals": tuple(signals)} if isinstance(signals, list) else arguments
-    return cadence.OnPreemption(**given)
+    given = value if isinstance(value, bool | Mapping) else {"signals": value}
+    if isinstance(given, Mapping) and isinstance(given.get("signals"), list):
+        given = {**given, "signals": tuple(given["signals"])}
+    names = ("signals", "file", "when", "stop", "deadline")
+    build = _with(cadence.OnPreemption, *names, required=False, switch=True)
+    return cast("SavePolicy | None", build(given))
 
 
 def _best(value: Any) -> RetentionPolicy:
-    build = _with(retention.KeepBest, "metric", "n", "mode")
+    build: Callable[[Any], RetentionPolicy] = _with(retention.KeepBest, "metric", "n", "mode")
     return reduce(operator.or_, map(build, value)) if isinstance(value, list) and value else build(value)
 
 
@@ -174,9 +166,14 @@ _SAVE: _Grammar[SavePolicy] = _Grammar(
         "every_epochs": _with(cadence.EveryEpochs, "n"),
         "every_tokens": _with(cadence.EveryTokens, "n"),
         "first_step": _switch(cadence.FirstStep),
-        "optimal": _switch_with(cadence.Optimal, "mtbf", "min_seconds", "max_seconds", "tier"),
+        "optimal": _with(
+            cadence.Optimal,
+            *("mtbf", "min_seconds", "max_seconds", "tier"),
+            required=False,
+            switch=True,
+        ),
         "max_overhead": _with(cadence.MaxOverhead, "fraction"),
-        "continuous": _switch_with(cadence.Continuous, "min_seconds"),
+        "continuous": _with(cadence.Continuous, "min_seconds", required=False, switch=True),
         "on_preemption": _on_preemption,
     },
 )

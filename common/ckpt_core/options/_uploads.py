@@ -12,9 +12,9 @@ from typing import Any, Final, Literal, Protocol, TypeAlias, cast, final, get_ar
 
 from ckpt_core.disclosure import public_url
 from ckpt_core.errors import ConfigError
-from ckpt_core.options._parsing import Problems, bytes_option, option_keys, parse_size, undotted
+from ckpt_core.options._parsing import Problems, option_keys, parse_size, policy_problem, refused, undotted
 from ckpt_core.options._policies import policy_from
-from ckpt_core.policies import RetentionPolicy, SavePolicy, is_of_kind
+from ckpt_core.policies import RetentionPolicy
 from ckpt_core.validation import integer, one_of, positive, require
 
 WhenBusy = Literal["overtake", "wait", "queue"]
@@ -75,7 +75,7 @@ class Upload:
             _place(self.to),
             integer("every", self.every, minimum=1),
             policy_problem("keep", self.keep, RetentionPolicy),
-            bytes_option("bandwidth", self.bandwidth, rate=True),
+            refused(parse_size, "bandwidth", self.bandwidth, rate=True),
             one_of("when_busy", self.when_busy, get_args(WhenBusy)),
             one_of("on_preemption", self.on_preemption, get_args(OnPreemptionUpload)),
             positive("deadline_seconds", self.deadline_seconds),
@@ -142,13 +142,6 @@ def uploads_problem(value: Any) -> str | None:
     if wrong:
         return f"upload must be an Upload or several, not {', '.join(wrong)} (plain values: from_mapping)"
     return None
-
-
-def policy_problem(name: str, value: Any, kind: type[SavePolicy] | type[RetentionPolicy]) -> str | None:
-    """Check that a value is None or a policy of a kind."""
-    if value is None or is_of_kind(value, kind):
-        return None
-    return f"{name} must be a {kind.__name__}, not {value!r} (plain values go through from_mapping)"
 
 
 def _absolute(to: str | os.PathLike[str] | OpenedPlace) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from jinja2 import Environment
 
 from ckpt_core.disclosure import printable
-from ckpt_core.reporting._report_values import A_DAY, Report, clock_of
+from ckpt_core.reporting._gathering import A_DAY, Report, clock_of
 from ckpt_core.reporting._sections import headline, parts_of, sections
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import Any, Final, final
 
 from ckpt_core.journal import MOST_STEPS
 from ckpt_core.options import bytes_text
-from ckpt_core.reporting._figures import at_least, moment, seconds_text, share_text
-from ckpt_core.reporting._report_values import Balance, Report, RunFacts
+from ckpt_core.reporting._gathering import Balance, Report, RunFacts
+from ckpt_core.reporting._texts import at_least, moment, seconds_text, share_text
 
 _MOST_ROWS: Final = 20
 _MOST_RULES: Final = 40
@@ -26,14 +26,13 @@ _LABELS: Final = {
 
 
 @final
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Section:
-    """One part of a report.
+    """One part of a report: sentences, and a table.
 
     Attributes:
-        key: which chart belongs to it.
-        lines: sentences before the table.
-        columns: the header of the table; those from `figures` on are aligned to the right.
+        key: which picture belongs to it.
+        figures: the first column of those that are aligned to the right.
     """
 
     key: str
@@ -47,7 +46,7 @@ class Section:
 def sections(report: Report) -> list[Section]:
     """Put a report in words and tables; what has nothing to say is left out."""
     found = [
-        Section(key="advice", title="Advice", lines=report.advice),
+        Section("advice", "Advice", report.advice),
         _goodput(report.balance),
         _runs(report.runs),
         _costs(report),
@@ -55,7 +54,7 @@ def sections(report: Report) -> list[Section]:
         _failures(report),
         _retention(report),
         _checkpoints(report),
-        Section(key="unknown", title="Not known", lines=report.unknown),
+        Section("unknown", "Not known", report.unknown),
     ]
     return [each for each in found if each.lines or each.rows]
 
@@ -94,7 +93,7 @@ def _goodput_text(balance: Balance) -> str:
 def _goodput(balance: Balance) -> Section:
     whole = balance.covered + balance.loading
     if whole <= 0:
-        return Section(key="goodput", title="Goodput")
+        return Section("goodput", "Goodput")
     lines = [f"Of {seconds_text(whole)} measured, {_goodput_text(balance)} was training that counts."]
     if not balance.exact:
         lines.append("A run that was killed may have trained on after its last sign: that work is lost, too.")
@@ -103,13 +102,8 @@ def _goodput(balance: Balance) -> Section:
             f"From the last signs of killed runs to the next starts went {seconds_text(balance.down)}; that "
             "is in no other figure."
         )
-    return Section(
-        key="goodput",
-        title="Goodput",
-        lines=lines,
-        columns=("PART", "TIME", "SHARE"),
-        rows=[(name, seconds_text(part), share_text(part / whole)) for name, part in parts_of(balance)],
-    )
+    rows = [(name, seconds_text(part), share_text(part / whole)) for name, part in parts_of(balance)]
+    return Section("goodput", "Goodput", lines, ("PART", "TIME", "SHARE"), rows)
 
 
 def _runs(runs: Sequence[RunFacts]) -> Section:
@@ -127,16 +121,9 @@ def _runs(runs: Sequence[RunFacts]) -> Section:
         )
         for run in runs[-_MOST_ROWS:][::-1]
     ]
-    return Section(
-        key="runs",
-        title="Runs",
-        lines=[", ".join(f"{count:,} {end}" for end, count in ends.most_common()) + _more(runs)]
-        if runs
-        else [],
-        columns=("RUN", "END", "FROM (UTC)", "LAST SIGN (UTC)", "STEPS", "TRAINING", "LOST STEPS", "LOST"),
-        rows=rows,
-        figures=2,
-    )
+    lines = [", ".join(f"{count:,} {end}" for end, count in ends.most_common()) + _more(runs)] if runs else []
+    columns = ("RUN", "END", "FROM (UTC)", "LAST SIGN (UTC)", "STEPS", "TRAINING", "LOST STEPS", "LOST")
+    return Section("runs", "Runs", lines, columns, rows, figures=2)
 
 
 def _more(things: Sequence[object]) -> str:
@@ -153,13 +140,8 @@ def _costs(report: Report) -> Section:
     lines = (
         [", ".join(f"{count:,} {outcome}" for outcome, count in outcomes.most_common())] if outcomes else []
     )
-    return Section(
-        key="costs",
-        title="What saves cost",
-        lines=lines,
-        columns=("MEASURE", "SAVES", "LEAST", "MEDIAN", "95 %", "MOST", "IN ALL"),
-        rows=rows,
-    )
+    columns = ("MEASURE", "SAVES", "LEAST", "MEDIAN", "95 %", "MOST", "IN ALL")
+    return Section("costs", "What saves cost", lines, columns, rows)
 
 
 def _cadence(report: Report) -> Section:
@@ -172,32 +154,23 @@ def _cadence(report: Report) -> Section:
             f"Measured interval: {seconds_text(found.interval)}, expected loss {share_text(found.overhead)}. "
             f"Optimum: {seconds_text(found.best_interval)}, {share_text(found.best_overhead)}.",
         ]
+    # A reason without the numbers of the moment.
     reasons = Counter(
-        _rule(str(each.get("reason") or "no reason recorded")) for each in report.events["save"]
+        str(each.get("reason") or "no reason recorded").partition(":")[0] for each in report.events["save"]
     )
     lines += [f"{count:,} saves: {reason}" for reason, count in reasons.most_common(5)]
-    return Section(
-        key="cadence",
-        title="When to save",
-        lines=lines,
-        columns=("DECIDED (UTC)", "RULE", "INTERVAL", "MTBF", "FROM"),
-        rows=[
-            (
-                moment(each["time"]),
-                str(each.get("rule") or ""),
-                seconds_text(each.get("interval_seconds")),
-                seconds_text(each.get("mtbf_seconds")),
-                str(each.get("mtbf_source") or ""),
-            )
-            for each in report.events["cadence"][-_MOST_ROWS:][::-1]
-        ],
-        figures=9,
-    )
-
-
-def _rule(reason: str) -> str:
-    """Return a reason without the numbers of the moment."""
-    return reason.partition(":")[0]
+    rows = [
+        (
+            moment(each["time"]),
+            str(each.get("rule") or ""),
+            seconds_text(each.get("interval_seconds")),
+            seconds_text(each.get("mtbf_seconds")),
+            str(each.get("mtbf_source") or ""),
+        )
+        for each in report.events["cadence"][-_MOST_ROWS:][::-1]
+    ]
+    columns = ("DECIDED (UTC)", "RULE", "INTERVAL", "MTBF", "FROM")
+    return Section("cadence", "When to save", lines, columns, rows, figures=9)
 
 
 def _failures(report: Report) -> Section:
@@ -208,21 +181,19 @@ def _failures(report: Report) -> Section:
         if each.get("outcome") not in {"committed", "done"}
     ]
     found.sort(key=lambda each: each[0])
-    return Section(
-        key="failures",
-        title="What failed",
-        lines=[f"{len(found):,} in all{_more(found)}"] if found else [],
-        columns=("TIME (UTC)", "WHAT", "STEP", "OUTCOME", "WHY"),
-        rows=[
-            (moment(time), kind, _step(each), str(each.get("outcome")), str(each.get("error") or ""))
-            for time, kind, each in found[-_MOST_ROWS:][::-1]
-        ],
-        figures=9,
-    )
-
-
-def _step(each: dict[str, Any]) -> str:
-    return "?" if each.get("step") is None else f"{each['step']:,}"
+    rows = [
+        (
+            moment(time),
+            kind,
+            "?" if each.get("step") is None else f"{each['step']:,}",
+            str(each.get("outcome")),
+            str(each.get("error") or ""),
+        )
+        for time, kind, each in found[-_MOST_ROWS:][::-1]
+    ]
+    lines = [f"{len(found):,} in all{_more(found)}"] if found else []
+    columns = ("TIME (UTC)", "WHAT", "STEP", "OUTCOME", "WHY")
+    return Section("failures", "What failed", lines, columns, rows, figures=9)
 
 
 def _retention(report: Report) -> Section:
@@ -239,29 +210,17 @@ def _retention(report: Report) -> Section:
     for tier, each in newest.items():
         kept: dict[str, list[int]] = each.get("kept") or {}
         lines.append(f"Kept in {tier} at its last prune, {moment(each['time'])}: by the rules below.")
-        rows += [(tier, "kept", reason, _counted(steps), _few(steps)) for reason, steps in kept.items()]
-    return Section(
-        key="retention",
-        title="What retention did",
-        lines=lines,
-        columns=("TIER", "WHAT", "WHY", "CHECKPOINTS", "SIZE OR STEPS"),
-        rows=rows[:_MOST_RULES],
-        figures=3,
-    )
+        for reason, steps in kept.items():
+            count = f"{len(steps):,}" if len(steps) < MOST_STEPS else f"{MOST_STEPS} or more"
+            newest_steps = " ".join(f"{step:,}" for step in steps[-_MOST_SHOWN:])
+            shown = newest_steps if len(steps) <= _MOST_SHOWN else f"… {newest_steps}"
+            rows.append((tier, "kept", reason, count, shown))
+    columns = ("TIER", "WHAT", "WHY", "CHECKPOINTS", "SIZE OR STEPS")
+    return Section("retention", "What retention did", lines, columns, rows[:_MOST_RULES], figures=3)
 
 
 def _tier(each: Mapping[str, Any]) -> str:
     return str(each.get("tier") or "root")
-
-
-def _counted(steps: Sequence[int]) -> str:
-    return f"{len(steps):,}" if len(steps) < MOST_STEPS else f"{MOST_STEPS} or more"
-
-
-def _few(steps: Sequence[int]) -> str:
-    """Return the newest steps of some."""
-    shown = " ".join(f"{step:,}" for step in steps[-_MOST_SHOWN:])
-    return shown if len(steps) <= _MOST_SHOWN else f"… {shown}"
 
 
 def _checkpoints(report: Report) -> Section:
@@ -275,25 +234,21 @@ def _checkpoints(report: Report) -> Section:
     counted = "".join(f", {len(named):,} {state}" for state, named in states.items() if named)
     size = bytes_text(sum(info.size_bytes for info in infos))
     why = why_kept(report.events["retention"])
-    return Section(
-        key="checkpoints",
-        title="In the root now",
-        lines=[f"{len(infos):,} checkpoints, {size}{counted}{_more(infos)}"],
-        columns=("CHECKPOINT", "STATE", "KEPT AS", "COMMITTED (UTC)", "STEP", "RANKS", "SIZE"),
-        rows=[
-            (
-                info.name,
-                next((state for state, named in states.items() if info in named), ""),
-                "" if info.abandoned or not info.usable else ", ".join(why.get(info.step, ())),
-                moment(info.created),
-                f"{info.step:,}",
-                f"{info.world_size:,}",
-                bytes_text(info.size_bytes),
-            )
-            for info in infos[-_MOST_ROWS:][::-1]
-        ],
-        figures=4,
-    )
+    rows = [
+        (
+            info.name,
+            next((state for state, named in states.items() if info in named), ""),
+            "" if info.abandoned or not info.usable else ", ".join(why.get(info.step, ())),
+            moment(info.created),
+            f"{info.step:,}",
+            f"{info.world_size:,}",
+            bytes_text(info.size_bytes),
+        )
+        for info in infos[-_MOST_ROWS:][::-1]
+    ]
+    lines = [f"{len(infos):,} checkpoints, {size}{counted}{_more(infos)}"]
+    columns = ("CHECKPOINT", "STATE", "KEPT AS", "COMMITTED (UTC)", "STEP", "RANKS", "SIZE")
+    return Section("checkpoints", "In the root now", lines, columns, rows, figures=4)
 
 
 def why_kept(events: Iterable[Mapping[str, Any]]) -> dict[int, list[str]]:

@@ -187,6 +187,79 @@ def test_files_of_a_host_are_compared_by_their_values_or_else_by_their_bytes(cap
     assert RAN == []
 
 
+def in_safetensors(root: Path, tensors: dict[str, torch.Tensor], path: str, **options: Any) -> Path:
+    from safetensors.torch import save
+
+    files = {path: save(tensors, metadata={"format": "pt"})}
+    return saved(root, 1, CapturedState(sharded={"": {"n": 3}}, files=files), **options)
+
+
+@pytest.mark.parametrize("path", ["model.safetensors", "inner/adapter_model.safetensors"])
+def test_weights_in_a_file_of_safetensors_alone_are_compared_as_tensors(capsys, tmp_path, path):
+    weights = {
+        "half": torch.randn(5, 3).bfloat16(),
+        "single": torch.randn(700),
+        "empty": torch.empty(0, 2),
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+        "same": torch.arange(9),
+    }
+    changed = weights["single"].clone()
+    changed[3] += 2
+    one = in_safetensors(tmp_path / "one", weights, path)
+    same = in_safetensors(tmp_path / "same", weights, path, checksum="sha256")
+    other = in_safetensors(
+        tmp_path / "other",
+        {**weights, "single": changed, "half": weights["half"] * 0, "scalar": weights["scalar"].float()}
+        | {"new": torch.ones(2)},
+        path,
+    )
+    code, found = diff(capsys, one, same)
+    assert (code, found["num_tensors"], found["num_read"]) == (0, 5, 0)
+    code, found = diff(capsys, one, other)
+    by_name = {each["name"]: each for each in found["tensors"]}
+    assert code == 1
+    assert found["values"] == []
+    assert {name: each["difference"] for name, each in by_name.items()} == {
+        f"{path}: single": "content",
+        f"{path}: half": "content",
+        f"{path}: scalar": "dtype",
+        f"{path}: new": "added",
+    }
+    assert by_name[f"{path}: single"]["changed"] == 1
+    assert by_name[f"{path}: single"]["max_abs"] == float((changed.double() - weights["single"]).abs().max())
+    assert by_name[f"{path}: half"]["relative_norm"] == 1.0
+    assert diff(capsys, one, other, "--only", "*: same")[0] == 0
+    assert diff(capsys, one, other, "--only", f"{path}: single", "--quick")[0] == 1
+
+
+@pytest.mark.parametrize("damage", ["a value", "the header", "its end", "all of it"])
+def test_a_damaged_file_of_safetensors_is_trouble_and_no_difference(capsys, tmp_path, damage):
+    one = in_safetensors(tmp_path / "one", {"w": torch.zeros(100)}, "model.safetensors")
+    other = in_safetensors(tmp_path / "other", {"w": torch.ones(100)}, "model.safetensors")
+    file = other / "model.safetensors"
+    content = file.read_bytes()
+    if damage == "all of it":
+        file.unlink()
+    else:
+        at = {"a value": len(content) - 9, "the header": 12, "its end": len(content) - 1}[damage]
+        cut = b"" if damage == "its end" else b"\xff" + content[at + 1 :]
+        file.write_bytes(content[:at] + cut)
+    assert diff(capsys, one, other)[0] == 2
+
+
+def test_what_only_is_called_safetensors_is_compared_by_its_bytes(capsys, tmp_path):
+    def state(content: bytes) -> CapturedState:
+        return CapturedState(sharded={"": {"n": 3}}, files={"x.safetensors": content})
+
+    huge = b'\x7f\x00\x00\x00\x00\x00\x00\x00{"w":{"dtype":"F32","shape":[9],"data_offsets":[0,36]}}'
+    texts = [b"", b"text", b"\x02" + bytes(7) + b"[]", huge]
+    places = [saved(tmp_path / str(n), 1, state(text)) for n, text in enumerate(texts)]
+    for place in places[1:]:
+        code, found = diff(capsys, places[0], place)
+        assert (code, [each["name"] for each in found["values"]]) == (1, ["x.safetensors"])
+        assert diff(capsys, place, place)[0] == 0
+
+
 class Odd:
     """An item that needs pickle."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,8 +18,7 @@ from ckpt_core.storage import Storage
 from ckpt_core.types import SavedTensor
 
 if TYPE_CHECKING:  # of the commands only this one needs torch, which takes a second to import
-    from ckpt_core.comparison import Comparison, TensorDifference
-
+    from ckpt_core.comparison import Comparison
 
 _TROUBLE: Final = 2
 """The exit code if the two cannot be compared, as of the program of that name."""
@@ -68,8 +67,10 @@ def run(arguments: Namespace) -> Outcome:
         found = compare(
             a, b, only=arguments.only, quick=arguments.quick, seen=progress.add, expect=progress.expect
         )
-    manifests = _manifest(*a), _manifest(*b)
-    facts = list(_different(*map(_facts, manifests)))
+    manifests = [Catalog(at).manifest(name) if at.exists(f"{name}/{MARKER}") else None for at, name in (a, b)]
+    known = [{} if each is None else _facts(each) for each in manifests]
+    facts = [(name, *(each.get(name, "") for each in known)) for name in {**known[0], **known[1]}]
+    facts = [fact for fact in facts if fact[1] != fact[2]]
     urls = [f"{storage.url}/{name}" for storage, name in (a, b)]
     items = [set() if each is None else set(each.items) for each in manifests]
     return Outcome(
@@ -79,7 +80,7 @@ def run(arguments: Namespace) -> Outcome:
             "equal": found.equal,
             "facts": [dict(zip(("name", "a", "b"), fact, strict=True)) for fact in facts],
             "items": {"added": sorted(items[1] - items[0]), "removed": sorted(items[0] - items[1])},
-            "tensors": [_fields(each) for each in found.tensors],
+            "tensors": [{**asdict(each), "a": _form(each.a), "b": _form(each.b)} for each in found.tensors],
             "values": [asdict(each) for each in found.values],
             "num_tensors": found.num_tensors,
             "num_read": found.num_read,
@@ -88,11 +89,11 @@ def run(arguments: Namespace) -> Outcome:
         parts=[
             f"a: {urls[0]}",
             f"b: {urls[1]}",
-            *([_fact_table("FACT", facts)] if facts else []),
+            *([Table(columns=("FACT", "A", "B"), rows=facts)] if facts else []),
             *_parts(found),
             _summary(found),
         ],
-        exit_code=2 if found.undecided else int(not found.equal),
+        exit_code=_TROUBLE if found.undecided else int(not found.equal),
     )
 
 
@@ -119,14 +120,7 @@ def _places(arguments: Namespace) -> tuple[tuple[Storage, str], tuple[Storage, s
     return find(place, first), find(place, second)
 
 
-def _manifest(storage: Storage, name: str) -> Manifest | None:
-    """Return the manifest; None of what stock DCP wrote."""
-    return Catalog(storage).manifest(name) if storage.exists(f"{name}/{MARKER}") else None
-
-
-def _facts(manifest: Manifest | None) -> dict[str, str]:
-    if manifest is None:
-        return {}
+def _facts(manifest: Manifest) -> dict[str, str]:
     known = manifest.provenance
     facts = {
         "step": str(manifest.step),
@@ -144,71 +138,40 @@ def _facts(manifest: Manifest | None) -> dict[str, str]:
     return facts | {f"version of {name}": text for name, text in sorted(manifest.producer.items())}
 
 
-def _different(a: Mapping[str, str], b: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-    for name in {**a, **b}:
-        one, other = a.get(name, ""), b.get(name, "")
-        if one != other:
-            yield name, one, other
-
-
-def _fields(each: TensorDifference) -> dict[str, Any]:
-    forms = {
-        side: form and {"shape": form.shape, "dtype": form.dtype}
-        for side, form in (("a", each.a), ("b", each.b))
-    }
-    return {**asdict(each), **forms}
-
-
-def _fact_table(title: str, rows: Sequence[tuple[str, str, str]]) -> Table:
-    return Table(columns=(title, "A", "B"), rows=rows)
+def _form(form: SavedTensor | None) -> dict[str, Any] | None:
+    return None if form is None else {"shape": form.shape, "dtype": form.dtype}
 
 
 def _parts(found: Comparison) -> Iterator[str | Table]:
-    if found.tensors:
-        yield ""
-        yield Table(
-            columns=("TENSOR", "DIFFERENCE", "CHANGED", "MAX ABS", "RELATIVE NORM"),
-            rows=[_tensor_row(each) for each in found.tensors],
+    rows: list[tuple[str, ...]] = []
+    for each in found.tensors:
+        a, b = (
+            form and f"{form.dtype} {'x'.join(map(str, form.shape)) or 'scalar'}" for form in (each.a, each.b)
         )
+        what = {"added": f"only in b: {b}", "removed": f"only in a: {a}", "content": f"content: {a}"}
+        changed = "" if each.changed is None else f"{each.changed:,}"
+        figures = ("" if one is None else f"{one:.6g}" for one in (each.max_abs, each.relative_norm))
+        rows.append(
+            (each.name, what.get(each.difference, f"{each.difference}: {a} -> {b}"), changed, *figures)
+        )
+    if rows:
+        yield ""
+        yield Table(columns=("TENSOR", "DIFFERENCE", "CHANGED", "MAX ABS", "RELATIVE NORM"), rows=rows)
     if found.values:
         yield ""
-        yield _fact_table("VALUE", [(each.name, each.a or "-", each.b or "-") for each in found.values])
-    if found.tensors or found.values:
+        values = [(each.name, each.a or "-", each.b or "-") for each in found.values]
+        yield Table(columns=("VALUE", "A", "B"), rows=values)
+    if rows or found.values:
         yield ""
-
-
-def _tensor_row(each: TensorDifference) -> tuple[str, ...]:
-    figures = ("" if figure is None else f"{figure:.6g}" for figure in (each.max_abs, each.relative_norm))
-    changed = "" if each.changed is None else f"{each.changed:,}"
-    return each.name, _what_differs(each), changed, *figures
-
-
-def _what_differs(each: TensorDifference) -> str:
-    match each.difference:
-        case "added":
-            return f"only in b: {_form_text(each.b)}"
-        case "removed":
-            return f"only in a: {_form_text(each.a)}"
-        case "content":
-            return f"content: {_form_text(each.a)}"
-        case "shape" | "dtype":
-            return f"{each.difference}: {_form_text(each.a)} -> {_form_text(each.b)}"
-
-
-def _form_text(form: SavedTensor | None) -> str:
-    return "" if form is None else f"{form.dtype} {'x'.join(map(str, form.shape)) or 'scalar'}"
 
 
 def _summary(found: Comparison) -> str:
+    counts = f"{len(found.tensors)} of {found.num_tensors} tensors, and {len(found.values)} values"
     if found.undecided:
         return (
-            f"{_counts(found)} differ; not compared, because they are made of other tensors "
+            f"{counts} differ; not compared, because they are made of other tensors "
             f"and divided otherwise: {', '.join(found.undecided)}"
         )
     if found.equal:
         return f"equal: {found.num_tensors} tensors, {found.num_read} of them read, and all values"
-    return f"different: {_counts(found)}; {found.num_read} tensors were read"
-
-
-def _counts(found: Comparison) -> str:
-    return f"{len(found.tensors)} of {found.num_tensors} tensors, and {len(found.values)} values"
+    return f"different: {counts}; {found.num_read} tensors were read"

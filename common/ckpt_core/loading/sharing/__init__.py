@@ -6,7 +6,7 @@ tensors over ranks; nothing is gathered. `Schedule.consistency` shows whether al
 
 from ckpt_core.loading.sharing._layouts import Boxes, Layouts
 from ckpt_core.loading.sharing._passing import relay_shared
-from ckpt_core.loading.sharing._schedule import Bucket, Schedule, make_schedule
+from ckpt_core.loading.sharing._schedule import Schedule, make_schedule
 from ckpt_core.loading.sharing._units import Cell, StoredTensor
 
-__all__ = ["Boxes", "Bucket", "Cell", "Layouts", "Schedule", "StoredTensor", "make_schedule", "relay_shared"]
+__all__ = ["Boxes", "Cell", "Layouts", "Schedule", "StoredTensor", "make_schedule", "relay_shared"]

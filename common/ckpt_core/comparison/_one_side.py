@@ -1,0 +1,256 @@
+"""What one checkpoint holds: tensors, values and files, located but not read."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final, TypeAlias, final
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+
+from ckpt_core.comparison._values import MISSING
+from ckpt_core.dcp import ChunkLocation, load_plain
+from ckpt_core.errors import CheckpointError
+from ckpt_core.formats.checksums import Checksum, crc32
+from ckpt_core.formats.zips import payload_offset, read_directory
+from ckpt_core.loading import CheckpointPart, open_parts
+from ckpt_core.names import METADATA, SHARED, data_rank, is_own_json, shared_rank
+from ckpt_core.reading import Payload
+from ckpt_core.state import decode_buffers, decode_items
+from ckpt_core.storage import Storage
+from ckpt_core.types import FileEntry, SavedTensor
+
+_SMALL_BYTES: Final = 16 << 20
+_PIECE_BYTES: Final = 1 << 20
+_ZIP: Final = b"PK"
+_OF_THE_WRITER: Final = frozenset({".format_version", ".storage_alignment", ".data/serialization_id"})
+"""Records of a torch zip that say how it was written."""
+_OF_SAFETENSORS: Final = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16,
+    "U32": torch.uint32, "I32": torch.int32, "U64": torch.uint64, "I64": torch.int64, "F16": torch.float16,
+    "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes of a chunk."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class LocatedTensor:
+    """A tensor in a checkpoint.
+
+    Attributes:
+        name: in the comparison.
+        key: in its part, by which its chunks are found unless it lies in a file of safetensors.
+        file: that file of safetensors.
+    """
+
+    name: str
+    part: CheckpointPart
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: Sequence[ChunkStorageMetadata] = ()
+    file: ChunkLocation | None = None
+
+    @property
+    def form(self) -> SavedTensor:
+        """Shape and dtype, for people."""
+        return SavedTensor(shape=self.shape, dtype=str(self.dtype).removeprefix("torch."))
+
+    @cached_property
+    def boxes(self) -> dict[Box, ChunkLocation]:
+        """Where the bytes of each chunk are."""
+        if self.file is not None:
+            return {((0,) * len(self.shape), self.shape): self.file}
+        boxes = {
+            MetadataIndex(self.key, each.offsets): (tuple(each.offsets), tuple(each.sizes))
+            for each in self.chunks
+        }
+        return {boxes[index]: place for index, place in self.part.find(boxes).items()}
+
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether it is made of others."""
+        return any(place.wrapped for place in self.boxes.values())
+
+    @property
+    def size_bytes(self) -> int:
+        """What reading it takes."""
+        return sum(map(_size_of, self.boxes.values()))
+
+    def read(self, seen: Callable[[int], None]) -> torch.Tensor:
+        """Read it, flat, and compare every chunk with its checksum.
+
+        Raises:
+            CorruptCheckpointError: one differs, or a file ends before.
+        """
+        found = torch.empty(self.shape, dtype=self.dtype)
+        for (offsets, sizes), place in self.boxes.items():
+            if math.prod(sizes):
+                box = tuple(slice(start, start + n) for start, n in zip(offsets, sizes, strict=True))
+                found[box] = self.part.read_tensor(place, self.dtype).view(sizes)
+            seen(_size_of(place))
+        return found.reshape(-1)
+
+    def records(self, box: Box, seen: Callable[[int], None]) -> dict[str, tuple[int, int]]:
+        """Return size and checksum of each record of a zip, whose padding may differ."""
+        content = self.part.read_entry(self.boxes[box])
+        seen(len(content))
+        view = memoryview(content)
+
+        def read_at(offset: int, size: int) -> bytes:
+            return bytes(view[offset : offset + size])
+
+        directory = read_directory(read_at, len(content))
+        found: dict[str, tuple[int, int]] = {}
+        for record in directory.records.values():
+            if (name := directory.inner_name(record)) not in _OF_THE_WRITER:
+                start = payload_offset(read_at, directory, record)
+                # Not the checksum in the directory: torch can be configured to write none.
+                found[name] = record.size_bytes, crc32(view[start : start + record.size_bytes])
+        return found
+
+
+def _size_of(place: ChunkLocation) -> int:
+    return place.size_bytes if place.wrapped or place.payload is None else place.payload.size_bytes
+
+
+@final
+class Contents:
+    """The contents of a checkpoint of ours, or of a directory of stock DCP.
+
+    Attributes:
+        tensors: by name, those of a further part with the part in front.
+        byte_entries: the values among them: part and key there.
+        item_files: paths of our own small files of values.
+        host_files: the files of a host framework, but those of tensors.
+
+    Raises:
+        CheckpointNotFoundError: there is neither.
+        CorruptCheckpointError: a small file is damaged.
+    """
+
+    def __init__(self, storage: Storage, name: str) -> None:
+        self._storage = storage
+        _, self._files, parts = open_parts(storage, name)
+        self._verified: set[str] = set()
+        self.url = self._files.url
+        self.entries = {entry.path: entry for entry in self._files.entries}
+        self.tensors: dict[str, LocatedTensor] = {}
+        self.byte_entries: dict[str, tuple[CheckpointPart, str]] = {}
+        for directory, part in parts.items():
+            for key, entry in part.metadata.state_dict_metadata.items():
+                name = f"{directory}: {key}" if directory else key
+                if isinstance(entry, TensorStorageMetadata):
+                    self.tensors[name] = LocatedTensor(
+                        name=name,
+                        part=part,
+                        key=key,
+                        dtype=entry.properties.dtype,
+                        shape=tuple(entry.size),
+                        chunks=entry.chunks,
+                    )
+                else:
+                    self.byte_entries[name] = part, key
+        own = {path for path in self.entries if path == SHARED or shared_rank(path) is not None}
+        own |= {path for path in self.entries if is_own_json(path)}
+        self.item_files = sorted(path for path in own if not path.startswith("chunks-"))
+        self.host_files = {
+            path: entry
+            for path, entry in self.entries.items()
+            if not (path in own or path.rpartition("/")[2] == METADATA or data_rank(path) is not None)
+        }
+        for path in [path for path in self.host_files if path.endswith(".safetensors")]:
+            try:
+                self.tensors |= self._safetensors(path, next(iter(parts.values())))
+                del self.host_files[path]
+            except (FileNotFoundError, LookupError, TypeError, ValueError, AttributeError, RecursionError):
+                self.verify(path)  # damaged, or else the bytes of the host's own file are compared
+
+    def _safetensors(self, path: str, part: CheckpointPart) -> dict[str, LocatedTensor]:
+        """Locate the tensors in a file of safetensors, by its header."""
+        size = self.entries[path].size_bytes
+        with self._storage.open(f"{self._files.directory}/{path}") as stream:
+            begin = 8 + int.from_bytes(stream.read(8), "little")
+            if begin > size:
+                raise ValueError(path)
+            header: dict[str, Any] = json.loads(stream.read(begin - 8))
+        found: dict[str, LocatedTensor] = {}
+        for key, each in header.items():
+            if key == "__metadata__":
+                continue
+            name, dtype, shape = f"{path}: {key}", _OF_SAFETENSORS[each["dtype"]], tuple(each["shape"])
+            start, stop = each["data_offsets"]
+            if start < 0 or begin + stop > size or stop - start != math.prod(shape) * dtype.itemsize:
+                raise ValueError(path)
+            payload = Payload(path=path, key=key, offset=begin + start, size_bytes=stop - start, crc32=None)
+            place = ChunkLocation(
+                path=path, key=key, offset=payload.offset, size_bytes=payload.size_bytes, payload=payload
+            )
+            found[name] = LocatedTensor(name=name, part=part, key=key, dtype=dtype, shape=shape, file=place)
+        return found
+
+    def byte_entry(self, name: str) -> tuple[CheckpointPart, ChunkLocation] | None:
+        """Locate a value among the tensors."""
+        if name not in self.byte_entries:
+            return None
+        part, key = self.byte_entries[name]
+        return part, part.find([index := MetadataIndex(key)])[index]
+
+    def verify(self, path: str) -> None:
+        """Compare a large file with the manifest, once.
+
+        Raises:
+            CorruptCheckpointError: it is missing, or was changed.
+        """
+        if path in self._verified:
+            return
+        committed = self.entries[path].checksum
+        found = Checksum.like(committed)
+        try:
+            for piece in self.pieces(path):
+                found.update(piece)
+        except FileNotFoundError:
+            raise self._files.damaged(path, "missing") from None
+        if str(found) != committed:
+            raise self._files.damaged(path, f"checksum is {found}, {committed} was committed")
+        self._verified.add(path)
+
+    def pieces(self, path: str) -> Iterator[bytes]:
+        """Yield the content of a file, piece by piece."""
+        with self._storage.open(f"{self._files.directory}/{path}") as stream:
+            while piece := stream.read(_PIECE_BYTES):
+                yield piece
+
+    def items(self, path: str) -> dict[str, Any]:
+        """Read the values in one of our own small files; pickled ones are byte entries.
+
+        Their names have the file of a rank in front.
+        """
+        if path not in self.entries:
+            return {}
+        content, source = self._files.read(path), f"{self.url}/{path}"
+        if path.startswith("local-"):
+            found = {key: value for (_, key), value in decode_buffers(content, source).items()}
+        else:
+            found = dict(decode_items(content, source).values)
+        prefix = "" if path.startswith("shared") else f"{path.removesuffix('.json')}: "
+        return {f"{prefix}{key}": value for key, value in found.items()}
+
+    def host_values(self, entry: FileEntry) -> Any:
+        """Return the plain values in a host's file; `MISSING` if it holds no such."""
+        if entry.size_bytes > _SMALL_BYTES:
+            return MISSING
+        content = self._files.read(entry.path)
+        try:
+            if content.startswith(_ZIP):
+                return load_plain(content, entry.path)
+            return json.loads(content) if entry.path.endswith(".json") else MISSING
+        except (CheckpointError, ValueError, RecursionError):
+            return MISSING  # what is not plain is compared by its bytes
