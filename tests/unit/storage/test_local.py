@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_core.storage import LocalStorage
-from ckpt_core.storage.local import _rename
+from ckpt_core.storage.local import _files
 
 
 class Recorder:
@@ -95,7 +95,7 @@ def test_sync_directory_tolerates_filesystems_that_cannot(storage, monkeypatch):
 
 
 def test_rename_without_kernel_support_still_refuses_an_empty_directory(storage, monkeypatch):
-    monkeypatch.setattr(_rename, "_renameat2", None)
+    monkeypatch.setattr(_files, "_renameat2", None)
     storage.make_directory("new")
     storage.make_directory("old")
     with pytest.raises(FileExistsError):

@@ -1,0 +1,229 @@
+"""Files and directories by their paths: which links are followed, what is durable, what happens in one step.
+
+Links in the path of a root are the user's, and are followed. Below it only reads follow links, and only where
+they stay inside: a checkpoint from elsewhere may contain any link.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any, Final, final
+
+from ckpt_core.names import aside_name
+from ckpt_core.storage._keys import ends_early
+from ckpt_core.storage._small import ForeignFileError
+
+_UNSUPPORTED: Final = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP}
+_AT_FDCWD: Final = -100
+_NOREPLACE: Final = 1
+_EXCHANGE: Final = 2
+_renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+
+
+def path_below(root: Path, parts: Sequence[str]) -> Path:
+    """Return the path of a name, existing or not, to which no link below the root leads.
+
+    Raises:
+        ForeignFileError: a link is on the way.
+    """
+    here = root
+    for part in parts[:-1]:
+        here = here / part
+        if here.is_symlink():
+            raise _link_in_the_way(here)
+    return root.joinpath(*parts)
+
+
+def open_regular(path: Path, flags: int, mode: int = 0o666) -> int:
+    """Open a file or directory as `os.open` does; never waits for the other end of a pipe.
+
+    Raises:
+        ForeignFileError: it is a link, a pipe, a socket or a device.
+    """
+    with suppress(FileNotFoundError):
+        kind = path.lstat().st_mode
+        if stat.S_ISLNK(kind):
+            raise _link_in_the_way(path)
+        if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):
+            message = "not a regular file but a pipe, socket or device, which no checkpoint has; remove it"
+            raise ForeignFileError(errno.EACCES, message, str(path))
+    return os.open(path, flags | os.O_NOFOLLOW, mode)
+
+
+def open_inside(root: Path, parts: Sequence[str], *, buffering: int = -1) -> IO[bytes]:
+    """Open a file below the root for reading; follow links only inside the root.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ForeignFileError: a link on the way leads out of the root (the root itself may be a link), or the
+            entry is neither a file nor a directory.
+    """
+    path = root.joinpath(*parts)
+    # `Path.resolve` has no OSError for loops of links.
+    real_root, real = Path(os.path.realpath(root)), Path(os.path.realpath(path))
+    if real.is_symlink():
+        raise FileNotFoundError(errno.ENOENT, "a symbolic link in a loop", str(real))
+    if not real.is_relative_to(real_root):
+        steps = (root.joinpath(*parts[:count]) for count in range(1, len(parts) + 1))
+        link = next(step for step in steps if not Path(os.path.realpath(step)).is_relative_to(real_root))
+        message = (
+            f"a symbolic link in the way of {'/'.join(parts)!r} leads out of the checkpoint root, to "
+            f"{os.path.realpath(link)}; if that is intended, put the files themselves here, or use their "
+            "directory as the root"
+        )
+        raise ForeignFileError(errno.EACCES, message, str(link))
+    return open(path, "rb", buffering, opener=lambda _, flags: open_regular(real, flags))
+
+
+@contextmanager
+def open_local_ranges(root: Path, parts: Sequence[str]) -> Generator[LocalRanges]:
+    """Open a file for ranged reads on several threads."""
+    with open_inside(root, parts, buffering=0) as file:
+        # Reads by several threads look random. With this hint the kernel reads ahead, 1.3 times as fast from
+        # a cold disk.
+        if hasattr(os, "posix_fadvise"):
+            with suppress(OSError):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        yield LocalRanges(file.fileno(), str(root.joinpath(*parts)))
+
+
+@final
+class LocalRanges:
+    """Ranges of an open file, by `preadv`: no shared position, without the GIL."""
+
+    def __init__(self, descriptor: int, where: str) -> None:
+        self._descriptor = descriptor
+        self._where = where
+        self.size_bytes = os.fstat(descriptor).st_size
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill the buffer from `offset` on."""
+        end = offset + len(buffer)
+        while offset < end:
+            try:
+                count = os.preadv(self._descriptor, [buffer], offset)
+            except OSError as error:
+                # The kernel knows a descriptor only; the reader of the error needs the name.
+                error.filename = self._where
+                raise
+            if count == 0:
+                raise ends_early(self._where, end, min(offset, os.fstat(self._descriptor).st_size))
+            offset += count
+            buffer = buffer[count:]
+
+
+def sync_directory(path: Path) -> None:
+    """Fsync a directory, so that its names survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network and FUSE filesystems refuse to fsync a directory; they keep names on the server.
+        if error.errno not in _UNSUPPORTED:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def make_directories(path: Path) -> None:
+    """Create a directory and its parents, each one durable; harmless when repeated.
+
+    Raises:
+        NotADirectoryError: a file is on the way.
+    """
+    missing: list[Path] = []
+    nearest = path
+    while not nearest.is_dir():
+        missing.append(nearest)
+        nearest = nearest.parent
+    for directory in reversed(missing):
+        try:
+            directory.mkdir()
+        except FileExistsError:
+            if not directory.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, "a file is in the way", str(directory)) from None
+        sync_directory(directory.parent)
+
+
+def delete(path: Path) -> None:
+    """Delete a file, a link (not its target) or a directory with its content; no-op if absent."""
+    # NotADirectoryError: a parent is a file, so that nothing of this name exists.
+    with suppress(FileNotFoundError, NotADirectoryError):
+        if path.is_symlink() or not path.is_dir():
+            path.unlink()
+            return
+        try:
+            shutil.rmtree(path, onerror=_tell_where)
+        except RecursionError:
+            message = "directories are nested too deeply in it; delete it with `rm -r`"
+            raise OSError(errno.ENAMETOOLONG, message, str(path)) from None
+
+
+def rename_exclusively(source: Path, target: Path) -> None:
+    """Rename onto a free name only; `os.rename` would replace a file or an empty directory.
+
+    Where the kernel or the filesystem has no such rename, one that appears meanwhile is replaced.
+
+    Raises:
+        FileExistsError: `target` exists.
+    """
+    number = _in_one_step(source, target, _NOREPLACE)
+    if number in _UNSUPPORTED:
+        number = errno.EEXIST if os.path.lexists(target) else 0
+        if not number:
+            source.rename(target)
+    if number:
+        raise OSError(number, os.strerror(number), str(source), None, str(target))
+
+
+def exchange(first: Path, second: Path) -> None:
+    """Exchange two names in one step; in three renames where that is not supported.
+
+    A crash between the three leaves the old `second` under a name that `set_aside` recognises.
+
+    Raises:
+        FileNotFoundError: one of them does not exist.
+    """
+    number = _in_one_step(first, second, _EXCHANGE)
+    if number in _UNSUPPORTED:
+        aside = second.with_name(aside_name(second.name, secrets.token_hex(4)))
+        # Each is durable before the next: if a power cut kept only the last, `second` would not exist.
+        second.rename(aside)
+        sync_directory(second.parent)
+        first.rename(second)
+        sync_directory(second.parent)
+        aside.rename(first)
+    elif number:
+        raise OSError(number, os.strerror(number), str(first), None, str(second))
+
+
+def _in_one_step(source: Path, target: Path, flags: int) -> int:
+    """Return the error number of `renameat2`, 0 for success."""
+    if _renameat2 is None:
+        return errno.ENOSYS
+    failed = _renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags)
+    return ctypes.get_errno() if failed else 0
+
+
+def _tell_where(_function: object, path: str, information: Any) -> None:
+    """Raise an error of `shutil.rmtree` with the whole path; what others have deleted is as it should be."""
+    error = information[1]
+    if not isinstance(error, FileNotFoundError):
+        error.filename = path
+        raise error
+
+
+def _link_in_the_way(path: Path) -> ForeignFileError:
+    message = (
+        "a symbolic link is in the way, and none below the checkpoint root is followed here; move it away, "
+        "and if you did not put it there, find out who did"
+    )
+    return ForeignFileError(errno.EACCES, message, str(path))
