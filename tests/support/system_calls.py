@@ -21,7 +21,7 @@ from pathlib import Path
 from threading import local
 from typing import Any, Final, Self, final
 
-from ckpt_core.storage.local import _files
+from ckpt_core.storage.local import _paths
 from ckpt_core.testing import Fault, Operation
 from ckpt_core.testing._script import Script
 from tests.support.watched_file import open_watched
@@ -120,7 +120,7 @@ class SystemCalls:
         self._replace(os, "open", self._open)
         self._replace(io, "open", self._open_file)
         self._replace(builtins, "open", self._open_file)
-        self._replace(_files, "_in_one_step", self._in_one_step)
+        self._replace(_paths, "_in_one_step", self._in_one_step)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -237,7 +237,7 @@ class SystemCalls:
 
     def _in_one_step(self, real: Any, source: Path, target: Path, flags: int) -> int:
         first, second = self.watches(source), self.watches(target)
-        if first is None or second is None or _files._renameat2 is None:
+        if first is None or second is None or _paths._renameat2 is None:
             return int(real(source, target, flags))
         method, sign = ("exchange", "<->") if flags == _RENAME_EXCHANGE else ("rename", "->")
         try:

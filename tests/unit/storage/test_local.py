@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_core.storage import LocalStorage
-from ckpt_core.storage.local import _files
+from ckpt_core.storage.local import _paths
 
 
 class Recorder:
@@ -95,7 +95,7 @@ def test_sync_directory_tolerates_filesystems_that_cannot(storage, monkeypatch):
 
 
 def test_rename_without_kernel_support_still_refuses_an_empty_directory(storage, monkeypatch):
-    monkeypatch.setattr(_files, "_renameat2", None)
+    monkeypatch.setattr(_paths, "_renameat2", None)
     storage.make_directory("new")
     storage.make_directory("old")
     with pytest.raises(FileExistsError):
@@ -192,7 +192,7 @@ def test_a_link_is_renamed_as_a_link(storage):
 
 
 def test_free_space_of_a_root_that_is_not_there_yet_is_unknown(tmp_path):
-    assert LocalStorage(tmp_path / "later").free_bytes() is None
+    assert LocalStorage(tmp_path / "later").space() == (None, None, None)
 
 
 HOLDER = (

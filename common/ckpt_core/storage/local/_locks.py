@@ -25,7 +25,7 @@ from typing import Final, final
 
 from ckpt_core.disclosure import logger_of
 from ckpt_core.storage._base import Lock, is_full
-from ckpt_core.storage.local._files import open_regular
+from ckpt_core.storage.local._paths import open_regular
 
 _logger = logger_of(__name__)
 _REFUSED = {errno.EAGAIN, errno.EACCES}

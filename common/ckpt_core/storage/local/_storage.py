@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import IO, Final, final
 
 from ckpt_core.names import SPARES, draft_name
-from ckpt_core.storage._base import Lock, RangeReader, Storage, StorageEntry, is_full
+from ckpt_core.storage._base import Lock, RangeReader, Space, Storage, StorageEntry, is_full
 from ckpt_core.storage._keys import file_key, key_parts
 from ckpt_core.storage.local._direct import write_direct
-from ckpt_core.storage.local._files import (
+from ckpt_core.storage.local._locks import holder_of, try_lock_file
+from ckpt_core.storage.local._paths import (
     delete,
     exchange,
     make_directories,
@@ -28,7 +29,6 @@ from ckpt_core.storage.local._files import (
     rename_exclusively,
     sync_directory,
 )
-from ckpt_core.storage.local._locks import holder_of, try_lock_file
 
 _NO_ROOM: Final = (
     "no room for this small file: free some, as by `ckpt prune`, which needs none, then try again"
@@ -114,11 +114,6 @@ class LocalStorage(Storage):
         An error leaves a partial file.
         """
         write_direct(self._made(key), pieces)
-
-    def sync_file(self, key: str) -> None:
-        """Fsync a file."""
-        with self.open(key) as stream:
-            os.fsync(stream.fileno())
 
     @contextmanager
     def open(self, key: str) -> Generator[IO[bytes]]:
@@ -221,20 +216,18 @@ class LocalStorage(Storage):
         """Exchange two directories; durable after `sync_directory` of the parent."""
         exchange(self._path(first), self._path(second))
 
-    def free_bytes(self) -> int | None:
-        """Return the filesystem's free space for this user; quotas are not visible to it."""
-        usage = self._usage()
-        return usage.f_bavail * usage.f_frsize if usage is not None and usage.f_blocks else None
-
-    def total_bytes(self) -> int | None:
-        """Return the size of the filesystem."""
-        usage = self._usage()
-        return usage.f_blocks * usage.f_frsize if usage is not None and usage.f_blocks else None
-
-    def free_files(self) -> int | None:
-        """Return the free inodes for this user; None if they are made as needed."""
-        usage = self._usage()
-        return usage.f_favail if usage is not None and usage.f_files else None
+    def space(self) -> Space:
+        """Return the room; free files are unknown where they are made as needed."""
+        try:
+            usage = os.statvfs(self._root)
+        except FileNotFoundError:
+            return Space()
+        block = usage.f_frsize if usage.f_blocks else None
+        return Space(
+            None if block is None else usage.f_bavail * block,
+            None if block is None else usage.f_blocks * block,
+            usage.f_favail if usage.f_files else None,
+        )
 
     def try_lock(self, key: str) -> Lock | None:
         """Lock the file `<key>.lock` next to `key`; it is never deleted."""
@@ -274,12 +267,6 @@ class LocalStorage(Storage):
             with tempfile.TemporaryFile(prefix=".probe-", dir=self._root) as probe:
                 return os.fstat(probe.fileno()).st_uid
         except OSError:
-            return None
-
-    def _usage(self) -> os.statvfs_result | None:
-        try:
-            return os.statvfs(self._root)
-        except FileNotFoundError:
             return None
 
 

@@ -1,4 +1,4 @@
-"""Files and directories by their paths: which links are followed, what is durable, what happens in one step.
+"""Files and directories by their paths: links, durability, single steps.
 
 Links in the path of a root are the user's, and are followed. Below it only reads follow links, and only where
 they stay inside: a checkpoint from elsewhere may contain any link.
@@ -29,7 +29,7 @@ _renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
 
 
 def path_below(root: Path, parts: Sequence[str]) -> Path:
-    """Return the path of a name, existing or not, to which no link below the root leads.
+    """Return the path of a name, to which no link below the root leads.
 
     Raises:
         ForeignFileError: a link is on the way.
@@ -43,7 +43,7 @@ def path_below(root: Path, parts: Sequence[str]) -> Path:
 
 
 def open_regular(path: Path, flags: int, mode: int = 0o666) -> int:
-    """Open a file or directory as `os.open` does; never waits for the other end of a pipe.
+    """Open a file or directory as `os.open` does; never wait for a pipe.
 
     Raises:
         ForeignFileError: it is a link, a pipe, a socket or a device.
@@ -154,7 +154,7 @@ def make_directories(path: Path) -> None:
 
 
 def delete(path: Path) -> None:
-    """Delete a file, a link (not its target) or a directory with its content; no-op if absent."""
+    """Delete a file, a link or a directory with its content; no-op if absent."""
     # NotADirectoryError: a parent is a file, so that nothing of this name exists.
     with suppress(FileNotFoundError, NotADirectoryError):
         if path.is_symlink() or not path.is_dir():
@@ -168,9 +168,10 @@ def delete(path: Path) -> None:
 
 
 def rename_exclusively(source: Path, target: Path) -> None:
-    """Rename onto a free name only; `os.rename` would replace a file or an empty directory.
+    """Rename onto a free name only.
 
-    Where the kernel or the filesystem has no such rename, one that appears meanwhile is replaced.
+    `os.rename` would replace a file or an empty directory. Where the kernel or the filesystem cannot do
+    better, one that appears meanwhile is replaced.
 
     Raises:
         FileExistsError: `target` exists.
@@ -214,7 +215,7 @@ def _in_one_step(source: Path, target: Path, flags: int) -> int:
 
 
 def _tell_where(_function: object, path: str, information: Any) -> None:
-    """Raise an error of `shutil.rmtree` with the whole path; what others have deleted is as it should be."""
+    """Raise an error of `shutil.rmtree` with the whole path; pass over what is gone."""
     error = information[1]
     if not isinstance(error, FileNotFoundError):
         error.filename = path
