@@ -14,7 +14,7 @@ from ckpt_core.storage._keys import RangeStream
 from ckpt_core.storage._layered import LayeredStorage
 from ckpt_core.storage._memory import MemoryStorage
 from ckpt_core.storage._open import is_in_bucket, open_storage, unwritable
-from ckpt_core.storage._putting import Pace, Progress, ReadAt
+from ckpt_core.storage._putting import Pace
 from ckpt_core.storage._small import BIGGEST_SMALL_FILE, ForeignFileError, read_intact, read_small
 from ckpt_core.storage._throttle import Throttle
 from ckpt_core.storage.local import LocalStorage, excludes_others
@@ -30,10 +30,8 @@ __all__ = [
     "MemoryStorage",
     "ObjectStorage",
     "Pace",
-    "Progress",
     "RangeReader",
     "RangeStream",
-    "ReadAt",
     "Space",
     "SpreadReader",
     "Storage",
