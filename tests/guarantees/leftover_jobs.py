@@ -15,7 +15,7 @@ from ckpt_core.cli import main as main_of_ckpt
 from ckpt_core.commit import Catalog, Lease, quarantine, remove
 from ckpt_core.commit._marks import read_marks
 from ckpt_core.storage import LocalStorage
-from ckpt_core.storage.local import _rename
+from ckpt_core.storage.local import _paths
 from tests.reliability.disk.traps import Recorder, Trap
 from tests.unit.commit.checkpoints import save, save_over
 
@@ -71,17 +71,17 @@ def ckpt(root: Path, command: list[str]) -> int:
 
 def replace_last(root: Path) -> None:
     """As where the kernel or the filesystem cannot exchange two directories in one step."""
-    _rename._renameat2 = None
+    _paths._renameat2 = None
     save_over(LocalStorage(root), 2, LAST)
 
 
 def set_quarantine(root: Path) -> None:
-    _rename._renameat2 = None
+    _paths._renameat2 = None
     quarantine(LocalStorage(root), STEP)
 
 
 def prune(root: Path) -> None:
-    _rename._renameat2 = None
+    _paths._renameat2 = None
     storage = LocalStorage(root)
     remove(storage, Catalog(storage).find(step=1))
 

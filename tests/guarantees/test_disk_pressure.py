@@ -64,7 +64,7 @@ def refused(checkpoints, step, size_bytes=SIZE, **options):
 
 
 def used(storage):
-    return storage.capacity_bytes - storage.free_bytes()
+    return storage.capacity_bytes - storage.space().free_bytes
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_saves_leave_the_headroom_free(disk, headroom, fits):
 def test_files_are_counted_as_bytes_are(disk):
     with CheckpointManager(disk, journal=False, headroom=0) as checkpoints:
         saved(checkpoints, 1)
-        free = disk.free_files()
+        free = disk.space().free_files
         disk.capacity_files -= free - 5
         error = refused(checkpoints, 2)
         disk.capacity_files += error.needed_files - 5
@@ -342,7 +342,7 @@ def test_on_a_full_filesystem_saves_succeed_once_there_is_room_again(mounted):
     ballast = root / "ballast"
     with CheckpointManager(root, headroom="1 %", keep=KeepLatest(1)) as checkpoints:
         saved(checkpoints, 1)
-        ballast.write_bytes(bytes(LocalStorage(root).free_bytes()))
+        ballast.write_bytes(bytes(LocalStorage(root).space().free_bytes))
         refused(checkpoints, 2)
         ballast.unlink()
         saved(checkpoints, 3)

@@ -49,7 +49,6 @@ PARTS: Final = {
     "preemption": "tests.reliability.preemption.experiment",
     "restarts": "tests.reliability.restarts",
     "referee": "tests.reliability.referee.hearing",
-    "neighbours": "tests.reliability.neighbours",
     "damage": "tests.reliability.damage",
     "fuzz": "tests.reliability.fuzz",
 }

@@ -21,8 +21,7 @@ from pathlib import Path
 from threading import local
 from typing import Any, Final, Self, final
 
-from ckpt_core.storage.local import _rename
-from ckpt_core.storage.local._paths import PathAt
+from ckpt_core.storage.local import _paths
 from ckpt_core.testing import Fault, Operation
 from ckpt_core.testing._faults import Script
 from tests.support.watched_file import open_watched
@@ -121,8 +120,7 @@ class SystemCalls:
         self._replace(os, "open", self._open)
         self._replace(io, "open", self._open_file)
         self._replace(builtins, "open", self._open_file)
-        if _rename._renameat2 is not None:
-            self._replace(_rename, "_renameat2", self._renameat2)
+        self._replace(_paths, "_in_one_step", self._in_one_step)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -237,12 +235,9 @@ class SystemCalls:
             return real(file, mode, *rest, **options)
         return open_watched(self, key, file, mode, *rest, **options)
 
-    def _renameat2(self, real: Any, source: PathAt, target: PathAt, flags: int) -> int:
-        first, second = (
-            self.watches(source.name, source.directory),
-            self.watches(target.name, target.directory),
-        )
-        if first is None or second is None:
+    def _in_one_step(self, real: Any, source: Path, target: Path, flags: int) -> int:
+        first, second = self.watches(source), self.watches(target)
+        if first is None or second is None or _paths._renameat2 is None:
             return int(real(source, target, flags))
         method, sign = ("exchange", "<->") if flags == _RENAME_EXCHANGE else ("rename", "->")
         try:

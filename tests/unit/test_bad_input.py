@@ -36,7 +36,7 @@ from ckpt_core.errors import (
 )
 from ckpt_core.names import EVENTS, HISTORY, SPARES
 from ckpt_core.root import _holdings
-from ckpt_core.storage import LocalStorage, ObjectStorage
+from ckpt_core.storage import LocalStorage, ObjectStorage, Space
 from ckpt_core.testing import Fault, FaultyStorage
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -336,7 +336,7 @@ def tiny_disk(tmp_path):
 )
 def test_a_disk_that_is_really_full_costs_that_save_only(tiny_disk, monkeypatch, foreseen, told):
     if not foreseen:
-        monkeypatch.setattr(LocalStorage, "free_bytes", lambda _: None)
+        monkeypatch.setattr(LocalStorage, "space", lambda _: Space())
     root, big = tiny_disk / "run", {"x": torch.zeros(1 << 20)}
     with CheckpointManager(root) as checkpoints:
         checkpoints.save(1, train_state(1)).result()

@@ -320,7 +320,7 @@ def _refuse_without_room(target: Storage, infos: Sequence[CheckpointInfo]) -> No
     Raises:
         NoRoomError: they do not.
     """
-    free = target.free_bytes()
+    free = target.space().free_bytes
     if free is None or not infos:
         return
     needed = sum(max(0, info.size_bytes - _sent_bytes(target, info)) for info in infos)

@@ -123,7 +123,7 @@ class _Desk:
             "size": storage.size,
             "crc32": storage.crc32,
             "open": lambda key, opening: self._reader(key, opening).size_bytes,
-            "free": lambda: [storage.free_bytes(), storage.total_bytes(), storage.free_files()],
+            "free": lambda: list(storage.space()),
             "other_owner": storage.other_owner,
             "lock_holder": storage.lock_holder,
         }

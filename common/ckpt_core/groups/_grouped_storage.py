@@ -16,7 +16,7 @@ from ckpt_core.crew import run_all
 from ckpt_core.errors import HalfRenamedError
 from ckpt_core.groups._peer_storage import PeerStorage
 from ckpt_core.names import EVERY_GROUP
-from ckpt_core.storage import LocalStorage, Lock, RangeReader, Storage, StorageEntry, open_storage
+from ckpt_core.storage import LocalStorage, Lock, RangeReader, Space, Storage, StorageEntry, open_storage
 from ckpt_core.types import FileEntry
 
 S = TypeVar("S")
@@ -228,16 +228,10 @@ class GroupedStorage(Storage):
             self._all_or_half(self.parts, swap, second)
 
     @override
-    def free_bytes(self) -> int | None:
-        return self._least(lambda part: part.free_bytes())
-
-    @override
-    def total_bytes(self) -> int | None:
-        return self._least(lambda part: part.total_bytes())
-
-    @override
-    def free_files(self) -> int | None:
-        return self._least(lambda part: part.free_files())
+    def space(self) -> Space:
+        if not self._peers:
+            return self._own.space()
+        return Space(*map(self._least, zip(*self._in_all(lambda part: part.space()), strict=True)))
 
     @override
     def try_lock(self, key: str) -> Lock | None:
@@ -295,13 +289,10 @@ class GroupedStorage(Storage):
         if errors:
             raise errors[0]
 
-    def _least(self, space: Callable[[Storage], int | None]) -> int | None:
+    def _least(self, sizes: Sequence[int | None]) -> int | None:
         """Return the space for evenly spread files of all ranks; None if unknown anywhere."""
-        if not self._peers:
-            return space(self._own)
-        found = self._in_all(space)
-        known = [size for size in found if size is not None]
-        if len(known) < len(found):
+        known = [size for size in sizes if size is not None]
+        if len(known) < len(sizes):
             return None
         total = sum(self._ranks)
         return min(math.floor(size * total / ranks) for size, ranks in zip(known, self._ranks, strict=True))

@@ -15,7 +15,7 @@ from typing_extensions import override
 from ckpt_core.coordination import PIECE_BYTES, Addressee, Greeting, Link
 from ckpt_core.errors import failure_text
 from ckpt_core.groups._wire import MOST_ANSWER_BYTES, entry_of, value_of
-from ckpt_core.storage import Lock, RangeReader, RangeStream, Storage, StorageEntry
+from ckpt_core.storage import Lock, RangeReader, RangeStream, Space, Storage, StorageEntry
 
 _BUFFER_BYTES: Final = 1 << 20
 
@@ -219,22 +219,9 @@ class PeerStorage(Storage):
     def exchange(self, first: str, second: str) -> None:
         self._ask("exchange", first, second)
 
-    def space(self) -> tuple[int | None, int | None, int | None]:
-        """Return free bytes, total bytes and free files, each None if unknown."""
-        free, total, files = self._ask("free")
-        return free, total, files
-
     @override
-    def free_bytes(self) -> int | None:
-        return self.space()[0]
-
-    @override
-    def total_bytes(self) -> int | None:
-        return self.space()[1]
-
-    @override
-    def free_files(self) -> int | None:
-        return self.space()[2]
+    def space(self) -> Space:
+        return Space(*self._ask("free"))
 
     @override
     def try_lock(self, key: str) -> Lock | None:

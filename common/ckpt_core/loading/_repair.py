@@ -122,9 +122,8 @@ class Repairer:
 
     def _reason_against(self, info: CheckpointInfo, *, missing: bool) -> str:
         """Return why not to repair, in words; "" to do it."""
-        storage = self._job.storage
-        free = storage.free_bytes()
-        needed = _ROOM * info.size_bytes + self._headroom.of(storage.total_bytes())
+        free, total, _ = self._job.storage.space()
+        needed = _ROOM * info.size_bytes + self._headroom.of(total)
         if free is not None and free < needed:
             return f"it would take room that the next save needs ({free} of {needed} bytes are free)"
         return self._reason_not_kept(info) if missing else ""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from ckpt_core.errors import ConfigError
+from ckpt_core.policies import RetentionPolicy, SavePolicy, is_of_kind
 from ckpt_core.vocabulary import instead_of_option, similar
 
 

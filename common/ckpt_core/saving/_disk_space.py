@@ -149,7 +149,7 @@ class DiskSpace:
 
     def _files_of(self, info: CheckpointInfo) -> int:
         """Count the files of a checkpoint; 0 where files are not limited."""
-        if self._storage.free_files() is None:
+        if self._storage.space().free_files is None:
             return 0
         try:
             # And the directory, the manifest and the marker.

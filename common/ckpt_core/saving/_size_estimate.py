@@ -103,11 +103,8 @@ class SpaceFree:
     @classmethod
     def of(cls, storage: Storage, headroom: Headroom) -> SpaceFree:
         """Ask the filesystem."""
-        return cls(
-            size_bytes=storage.free_bytes(),
-            files=storage.free_files(),
-            headroom_bytes=headroom.of(storage.total_bytes()),
-        )
+        free_bytes, total_bytes, free_files = storage.space()
+        return cls(size_bytes=free_bytes, files=free_files, headroom_bytes=headroom.of(total_bytes))
 
     def fits(self, needed: SpaceNeeded) -> bool:
         """Return whether there is room for it without using the headroom."""

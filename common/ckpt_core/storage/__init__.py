@@ -4,6 +4,7 @@ from ckpt_core.storage._base import (
     ALIGNMENT,
     Lock,
     RangeReader,
+    Space,
     SpreadReader,
     Storage,
     StorageEntry,
@@ -13,7 +14,7 @@ from ckpt_core.storage._keys import RangeStream
 from ckpt_core.storage._layered import LayeredStorage
 from ckpt_core.storage._memory import MemoryStorage
 from ckpt_core.storage._open import is_in_bucket, open_storage, unwritable
-from ckpt_core.storage._putting import Pace, Progress, ReadAt
+from ckpt_core.storage._putting import Pace
 from ckpt_core.storage._small import BIGGEST_SMALL_FILE, ForeignFileError, read_intact, read_small
 from ckpt_core.storage._throttle import Throttle
 from ckpt_core.storage.local import LocalStorage, excludes_others
@@ -29,10 +30,9 @@ __all__ = [
     "MemoryStorage",
     "ObjectStorage",
     "Pace",
-    "Progress",
     "RangeReader",
     "RangeStream",
-    "ReadAt",
+    "Space",
     "SpreadReader",
     "Storage",
     "StorageEntry",

@@ -43,6 +43,20 @@ class StorageEntry(NamedTuple):
     is_link: bool = False
 
 
+class Space(NamedTuple):
+    """The room for this user; None where it is unknown or has no limit.
+
+    Attributes:
+        free_bytes: that can still be written; quotas are not visible to it.
+        total_bytes: of the filesystem.
+        free_files: files and directories that can still be created.
+    """
+
+    free_bytes: int | None = None
+    total_bytes: int | None = None
+    free_files: int | None = None
+
+
 class Lock(Protocol):
     """An exclusive claim that lasts until `release` or the death of the process."""
 
@@ -198,10 +212,6 @@ class Storage(ABC):
         del identity  # a disk keeps none: bytes are compared
         put_whole(self, key, PutSource(size_bytes, read, pace or unlimited, progress or nothing))
 
-    def sync_file(self, key: str) -> None:
-        """Make a file of another process durable; no-op on object stores."""
-        del key
-
     @abstractmethod
     def open(self, key: str) -> AbstractContextManager[IO[bytes]]:
         """Open a file for reading; the stream is seekable.
@@ -309,17 +319,9 @@ class Storage(ABC):
             NotImplementedError: not `supports_rename`.
         """
 
-    @abstractmethod
-    def free_bytes(self) -> int | None:
-        """Return the free space for this user, or None if unknown."""
-
-    def total_bytes(self) -> int | None:
-        """Return the size of the filesystem, or None if unknown."""
-        return None
-
-    def free_files(self) -> int | None:
-        """Return the number of files and directories that can still be created, or None."""
-        return None
+    def space(self) -> Space:
+        """Return the room for this user; by default nothing is known."""
+        return Space()
 
     @abstractmethod
     def try_lock(self, key: str) -> Lock | None:

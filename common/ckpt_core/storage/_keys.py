@@ -119,23 +119,6 @@ class RangeStream(io.RawIOBase):
         return bytes(content[: self.readinto(content)])
 
 
-@final
-class BytesRanges:
-    """Ranges of bytes in memory."""
-
-    def __init__(self, content: bytes, where: str) -> None:
-        self._content = memoryview(content)
-        self._where = where
-        self.size_bytes = len(content)
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill the buffer from `offset` on."""
-        end = offset + len(buffer)
-        if end > self.size_bytes:
-            raise ends_early(self._where, end, self.size_bytes)
-        buffer[:] = self._content[offset:end]
-
-
 def ends_early(where: str, needed: int, found: int) -> EOFError:
     """Build the error for a file that is too short."""
     return EOFError(f"{where}: ends at byte {found}, but bytes up to {needed} are needed")

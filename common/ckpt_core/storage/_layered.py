@@ -9,7 +9,7 @@ from typing import IO, NoReturn, TypeVar, final
 
 from typing_extensions import override
 
-from ckpt_core.storage._base import Lock, RangeReader, Storage, StorageEntry
+from ckpt_core.storage._base import Lock, RangeReader, Space, Storage, StorageEntry
 
 T = TypeVar("T")
 
@@ -63,8 +63,8 @@ class LayeredStorage(Storage):
         return sorted(found.values())
 
     @override
-    def free_bytes(self) -> int | None:
-        return self._layers[0].free_bytes()
+    def space(self) -> Space:
+        return self._layers[0].space()
 
     @override
     def check_root(self) -> None:

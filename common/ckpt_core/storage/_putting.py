@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import mmap
+import os
 from collections.abc import Callable, Generator, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
@@ -75,7 +77,9 @@ def put_whole(storage: Storage, key: str, source: PutSource) -> None:
         with storage.open_ranges(key) as reader:
             equal = source.equals(reader)
         if equal:
-            storage.sync_file(key)
+            # The process that wrote it may have been killed before its fsync. Memory has no descriptor.
+            with storage.open(key) as stream, suppress(io.UnsupportedOperation):
+                os.fsync(stream.fileno())
             source.progress(source.size_bytes)
             return
     if found is not None:

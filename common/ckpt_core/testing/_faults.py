@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import IO, Any, cast, final
 
-from ckpt_core.storage import Lock, RangeReader, Storage, StorageEntry
+from ckpt_core.storage import Lock, RangeReader, Space, Storage, StorageEntry
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,17 +213,9 @@ class FaultyStorage(Storage):
         with self.operation("exchange", f"{first} <-> {second}"):
             self._inner.exchange(first, second)
 
-    def free_bytes(self) -> int | None:
-        with self.operation("free_bytes", ""):
-            return self._inner.free_bytes()
-
-    def total_bytes(self) -> int | None:
-        with self.operation("total_bytes", ""):
-            return self._inner.total_bytes()
-
-    def free_files(self) -> int | None:
-        with self.operation("free_files", ""):
-            return self._inner.free_files()
+    def space(self) -> Space:
+        with self.operation("space", ""):
+            return self._inner.space()
 
     def try_lock(self, key: str) -> Lock | None:
         with self.operation("try_lock", key):

@@ -15,7 +15,7 @@ import pytest
 
 from ckpt_core.commit import Catalog, Lease, Owner, begin, commit, verify
 from ckpt_core.names import SPARES
-from ckpt_core.storage import LocalStorage, open_storage
+from ckpt_core.storage import LocalStorage, Space, open_storage
 from ckpt_core.tiers import CheckpointCopy, CopyTerms, TierRecord, Uploading, copy_checkpoint, write_tiers
 from ckpt_core.types import Lineage
 from tests.unit.commit.checkpoints import manifest_of, write_files
@@ -419,7 +419,7 @@ def test_a_copy_that_does_not_fit_is_refused_before_it_begins_and_one_that_is_co
 ):
     source, target = LocalStorage(root), LocalStorage(tmp_path / "copy")
     needed = sum(info.size_bytes for info in Catalog(source).committed())
-    monkeypatch.setattr(LocalStorage, "free_bytes", lambda self: needed - 1)
+    monkeypatch.setattr(LocalStorage, "space", lambda self: Space(needed - 1))
     code, _, err = ckpt("cp", root, tmp_path / "copy")
     assert (code, "nothing was copied: free space" in err) == (1, True)
     assert not [path for path in (tmp_path / "copy").rglob("*") if "step-" in path.name]

@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_core.names import SPARES
 from ckpt_core.storage import LocalStorage
-from ckpt_core.storage.local import _rename
+from ckpt_core.storage.local import _paths
+from ckpt_core.testing import Fault
+from tests.support.system_calls import SystemCalls
 
 
 class Recorder:
@@ -95,7 +98,7 @@ def test_sync_directory_tolerates_filesystems_that_cannot(storage, monkeypatch):
 
 
 def test_rename_without_kernel_support_still_refuses_an_empty_directory(storage, monkeypatch):
-    monkeypatch.setattr(_rename, "_renameat2", None)
+    monkeypatch.setattr(_paths, "_renameat2", None)
     storage.make_directory("new")
     storage.make_directory("old")
     with pytest.raises(FileExistsError):
@@ -128,6 +131,57 @@ def test_delete_below_a_file_finds_nothing_to_do(storage):
     storage.write_bytes("a", b"x")
     storage.delete("a/b")
     assert storage.read_bytes("a") == b"x"
+
+
+def test_delete_passes_over_what_others_delete_meanwhile(storage):
+    for name in ("a", "b", "deep/c"):
+        storage.write_bytes(f"step/{name}", b"x")
+
+    def delete_too(operation):
+        path = storage.local_path(operation.key)
+        path.rmdir() if path.is_dir() else path.unlink()
+
+    with SystemCalls(
+        storage.url, [Fault(method=method, before=delete_too) for method in ("unlink", "rmdir")]
+    ):
+        storage.delete("step")
+    assert storage.list("") == []
+
+
+def test_an_error_of_a_deletion_names_the_whole_path(storage):
+    storage.write_bytes("step/deep/a", b"x")
+    error = PermissionError(errno.EACCES, "Permission denied")
+    with (
+        SystemCalls(storage.url, [Fault(method="unlink", error=error)]),
+        pytest.raises(PermissionError, match=f"{storage.url}/step/deep/a"),
+    ):
+        storage.delete("step")
+
+
+def test_a_file_that_stays_as_an_earlier_call_left_it_is_made_durable(storage, recorder):
+    storage.local_path("a").write_bytes(bytes(10))
+    storage.put_file("a", 10, lambda _offset, _buffer: None, identity="zeros")
+    assert recorder.synced == [(storage.local_path("a"), 10)]
+
+
+@pytest.mark.parametrize("kind", ["directory", "link", "hard link", "pipe"])
+def test_on_a_full_disk_no_spare_is_used_that_is_no_file_of_its_own(storage, tmp_path, kind):
+    precious = tmp_path / "precious"
+    precious.write_bytes(b"the user's")
+    for spare in map(storage.local_path, SPARES):
+        if kind == "directory":
+            spare.mkdir()
+            (spare / "mine").write_bytes(b"the user's")
+        elif kind == "pipe":
+            os.mkfifo(spare)
+        else:
+            (os.symlink if kind == "link" else os.link)(precious, spare)
+    full = Fault(method="create", error=OSError(errno.ENOSPC, "No space left on device"))
+    before = storage.list("")
+    with SystemCalls(storage.url, [full]), pytest.raises(OSError, match="no room for this small file"):
+        storage.replace("pins.json", b"{}")
+    assert storage.list("") == before
+    assert precious.read_bytes() == b"the user's"
 
 
 def test_the_root_does_not_move_when_the_script_changes_directory(tmp_path, monkeypatch):
@@ -192,7 +246,7 @@ def test_a_link_is_renamed_as_a_link(storage):
 
 
 def test_free_space_of_a_root_that_is_not_there_yet_is_unknown(tmp_path):
-    assert LocalStorage(tmp_path / "later").free_bytes() is None
+    assert LocalStorage(tmp_path / "later").space() == (None, None, None)
 
 
 HOLDER = (

@@ -10,24 +10,24 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import final
 
 from ckpt_core.crew import Workers
 from ckpt_core.storage._base import ALIGNMENT
-from ckpt_core.storage.local._paths import PathAt
 
 _THREADS = 2
 _REFUSALS = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
-def write_direct(target: PathAt, pieces: Iterable[memoryview]) -> None:
+def write_direct(path: Path, pieces: Iterable[memoryview]) -> None:
     """Create a file from aligned pieces and fsync it; an error leaves a partial file.
 
     Raises:
         FileExistsError: it exists already.
         OSError: a write or the fsync failed.
     """
-    with target.create_stream(buffering=0) as file, _DirectFile(target, file.fileno()) as direct:
+    with open(path, "xb", buffering=0) as file, _DirectFile(path, file.fileno()) as direct:
         with Workers(direct.write, _THREADS, name="ckpt-write") as crew:
             offset = 0
             for piece in pieces:
@@ -41,9 +41,15 @@ def write_direct(target: PathAt, pieces: Iterable[memoryview]) -> None:
 class _DirectFile:
     """A file opened twice: directly, and through the page cache for unaligned bytes."""
 
-    def __init__(self, target: PathAt, buffered: int) -> None:
+    def __init__(self, path: Path, buffered: int) -> None:
         self._buffered = buffered
-        self._direct = self._open(target, buffered)
+        self._direct: int | None = None
+        if flag := getattr(os, "O_DIRECT", 0):  # Linux only
+            try:
+                self._direct = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | flag)
+            except OSError as error:
+                if error.errno not in _REFUSALS:
+                    raise
 
     def __enter__(self) -> _DirectFile:
         return self
@@ -70,20 +76,3 @@ class _DirectFile:
                     written = os.pwrite(self._buffered, piece, offset)
             piece = piece[written:]
             offset += written
-
-    @staticmethod
-    def _open(target: PathAt, buffered: int) -> int | None:
-        flag = getattr(os, "O_DIRECT", 0)  # Linux only
-        if not flag:
-            return None
-        try:
-            direct = target.open_existing(os.O_WRONLY | flag)
-        except OSError as error:
-            if error.errno not in _REFUSALS:
-                raise
-            return None
-        if os.path.samestat(os.fstat(direct), os.fstat(buffered)):
-            return direct
-        # Another process has replaced the file: ours is the one that was created.
-        os.close(direct)
-        return None

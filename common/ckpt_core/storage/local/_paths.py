@@ -1,238 +1,230 @@
-"""Names below a root, accessed relative to open directories, never through links.
+"""Files and directories by their paths: links, durability, single steps.
 
-A system call resolves a path from its start, and a user with write access to a directory on the way can put a
-link there between two calls: then the checked file is not the one written or deleted. An open directory
-cannot be exchanged. The path of the root itself is given by the user: links in it are followed.
+Links in the path of a root are the user's, and are followed. Below it only reads follow links, and only where
+they stay inside: a checkpoint from elsewhere may contain any link.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
+import secrets
+import shutil
 import stat
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Final, Self, cast, final
+from typing import IO, Any, Final, final
 
+from ckpt_core.names import aside_name
+from ckpt_core.storage._keys import ends_early
 from ckpt_core.storage._small import ForeignFileError
-from ckpt_core.storage.local._posix import make_directories, sync_directory
 
-# On Linux, O_PATH opens a directory without the permission to read it.
-_PASSING: Final = os.O_DIRECTORY | os.O_NOFOLLOW | getattr(os, "O_PATH", os.O_RDONLY)
-_LISTING: Final = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_RDONLY
-# Errors of opening a link or a file as a directory.
-_NO_DIRECTORY: Final = {errno.ENOTDIR, errno.ELOOP, errno.EMLINK}
-
-
-class LinkInTheWayError(ForeignFileError):
-    """A symbolic link is where a directory or a file is expected."""
+_UNSUPPORTED: Final = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP}
+_AT_FDCWD: Final = -100
+_NOREPLACE: Final = 1
+_EXCHANGE: Final = 2
+_renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class PathAt:
-    """A name in an open directory, existing or not; the arguments of `openat(2)`.
+def path_below(root: Path, parts: Sequence[str]) -> Path:
+    """Return the path of a name, to which no link below the root leads.
 
-    Attributes:
-        directory: descriptor of the directory, for `dir_fd`.
-        name: one component.
-        path: the whole path, for messages.
+    Raises:
+        ForeignFileError: a link is on the way.
     """
+    here = root
+    for part in parts[:-1]:
+        here = here / part
+        if here.is_symlink():
+            raise _link_in_the_way(here)
+    return root.joinpath(*parts)
 
-    directory: int
-    name: str
-    path: Path
 
-    def beside(self, name: str) -> PathAt:
-        """Return another name in the same directory."""
-        return replace(self, name=name, path=self.path.with_name(name))
+def open_regular(path: Path, flags: int, mode: int = 0o666) -> int:
+    """Open a file or directory as `os.open` does; never wait for a pipe.
 
-    @contextmanager
-    def errors(self) -> Generator[Self]:
-        """Add the whole path to OS errors of the block; give links an error of their own."""
-        try:
-            yield self
-        except OSError as error:
-            raise _explained(error, self.path) from None
+    Raises:
+        ForeignFileError: it is a link, a pipe, a socket or a device.
+    """
+    with suppress(FileNotFoundError):
+        kind = path.lstat().st_mode
+        if stat.S_ISLNK(kind):
+            raise _link_in_the_way(path)
+        if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):
+            message = "not a regular file but a pipe, socket or device, which no checkpoint has; remove it"
+            raise ForeignFileError(errno.EACCES, message, str(path))
+    return os.open(path, flags | os.O_NOFOLLOW, mode)
 
-    def status(self) -> os.stat_result:
-        """Return the status of the entry, of a link itself."""
-        with self.errors():
-            return os.stat(self.name, dir_fd=self.directory, follow_symlinks=False)
 
-    def open_descriptor(self, flags: int, mode: int = 0o666) -> int:
-        """Open the entry as `os.open` does, but never through a link."""
-        with self.errors():
-            return os.open(self.name, flags | os.O_NOFOLLOW, mode, dir_fd=self.directory)
+def open_inside(root: Path, parts: Sequence[str], *, buffering: int = -1) -> IO[bytes]:
+    """Open a file below the root for reading; follow links only inside the root.
 
-    def open_existing(self, flags: int) -> int:
-        """Open a file or directory; never blocks on a pipe.
-
-        Raises:
-            LinkInTheWayError: it is a link.
-            ForeignFileError: it is a pipe, a socket or a device.
-        """
-        try:
-            descriptor = self.open_descriptor(flags | os.O_NONBLOCK)
-        except BlockingIOError:
-            return self.open_descriptor(flags)  # a regular file under a lease of a file server
-        except OSError as error:
-            if error.errno == errno.ENXIO:
-                raise _special_file(self.path) from error
-            raise
-        mode = os.fstat(descriptor).st_mode
-        if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
-            os.set_blocking(descriptor, True)
-            return descriptor
-        os.close(descriptor)
-        raise _special_file(self.path)
-
-    def create_stream(self, *, buffering: int = -1) -> IO[bytes]:
-        """Create a file for writing.
-
-        Raises:
-            FileExistsError: the name exists already.
-        """
-        # The path is the stream's name only.
-        return _stream(self.path, "xb", buffering, self.open_descriptor)
-
-    def read_stream(self, *, buffering: int = -1) -> IO[bytes]:
-        """Open a file for reading; same errors as `open_existing`."""
-        return _stream(self.path, "rb", buffering, self.open_existing)
-
-    def update_stream(self) -> IO[bytes]:
-        """Open a file for writing over its content; same errors as `open_existing`."""
-        return _stream(self.path, "r+b", -1, self.open_existing)
-
-    def make_directory(self) -> None:
-        """Create a directory; `sync` makes its name durable."""
-        with self.errors():
-            os.mkdir(self.name, dir_fd=self.directory)
-
-    def sync(self) -> None:
-        """Fsync the directory that contains the name."""
-        with self.errors():
-            sync_directory(".", dir_fd=self.directory)
-
-    def sync_as_directory(self) -> None:
-        """Fsync the directory of that name."""
-        with self.errors():
-            sync_directory(self.name, dir_fd=self.directory)
-
-    def replace_by(self, draft: PathAt) -> None:
-        """Rename another file onto this name."""
-        with self.errors():
-            os.replace(draft.name, self.name, src_dir_fd=draft.directory, dst_dir_fd=self.directory)
-
-    def delete(self) -> None:
-        """Delete a file, a link (not its target) or a directory; no-op if absent."""
-        with suppress(FileNotFoundError):
-            inner = self._open_listing()
-            if inner is None:
-                with self.errors():
-                    os.unlink(self.name, dir_fd=self.directory)
-                return
-            try:
-                with os.scandir(inner) as children:
-                    names = [child.name for child in children]
-                for name in names:
-                    PathAt(inner, name, self.path / name).delete()
-            finally:
-                os.close(inner)
-            with self.errors():
-                os.rmdir(self.name, dir_fd=self.directory)
-
-    def _open_listing(self) -> int | None:
-        """Open the directory of that name; None if it is something else."""
-        try:
-            return os.open(self.name, _LISTING, dir_fd=self.directory)
-        except OSError as error:
-            if error.errno in _NO_DIRECTORY:
-                return None
-            raise _explained(error, self.path) from None
+    Raises:
+        FileNotFoundError: there is none.
+        ForeignFileError: a link on the way leads out of the root (the root itself may be a link), or the
+            entry is neither a file nor a directory.
+    """
+    path = root.joinpath(*parts)
+    # `Path.resolve` has no OSError for loops of links.
+    real_root, real = Path(os.path.realpath(root)), Path(os.path.realpath(path))
+    if real.is_symlink():
+        raise FileNotFoundError(errno.ENOENT, "a symbolic link in a loop", str(real))
+    if not real.is_relative_to(real_root):
+        steps = (root.joinpath(*parts[:count]) for count in range(1, len(parts) + 1))
+        link = next(step for step in steps if not Path(os.path.realpath(step)).is_relative_to(real_root))
+        message = (
+            f"a symbolic link in the way of {'/'.join(parts)!r} leads out of the checkpoint root, to "
+            f"{os.path.realpath(link)}; if that is intended, put the files themselves here, or use their "
+            "directory as the root"
+        )
+        raise ForeignFileError(errno.EACCES, message, str(link))
+    return open(path, "rb", buffering, opener=lambda _, flags: open_regular(real, flags))
 
 
 @contextmanager
-def path_below(root: Path, parts: Sequence[str], *, make: bool = False) -> Generator[PathAt]:
-    """Open the parent directory of a path; with `make`, create missing directories.
+def open_local_ranges(root: Path, parts: Sequence[str]) -> Generator[LocalRanges]:
+    """Open a file for ranged reads on several threads."""
+    with open_inside(root, parts, buffering=0) as file:
+        # Reads by several threads look random. With this hint the kernel reads ahead, 1.3 times as fast from
+        # a cold disk.
+        if hasattr(os, "posix_fadvise"):
+            with suppress(OSError):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        yield LocalRanges(file.fileno(), str(root.joinpath(*parts)))
+
+
+@final
+class LocalRanges:
+    """Ranges of an open file, by `preadv`: no shared position, without the GIL."""
+
+    def __init__(self, descriptor: int, where: str) -> None:
+        self._descriptor = descriptor
+        self._where = where
+        self.size_bytes = os.fstat(descriptor).st_size
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill the buffer from `offset` on."""
+        end = offset + len(buffer)
+        while offset < end:
+            try:
+                count = os.preadv(self._descriptor, [buffer], offset)
+            except OSError as error:
+                # The kernel knows a descriptor only; the reader of the error needs the name.
+                error.filename = self._where
+                raise
+            if count == 0:
+                raise ends_early(self._where, end, min(offset, os.fstat(self._descriptor).st_size))
+            offset += count
+            buffer = buffer[count:]
+
+
+def sync_directory(path: Path) -> None:
+    """Fsync a directory, so that its names survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network and FUSE filesystems refuse to fsync a directory; they keep names on the server.
+        if error.errno not in _UNSUPPORTED:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def make_directories(path: Path) -> None:
+    """Create a directory and its parents, each one durable; harmless when repeated.
 
     Raises:
-        FileNotFoundError: a directory on the way is missing.
-        LinkInTheWayError: a link is on the way.
         NotADirectoryError: a file is on the way.
     """
-    directory = _descend(root, parts[:-1], make=make)
-    try:
-        yield PathAt(directory, parts[-1], root.joinpath(*parts))
-    finally:
-        os.close(directory)
-
-
-def _stream(path: Path, mode: str, buffering: int, open_name: Callable[[int], int]) -> IO[bytes]:
-    return cast("IO[bytes]", open(path, mode, buffering, opener=lambda _, flags: open_name(flags)))
-
-
-def _special_file(path: Path) -> ForeignFileError:
-    message = "not a regular file but a pipe, socket or device, which no checkpoint has; remove it"
-    return ForeignFileError(errno.EACCES, message, str(path))
-
-
-def _descend(root: Path, parts: Sequence[str], *, make: bool) -> int:
-    if not parts:
-        return _open_root(root, make=make)
-    here = root / parts[0]
-    descriptor = _enter(here, None, make=make)
-    for part in parts[1:]:
-        outer, here = descriptor, here / part
+    missing: list[Path] = []
+    nearest = path
+    while not nearest.is_dir():
+        missing.append(nearest)
+        nearest = nearest.parent
+    for directory in reversed(missing):
         try:
-            descriptor = _enter(here, outer, make=make)
-        finally:
-            os.close(outer)
-    return descriptor
+            directory.mkdir()
+        except FileExistsError:
+            if not directory.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, "a file is in the way", str(directory)) from None
+        sync_directory(directory.parent)
 
 
-def _open_root(root: Path, *, make: bool) -> int:
-    flags = _PASSING & ~os.O_NOFOLLOW
-    try:
-        return os.open(root, flags)
-    except FileNotFoundError:
-        if not make:
-            raise
-    make_directories(root)
-    return os.open(root, flags)
+def delete(path: Path) -> None:
+    """Delete a file, a link or a directory with its content; no-op if absent."""
+    # NotADirectoryError: a parent is a file, so that nothing of this name exists.
+    with suppress(FileNotFoundError, NotADirectoryError):
+        if path.is_symlink() or not path.is_dir():
+            path.unlink()
+            return
+        try:
+            shutil.rmtree(path, onerror=_tell_where)
+        except RecursionError:
+            message = "directories are nested too deeply in it; delete it with `rm -r`"
+            raise OSError(errno.ENAMETOOLONG, message, str(path)) from None
 
 
-def _enter(here: Path, outer: int | None, *, make: bool) -> int:
-    """Open a directory in `outer`; without it, directly in the root.
+def rename_exclusively(source: Path, target: Path) -> None:
+    """Rename onto a free name only.
 
-    Links in the path of the root are followed.
+    `os.rename` would replace a file or an empty directory. Where the kernel or the filesystem cannot do
+    better, one that appears meanwhile is replaced.
+
+    Raises:
+        FileExistsError: `target` exists.
     """
-    name = here if outer is None else here.name
-    try:
-        try:
-            return os.open(name, _PASSING, dir_fd=outer)
-        except FileNotFoundError:
-            if not make:
-                raise
-        if outer is None:
-            make_directories(here.parent)
-        with suppress(FileExistsError):
-            os.mkdir(name, dir_fd=outer)
-        sync_directory(here.parent if outer is None else ".", dir_fd=outer)
-        return os.open(name, _PASSING, dir_fd=outer)
-    except OSError as error:
-        raise _explained(error, here) from None
+    number = _in_one_step(source, target, _NOREPLACE)
+    if number in _UNSUPPORTED:
+        number = errno.EEXIST if os.path.lexists(target) else 0
+        if not number:
+            source.rename(target)
+    if number:
+        raise OSError(number, os.strerror(number), str(source), None, str(target))
 
 
-def _explained(error: OSError, path: Path) -> OSError:
-    """Add the whole path to the error, or return the error for a link."""
-    if error.errno in _NO_DIRECTORY and path.is_symlink():
-        message = (
-            "a symbolic link is in the way, and none below the checkpoint root is followed here; move it "
-            "away, and if you did not put it there, find out who did"
-        )
-        return LinkInTheWayError(errno.EACCES, message, str(path))
-    error.filename = str(path)
-    return error
+def exchange(first: Path, second: Path) -> None:
+    """Exchange two names in one step; in three renames where that is not supported.
+
+    A crash between the three leaves the old `second` under a name that `set_aside` recognises.
+
+    Raises:
+        FileNotFoundError: one of them does not exist.
+    """
+    number = _in_one_step(first, second, _EXCHANGE)
+    if number in _UNSUPPORTED:
+        aside = second.with_name(aside_name(second.name, secrets.token_hex(4)))
+        # Each is durable before the next: if a power cut kept only the last, `second` would not exist.
+        second.rename(aside)
+        sync_directory(second.parent)
+        first.rename(second)
+        sync_directory(second.parent)
+        aside.rename(first)
+    elif number:
+        raise OSError(number, os.strerror(number), str(first), None, str(second))
+
+
+def _in_one_step(source: Path, target: Path, flags: int) -> int:
+    """Return the error number of `renameat2`, 0 for success."""
+    if _renameat2 is None:
+        return errno.ENOSYS
+    failed = _renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags)
+    return ctypes.get_errno() if failed else 0
+
+
+def _tell_where(_function: object, path: str, information: Any) -> None:
+    """Raise an error of `shutil.rmtree` with the whole path; pass over what is gone."""
+    error = information[1]
+    if not isinstance(error, FileNotFoundError):
+        error.filename = path
+        raise error
+
+
+def _link_in_the_way(path: Path) -> ForeignFileError:
+    message = (
+        "a symbolic link is in the way, and none below the checkpoint root is followed here; move it away, "
+        "and if you did not put it there, find out who did"
+    )
+    return ForeignFileError(errno.EACCES, message, str(path))

@@ -5,22 +5,30 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import stat
 import tempfile
 from collections.abc import Generator, Iterable
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from operator import attrgetter
 from pathlib import Path
 from typing import IO, Final, final
 
 from ckpt_core.names import SPARES, draft_name
-from ckpt_core.storage._base import Lock, RangeReader, Storage, StorageEntry, is_full
+from ckpt_core.storage._base import Lock, RangeReader, Space, Storage, StorageEntry, is_full
 from ckpt_core.storage._keys import file_key, key_parts
 from ckpt_core.storage.local._direct import write_direct
 from ckpt_core.storage.local._locks import holder_of, try_lock_file
-from ckpt_core.storage.local._paths import PathAt, path_below
-from ckpt_core.storage.local._posix import make_directories, sync_directory, sync_parents
-from ckpt_core.storage.local._reader import open_inside, open_local_ranges
-from ckpt_core.storage.local._rename import exchange, rename_exclusively
+from ckpt_core.storage.local._paths import (
+    delete,
+    exchange,
+    make_directories,
+    open_inside,
+    open_local_ranges,
+    open_regular,
+    path_below,
+    rename_exclusively,
+    sync_directory,
+)
 
 _NO_ROOM: Final = (
     "no room for this small file: free some, as by `ckpt prune`, which needs none, then try again"
@@ -34,8 +42,8 @@ class LocalStorage(Storage):
     """A directory of a filesystem.
 
     Symbolic links below it are renamed and unlinked as links. Files are never written, locked or deleted
-    through them, even if other users change their directories meanwhile. Links are followed for reading only
-    where they stay below the root, because a checkpoint from elsewhere may contain any link.
+    through them. Links are followed for reading only where they stay below the root, because a checkpoint
+    from elsewhere may contain any link.
     """
 
     supports_rename = True
@@ -63,8 +71,18 @@ class LocalStorage(Storage):
         """Create the root if necessary and prove that it can be written or is full."""
         try:
             make_directories(self._root)
-            sync_parents(self._root)
-            self._probe()
+            for parent in self._root.resolve().parents:
+                # The process that made it may have been killed before its fsync. A directory that this user
+                # cannot read was not created by this user.
+                with suppress(OSError):
+                    sync_directory(parent)
+            try:
+                # Without a name where possible: a killed process would leave the file behind.
+                with tempfile.TemporaryFile(prefix=".probe-", dir=self._root, buffering=0) as probe:
+                    probe.write(b"probe")
+            except OSError as error:
+                if not is_full(error):
+                    raise
         except NotADirectoryError as error:
             if (link := _dangling(self._root)) is not None:
                 target = f"a symbolic link to {link.readlink()}, which does not exist: create its target"
@@ -78,24 +96,13 @@ class LocalStorage(Storage):
                 raise _explained(PermissionError, error, hint, at=self._root) from error
             raise _explained(OSError, error, "cannot use the checkpoint root", at=self._root) from error
 
-    def _probe(self) -> None:
-        try:
-            # Without a name where possible: a killed process would leave the file behind.
-            with tempfile.TemporaryFile(prefix=".probe-", dir=self._root, buffering=0) as probe:
-                probe.write(b"probe")
-        except OSError as error:
-            if not is_full(error):
-                raise
-
     @contextmanager
     def create(self, key: str) -> Generator[IO[bytes]]:
         """Open a new file for streaming writes; durable on a clean exit.
 
         An error leaves a partial file.
         """
-        with self._at(key, make=True) as target:
-            stream = target.create_stream()
-        with stream:
+        with open(self._made(key), "xb") as stream:
             yield stream
             # Flush first: fsync does not cover Python's own buffer.
             stream.flush()
@@ -106,13 +113,7 @@ class LocalStorage(Storage):
 
         An error leaves a partial file.
         """
-        with self._at(key, make=True) as target:
-            write_direct(target, pieces)
-
-    def sync_file(self, key: str) -> None:
-        """Fsync a file."""
-        with self.open(key) as stream:
-            os.fsync(stream.fileno())
+        write_direct(self._made(key), pieces)
 
     @contextmanager
     def open(self, key: str) -> Generator[IO[bytes]]:
@@ -137,20 +138,19 @@ class LocalStorage(Storage):
         On a full disk a spare file with room for a few kB takes its place; another spare one is made of the
         room of the file before.
         """
-        with self._at(key, make=True) as target:
-            try:
-                _replace(target, content)
-            except OSError as error:
-                if not is_full(error):
-                    raise
-                if not _replace_by_spare(target, content):
-                    raise _explained(OSError, error, _NO_ROOM, at=target.path) from error
-            target.sync()
+        path = self._made(key)
+        try:
+            _replace(path, content)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            if not _replace_by_spare(path, content):
+                raise _explained(OSError, error, _NO_ROOM, at=path) from error
+        sync_directory(path.parent)
 
     def append(self, key: str, content: bytes) -> None:
         """Append to a small file; other processes may append at the same time."""
-        with self._at(key) as target:
-            descriptor = target.open_existing(os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        descriptor = open_regular(self._path(key), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         with os.fdopen(descriptor, "ab", buffering=0) as stream:
             rest = memoryview(content)
             while rest:
@@ -193,83 +193,73 @@ class LocalStorage(Storage):
 
     def delete(self, key: str) -> None:
         """Delete a file, a link, or a directory with its content."""
-        # NotADirectoryError: a parent is a file, so that nothing of this name exists.
-        with suppress(FileNotFoundError, NotADirectoryError), self._at(key) as target:
-            try:
-                target.delete()
-            except RecursionError:
-                message = "directories are nested too deeply in it; delete it with `rm -r`"
-                raise OSError(errno.ENAMETOOLONG, message, str(target.path)) from None
+        delete(self._path(key))
 
     def make_directory(self, key: str) -> None:
         """Create a directory and its parents durably."""
-        with self._at(key, make=True) as target:
-            target.make_directory()
-            target.sync()
+        path = self._made(key)
+        path.mkdir()
+        sync_directory(path.parent)
 
     def sync_directory(self, key: str) -> None:
         """Fsync a directory."""
-        if not key:
-            sync_directory(self._root)
-            return
-        with self._at(key) as target:
-            target.sync_as_directory()
+        sync_directory(self._path(key) if key else self._root)
 
     def rename(self, source: str, target: str) -> None:
         """Rename atomically, onto a free name only.
 
         Durable after `sync_directory` of the parent.
         """
-        with self._at(source) as old, self._at(target) as new:
-            rename_exclusively(old, new)
+        rename_exclusively(self._path(source), self._path(target))
 
     def exchange(self, first: str, second: str) -> None:
         """Exchange two directories; durable after `sync_directory` of the parent."""
-        with self._at(first) as one, self._at(second) as other:
-            exchange(one, other)
+        exchange(self._path(first), self._path(second))
 
-    def free_bytes(self) -> int | None:
-        """Return the filesystem's free space for this user; quotas are not visible to it."""
-        usage = self._usage()
-        return usage.f_bavail * usage.f_frsize if usage is not None and usage.f_blocks else None
-
-    def total_bytes(self) -> int | None:
-        """Return the size of the filesystem."""
-        usage = self._usage()
-        return usage.f_blocks * usage.f_frsize if usage is not None and usage.f_blocks else None
-
-    def free_files(self) -> int | None:
-        """Return the free inodes for this user; None if they are made as needed."""
-        usage = self._usage()
-        return usage.f_favail if usage is not None and usage.f_files else None
+    def space(self) -> Space:
+        """Return the room; free files are unknown where they are made as needed."""
+        try:
+            usage = os.statvfs(self._root)
+        except FileNotFoundError:
+            return Space()
+        block = usage.f_frsize if usage.f_blocks else None
+        return Space(
+            None if block is None else usage.f_bavail * block,
+            None if block is None else usage.f_blocks * block,
+            usage.f_favail if usage.f_files else None,
+        )
 
     def try_lock(self, key: str) -> Lock | None:
         """Lock the file `<key>.lock` next to `key`; it is never deleted."""
-        with self._at(f"{file_key(key)}.lock", make=True) as target:
-            if (lock := try_lock_file(target)) is not None:
-                _make_spares(target)
-            return lock
+        path = self._made(f"{file_key(key)}.lock")
+        if (lock := try_lock_file(path)) is not None:
+            _make_spares(path)
+        return lock
 
     def lock_holder(self, key: str) -> int | None:
         """Ask the kernel which process of this machine holds the lock."""
         try:
-            with self._at(f"{file_key(key)}.lock") as target:
-                return holder_of(target)
+            return holder_of(self._path(f"{file_key(key)}.lock"))
         except OSError:
             return None
 
     def other_owner(self, key: str) -> str | None:
         """Return the owner by user id, of a link itself, if it is another user."""
         try:
-            with self._at(key) as target:
-                owner = target.status().st_uid
+            owner = self._path(key).lstat().st_uid
         except FileNotFoundError:
             return None
         # Some filesystems change the owner of new files: NFS from root to nobody, FUSE to the mounting user.
         return None if owner == os.geteuid() or owner == self._owner_of_new_files() else f"user id {owner}"
 
-    def _at(self, key: str, *, make: bool = False) -> AbstractContextManager[PathAt]:
-        return path_below(self._root, key_parts(file_key(key)), make=make)
+    def _path(self, key: str) -> Path:
+        return path_below(self._root, key_parts(file_key(key)))
+
+    def _made(self, key: str) -> Path:
+        """Return the path of a key whose parents exist now, durably."""
+        path = self._path(key)
+        make_directories(path.parent)
+        return path
 
     def _owner_of_new_files(self) -> int | None:
         """Return the owner of files that this process creates in the root."""
@@ -279,47 +269,40 @@ class LocalStorage(Storage):
         except OSError:
             return None
 
-    def _usage(self) -> os.statvfs_result | None:
-        try:
-            return os.statvfs(self._root)
-        except FileNotFoundError:
-            return None
 
-
-def _replace(target: PathAt, content: bytes, *, spare: PathAt | None = None) -> None:
-    draft = target.beside(draft_name(target.name, secrets.token_hex(4)))
+def _replace(path: Path, content: bytes, *, spare: Path | None = None) -> None:
+    draft = path.with_name(draft_name(path.name, secrets.token_hex(4)))
     try:
         if spare is not None:
-            draft.replace_by(spare)  # nobody else has it then
-            if draft.status().st_nlink > 1:
-                raise FileExistsError(errno.EEXIST, "it has another name", str(spare.path))
-        with draft.create_stream() if spare is None else draft.update_stream() as stream:
+            status = spare.lstat()
+            if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+                raise FileExistsError(errno.EEXIST, "no file, or one with another name", str(spare))
+            spare.replace(draft)  # nobody else has it then
+        with open(draft, "xb" if spare is None else "r+b") as stream:
             stream.write(content)
             stream.flush()
             if spare is not None:
                 stream.truncate()
             os.fsync(stream.fileno())
-        target.replace_by(draft)
+        draft.replace(path)
     except BaseException:
-        draft.delete()
+        draft.unlink(missing_ok=True)
         raise
 
 
-def _replace_by_spare(target: PathAt, content: bytes) -> bool:
-    for spare in map(target.beside, SPARES if len(content) <= _SPARE_BYTES else ()):
+def _replace_by_spare(path: Path, content: bytes) -> bool:
+    for spare in map(path.with_name, SPARES if len(content) <= _SPARE_BYTES else ()):
         with suppress(OSError):
-            _replace(target, content, spare=spare)
-            _make_spares(target)
+            _replace(path, content, spare=spare)
+            _make_spares(path)
             return True
     return False
 
 
-def _make_spares(beside: PathAt) -> None:
-    for spare in map(beside.beside, SPARES):
+def _make_spares(beside: Path) -> None:
+    for spare in map(beside.with_name, SPARES):
         with suppress(OSError):
-            try:
-                spare.status()
-            except FileNotFoundError:
+            if not os.path.lexists(spare):
                 _replace(spare, bytes(_SPARE_BYTES))
 
 

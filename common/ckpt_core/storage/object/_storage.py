@@ -196,10 +196,6 @@ class ObjectStorage(Storage):
         """Raise NotImplementedError."""
         raise NotImplementedError(f"{self._url}: object stores cannot exchange ({first} and {second})")
 
-    def free_bytes(self) -> int | None:
-        """Return None: object stores report no limit."""
-        return None
-
     def try_lock(self, key: str) -> Lock | None:
         """Return a lock that excludes nothing: object stores do not know live processes."""
         file_key(key)

@@ -105,8 +105,8 @@ class PartsRepair:
                 for entry, group in self._look.files()
                 if self._homes.get(group, number) == number
             )
-            needed = part.size_bytes + sum(saved) + headroom(part.disk.total_bytes())
-            free = part.disk.free_bytes()
+            free, total, _ = part.disk.space()
+            needed = part.size_bytes + sum(saved) + headroom(total)
             if part.wanted and free is not None and free < needed:
                 return (
                     f"it would take room that the next save needs on the disk of node {number} "
