@@ -59,7 +59,7 @@ def whole_tensor(
         if not math.prod(chunk.sizes):
             continue
         if payload is None:  # of stock DCP, with elements that are not contiguous in its file
-            found[box] = load_chunk(contents.read(place), f"{contents.url}/{place.path}")
+            found[box] = load_chunk(contents.read(place), f"{contents.url}/{place.path}", place.form)
             seen(place.size_bytes)
             continue
         buffer = contents.read_range(place, payload.offset, payload.size_bytes)

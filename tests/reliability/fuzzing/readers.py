@@ -119,7 +119,7 @@ def _table(content: bytes) -> Any:
 def _metadata(content: bytes) -> Any:
     """As a load reads it."""
     metadata = load_metadata(content, METADATA)
-    sizes = {**_sizes("stock"), **_sizes(f"run/{NAME}")}
+    sizes = {**_sizes(f"run/{NAME}"), **_sizes("stock")}  # stock's file of the same name is the larger one
 
     def size(path: str) -> int:
         if path not in sizes:
