@@ -12,8 +12,13 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import IO, final
 
-from ckpt_core.commit._index import BROKEN_PICKLE, read_index
-from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError, FileFailure
+from ckpt_core.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    FileFailure,
+    UnsafeCheckpointError,
+)
+from ckpt_core.formats.dcp_metadata import read_index
 from ckpt_core.formats.legacy import verify_small
 from ckpt_core.formats.zips import ZipError, read_directory, verify_records
 from ckpt_core.names import DATA_SUFFIX, METADATA, can_count
@@ -97,8 +102,8 @@ def _failures(storage: Storage, prefix: str, seen: Callable[[int], None]) -> Ite
     except CorruptCheckpointError as error:
         yield from error.failures
         return
-    except BROKEN_PICKLE as error:
-        yield FileFailure(path=METADATA, problem=f"cannot be read: {type(error).__name__}: {error}")
+    except UnsafeCheckpointError as error:
+        yield FileFailure(path=METADATA, problem=str(error))
         return
     for path, in_file in chunks.items():
         problem = _file_problem(storage, f"{prefix}{path}", in_file, seen)
@@ -141,13 +146,10 @@ def _file_problem(
 
 
 def _read_chunks(content: bytes) -> Mapping[str, Sequence[_StockChunk]]:
-    """Return file -> its chunks in file order; raises one of `BROKEN_PICKLE`."""
+    """Return file -> its chunks in file order; errors as by `read_index`."""
     chunks: defaultdict[str, list[_StockChunk]] = defaultdict(list)
-    for index, where in read_index(content).storage_data.items():
-        path, offset, size = where.relative_path, where.offset, where.length
-        if not (type(path) is str and type(offset) is type(size) is int):
-            raise TypeError(f"the place of chunk {index.fqn!r} is not a path, an offset and a length")
-        if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or min(offset, size) < 0:
-            raise ValueError(f"chunk {index.fqn!r} is outside the checkpoint, in {path!r}")
-        chunks[path].append(_StockChunk(key=index.fqn, offset=offset, size_bytes=size))
+    for key, place in read_index(content, METADATA).storage_data.items():
+        chunks[place.relative_path].append(
+            _StockChunk(key=key.fqn, offset=place.offset, size_bytes=place.length)
+        )
     return {path: sorted(chunks[path], key=lambda chunk: chunk.offset) for path in sorted(chunks)}

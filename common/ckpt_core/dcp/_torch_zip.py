@@ -12,7 +12,7 @@ import struct
 import sys
 import zlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -28,10 +28,9 @@ from ckpt_core._torch_internals import (
     rebuild_tensor_of_new_dtype,
     storage_types_by_dtype,
 )
-from ckpt_core.dcp._rehearsal import dry_run_unpickle
 from ckpt_core.errors import CorruptCheckpointError, FileFailure, UnsafeCheckpointError
 from ckpt_core.formats import legacy
-from ckpt_core.formats.pickles import Ordered, Row, Sealed, sanitize_pickle
+from ckpt_core.formats.pickles import survey
 from ckpt_core.formats.zips import Directory, ReadAt, ZipError, payload_offset, read_directory, verify_records
 from ckpt_core.storage import ALIGNMENT
 
@@ -291,146 +290,6 @@ _SMALL_RECORDS: Final = frozenset(
 _MAX_PICKLE_BYTES: Final = 1 << 16
 
 
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorForm:
-    """A plain tensor as its pickle describes it; offset and strides in elements."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    storage_offset: int
-    storage_bytes: int
-
-    @property
-    def is_raw(self) -> bool:
-        """Whether its storage is exactly the tensor's contiguous elements."""
-        expected = 1
-        for length, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if length != 1 and stride != expected and 0 not in self.shape:
-                return False
-            expected *= length
-        return self.storage_offset == 0 and self.storage_bytes == expected * self.dtype.itemsize
-
-
-class NotPlainError(ValueError):
-    """A value is not one plain tensor, or only torch could read it as one."""
-
-
-class WrappedError(NotPlainError):
-    """A value is a tensor made of others."""
-
-
-@lru_cache(maxsize=1024)
-def read_form(data_pickle: bytes) -> TensorForm:
-    """Read the `data.pkl` of one plain tensor, executing nothing.
-
-    Raises:
-        NotPlainError: it describes another value.
-    """
-    if len(data_pickle) > _MAX_PICKLE_BYTES:
-        raise NotPlainError("its pickle is too long for one tensor")
-    try:
-        form = _FormUnpickler(io.BytesIO(sanitize_pickle(data_pickle, persistent_ids=True))).load()
-    except NotPlainError:
-        raise
-    except Exception as error:  # a foreign pickle raises nearly anything; the caller then uses torch
-        raise NotPlainError(f"its pickle is not that of a plain tensor ({type(error).__name__})") from error
-    if type(form) is not TensorForm:
-        raise NotPlainError("it holds something other than one tensor")
-    return form
-
-
-@dataclass(frozen=True, slots=True)
-class _StorageKind:
-    dtype: torch.dtype | None
-
-
-@dataclass(frozen=True, slots=True)
-class _StorageKey:
-    dtype: torch.dtype | None
-    numel: int
-
-
-class _Plain(metaclass=Sealed):
-    """`torch._utils._rebuild_tensor_v2`."""
-
-    def __new__(cls, storage: Any, *args: Any) -> Any:
-        return _form(storage, storage.dtype, args[:5], args[5:])
-
-
-class _PlainOfNewDtype(metaclass=Sealed):
-    """`torch._utils._rebuild_tensor_v3`."""
-
-    def __new__(cls, storage: Any, *args: Any) -> Any:
-        return _form(storage, args[5], args[:5], args[6:])
-
-
-class _Parameter(metaclass=Sealed):
-    """`torch._utils._rebuild_parameter`."""
-
-    def __new__(cls, data: Any, *_: Any) -> Any:
-        return data
-
-
-_CALLS: Final[dict[tuple[str, str], Any]] = {
-    ("torch._utils", "_rebuild_tensor_v2"): _Plain,
-    ("torch._utils", "_rebuild_tensor_v3"): _PlainOfNewDtype,
-    ("torch._utils", "_rebuild_parameter"): _Parameter,
-    ("collections", "OrderedDict"): Ordered,
-}
-
-
-_OF_WRAPPED: Final = frozenset(
-    {("torch._tensor", "_rebuild_from_type_v2"), ("torch._utils", "_rebuild_wrapper_subclass")}
-)
-
-
-def _form(storage: Any, dtype: Any, args: tuple[Any, ...], extra: tuple[Any, ...]) -> TensorForm:
-    offset, shape, strides, _, hooks = args
-    if type(storage) is not _StorageKey or type(dtype) is not torch.dtype or hooks or any(extra):
-        raise NotPlainError("a tensor with more to it than its values, such as a conjugate view or hooks")
-    if not {int}.issuperset(map(type, (offset, storage.numel, *shape, *strides))):
-        raise NotPlainError("a shape that is not of integers")
-    if min((offset, storage.numel, *shape, *strides)) < 0 or len(shape) != len(strides):
-        raise NotPlainError("an impossible shape")
-    return TensorForm(
-        dtype=dtype,
-        shape=tuple(shape),
-        strides=tuple(strides),
-        storage_offset=offset,
-        storage_bytes=storage.numel * (1 if storage.dtype is None else storage.dtype.itemsize),
-    )
-
-
-@final
-class _FormUnpickler(pickle.Unpickler):  # noqa: S301 - the allow-list is what makes it safe
-    @override
-    def find_class(self, module_name: str, global_name: str, /) -> Any:
-        if (module_name, global_name) in _OF_WRAPPED:
-            raise WrappedError("a tensor made of others")
-        if (module_name, global_name) in _CALLS:
-            return _CALLS[module_name, global_name]
-        if module_name == "torch":
-            dtype = vars(torch).get(global_name)
-            if isinstance(dtype, torch.dtype) and dtype in new_dtypes():
-                return dtype
-            if global_name in dtypes_by_storage_type():
-                return _StorageKind(dtypes_by_storage_type()[global_name])
-        if (module_name, global_name) == ("torch.storage", "UntypedStorage"):
-            return _StorageKind(None)
-        raise NotPlainError(f"its pickle refers to {module_name:.80}.{global_name:.80}")
-
-    @override
-    def persistent_load(self, pid: Any, /) -> Any:
-        if type(pid) is tuple:
-            return Row(pid)
-        kind, storage, key, _, numel = pid
-        if kind != "storage" or type(storage) is not _StorageKind or key != "0":
-            raise NotPlainError("it refers to something other than its own storage")
-        return _StorageKey(storage.dtype, numel)
-
-
 def read_record(read_at: ReadAt, directory: Directory, name: str) -> bytes | None:
     """Read a small record and compare its checksum; None if it does not exist.
 
@@ -452,8 +311,8 @@ def checked_zip(content: bytes, name: str, *, trusted: bool = False) -> bool:
     """Check an entry's bytes before torch reads them.
 
     It must be a zip as torch writes it: all records uncompressed and without overlap, so that together they
-    are no larger than the zip, and each with the checksum of the directory. Its pickle must need no more time
-    and memory than its size explains, and its storages must be those of the records.
+    are no larger than the zip, and each with the checksum of the directory. The storages that its pickle
+    names must be those of the records: torch would read memory beyond a shorter one.
 
     Args:
         content: the whole zip.
@@ -479,7 +338,8 @@ def checked_zip(content: bytes, name: str, *, trusted: bool = False) -> bool:
             raise ZipError("it has no 'data.pkl'")
         if not trusted:
             start = payload_offset(read_at, directory, record)
-            dry_run_unpickle(content[start : start + record.size_bytes], storages, len(content))
+            for pid in survey(content[start : start + record.size_bytes])[1]:
+                _check_storage(pid, storages)
     except Exception as error:  # a foreign pickle raises nearly anything; the error names entry and cause
         raise _corrupt(name, f"not a whole torch zip: {error!s:.500}") from error
     return directory.has_checksums
@@ -497,15 +357,30 @@ def _storages(directory: Directory) -> dict[str, int]:
     return storages
 
 
-def load_chunk(content: bytes, name: str) -> torch.Tensor:
+def _check_storage(pid: Any, storages: Mapping[str, int]) -> None:
+    kind, storage, key, _, count = pid
+    name = storage.__name__
+    itemsize = 1 if name == "UntypedStorage" else dtypes_by_storage_type()[name].itemsize
+    if kind != "storage" or type(key) is not str or type(count) is not int:
+        raise ZipError("its pickle refers to something that is no storage")
+    if storages.get(key) != count * itemsize:
+        raise ZipError(
+            f"storage {key!r:.20} should have {count * itemsize} bytes and has {storages.get(key)}"
+        )
+
+
+def load_chunk(
+    content: bytes, name: str, form: tuple[torch.dtype, tuple[int, ...]] | None = None
+) -> torch.Tensor:
     """Verify and load a tensor chunk that is not raw bytes, such as a transposed one.
 
     Args:
         content: the whole zip.
         name: of the entry and its file, for errors.
+        form: dtype and shape that `.metadata` says; None if it is not known.
 
     Raises:
-        CorruptCheckpointError: it is damaged, or holds no tensor.
+        CorruptCheckpointError: it is damaged, or holds no tensor, or one of another form.
         UnsafeCheckpointError: the tensor cannot be rebuilt without executing foreign code.
     """
     checked_zip(content, name)
@@ -520,6 +395,9 @@ def load_chunk(content: bytes, name: str) -> torch.Tensor:
         raise _corrupt(name, f"{type(error).__name__}: {error!s:.500}") from error
     if not isinstance(tensor, torch.Tensor):
         raise _corrupt(name, f"holds a {type(tensor).__name__}, not a tensor")
+    own = tensor.dtype, tuple(tensor.shape)
+    if form not in {None, own}:
+        raise _corrupt(name, f".metadata says {form}, its own pickle {own!s:.200}")
     return tensor
 
 

@@ -101,7 +101,7 @@ class CheckpointPart:
 
     def read_chunk(self, place: ChunkLocation) -> torch.Tensor:
         """Read, verify and rebuild a tensor chunk whose elements are not contiguous."""
-        return load_chunk(self._read(place, self._storage), self._name(place))
+        return load_chunk(self._read(place, self._storage), self._name(place), place.form)
 
     def _read(self, place: ChunkLocation, storage: Storage) -> bytes:
         try:

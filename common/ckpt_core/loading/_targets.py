@@ -300,12 +300,11 @@ class PartLoad:
             load.add(partial(contents.read_chunk, place), item)
             return
         target = self._planner.resolve_tensor(item).detach()
-        if place.payload is None or place.dtype is None or place.shape is None:
+        if place.payload is None or place.form is None:
             self._odd.append(_OddChunk(partial(contents.read_chunk, place), item, target))
             return
-        part = TensorTarget(
-            shape=place.shape, dtype=place.dtype, offsets=tuple(item.storage_offsets), tensor=target
-        )
+        dtype, shape = place.form
+        part = TensorTarget(shape=shape, dtype=dtype, offsets=tuple(item.storage_offsets), tensor=target)
         name = f"{self._part}/{key}"
         self.reads.append(TensorRead(name=name, payload=place.payload, target=part))
 

@@ -150,22 +150,6 @@ def test_a_hostile_metadata_runs_nothing(stock, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "key",
-    [
-        b"N" + b"\x85" * 1_000_000,
-        b"N\x85q\0" + b"".join(b"h%ch%c\x86q%c" % (i, i, i + 1) for i in range(200)),
-    ],
-    ids=["deep", "shared"],
-)
-def test_a_metadata_whose_keys_cannot_be_hashed_in_time_is_a_failure_not_a_crash(stock, key):
-    (stock / ".metadata").write_bytes(b"\x80\4}" + key + b"Ns.")
-    (failure,) = failures(stock)
-    assert failure.path == ".metadata"
-    assert failure.problem.startswith("cannot be read")
-
-
 def test_a_compressed_record_is_refused_before_it_is_unpacked():
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -179,10 +163,10 @@ def test_a_metadata_that_points_outside_is_refused(stock):
     assert content.count(b"__0_1.distcp")
     (stock / ".metadata").write_bytes(content.replace(b"__0_1.distcp", b"../.0_distcp"))
     (failure,) = failures(stock)
-    assert "outside the checkpoint" in failure.problem
+    assert "not a relative path inside the checkpoint" in failure.problem
     (stock / ".metadata").write_bytes(content.replace(b"__0_1.distcp", b"a//b//.distc"))
     (failure,) = failures(stock)
-    assert failure.problem.startswith("cannot be verified")
+    assert "not a relative path inside the checkpoint" in failure.problem
 
 
 def test_padding_between_chunks_is_no_damage(stock):

@@ -1,4 +1,4 @@
-"""Checkpoints made to harm who loads them: nothing runs, nothing grows, and the error says where it was."""
+"""Checkpoints made to harm who loads them: nothing runs, and the error says where it was."""
 
 from __future__ import annotations
 
@@ -29,11 +29,6 @@ from ckpt_core.errors import CorruptCheckpointError, UnsafeCheckpointError
 
 PLACE = "root/step/.metadata"
 NAME = "root/step/__0_0.distcp: 'w'"
-# A stack that no thread has, and a hash that no machine ends.
-DEEP = b"N" + b"\x85" * 300_000
-SHARED = b"N\x85\x94" + b"".join(b"j%bj%b\x86\x94" % (2 * (struct.pack("<I", i),)) for i in range(200))
-
-SMALL_SHARED = b"N\x85q\0" + b"".join(b"h%ch%c\x86q%c" % (i, i, i + 1) for i in range(200))  # protocol 2
 
 
 def pickled(body: bytes, protocol: int = 4) -> bytes:
@@ -53,26 +48,6 @@ class Planted:
 # -- .metadata
 
 
-@pytest.mark.parametrize("body", [b"}" + DEEP + b"Ns", b"}" + SHARED + b"Ns"], ids=["deep", "shared"])
-def test_a_key_that_cannot_be_hashed_in_time_is_refused(body):
-    with pytest.raises(CorruptCheckpointError, match=r"\.metadata"):
-        load_metadata(pickled(body), PLACE)
-
-
-def test_a_chunk_name_that_cannot_be_hashed_in_time_is_refused():
-    index = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n)\x81"
-    body = (
-        index
-        + b"\x94"
-        + b"".join(
-            index + b"}(X\3\0\0\0fqnj%bX\6\0\0\0offsetj%bub\x94" % (2 * (struct.pack("<I", i),))
-            for i in range(100)
-        )
-    )
-    with pytest.raises(CorruptCheckpointError):
-        load_metadata(pickled(b"}" + body + b"Ns"), PLACE)
-
-
 @pytest.mark.parametrize(
     "body",
     [
@@ -82,10 +57,8 @@ def test_a_chunk_name_that_cannot_be_hashed_in_time_is_refused():
         b"\x95" + b"\xff" * 8 + b"N",
         b"\x8b\xff\xff\xff\x7f",
         b"\x96" + b"\xff" * 7 + b"\x7f",
-        b"ctorch\nSize\n(" + b"K\1" * 65 + b"t\x85R",
-        b"cpathlib\nPath\n(" + b"X\4\0\0\0aaaa\x94" + b"h\0" * 2000 + b"tR",
     ],
-    ids=["memo", "text", "long text", "frame", "long", "bytearray", "dimensions", "path"],
+    ids=["memo", "text", "long text", "frame", "long", "bytearray"],
 )
 def test_an_absurd_length_is_refused_before_it_is_allocated(body):
     with pytest.raises(CorruptCheckpointError):
@@ -369,28 +342,8 @@ def test_a_storage_larger_than_its_record_is_refused(numel):
     assert place_of(chunk).payload is None
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"}N" + b"\x85" * 100_000 + b"Ns",
-        b"}" + SMALL_SHARED + b"Ns",
-        b"ccollections\nOrderedDict\n]]" + SMALL_SHARED + b"NaaR",
-        b"cbuiltins\nset\n]" + SMALL_SHARED + b"a\x85R",
-        b"ccollections\nOrderedDict\n)R]]" + SMALL_SHARED + b"aab",
-        b"ctorch._tensor\n_rebuild_from_type_v2\n(cbuiltins\nbytearray\nN\x8a\5\0\0\0\0\1\x85NtR",
-        b"c_codecs\nencode\nX\1\0\0\0aX\4\0\0\0idna\x86R",
-        b"cbuiltins\nbytearray\n\x8a\5\0\0\0\0\1\x85R",
-        b"ctorch\nFloatTensor\n\x8a\5\0\0\0\0\1\x85R",
-        b"ctorch.storage\nUntypedStorage\n\x8a\5\0\0\0\0\1\x85R",
-        b"](" + b"c_codecs\nencode\nq\0X\0\0\1\0" + b"a" * 65536 + b"q\1X\6\0\0\0latin1\x86R"
-        + b"h\0h\1X\6\0\0\0latin1\x86R" * 3000 + b"e",
-        b"Nr\xff\xff\xff\x7f",
-        b"X\xff\xff\xff\x7f",
-    ],
-    ids=["deep", "shared", "shared in OrderedDict", "shared in set", "shared in a state", "wrapped", "codec",
-         "bytearray", "tensor", "storage", "copies", "memo", "text"],
-)  # fmt: skip
-def test_a_pickle_that_would_exhaust_the_machine_never_gets_to_torch(body):
+@pytest.mark.parametrize("body", [b"Nr\xff\xff\xff\x7f", b"X\xff\xff\xff\x7f"], ids=["memo", "text"])
+def test_an_absurd_length_in_an_entry_is_refused_before_it_is_allocated(body):
     with pytest.raises(CorruptCheckpointError, match=r"__0_0.distcp: 'w'"):
         checked_zip(zipped(pickled(body, 2)), NAME)
 
@@ -409,7 +362,7 @@ def test_a_pickle_that_would_exhaust_the_machine_never_gets_to_torch(body):
     ],
     ids=lambda value: f"{type(value).__name__} {value!s:.20}",
 )  # fmt: skip
-def test_what_people_save_passes_the_rehearsal(value):
+def test_what_people_save_passes_the_check(value):
     content = saved(value)
     torch.load(io.BytesIO(content), weights_only=True)
     assert checked_zip(content, NAME)
