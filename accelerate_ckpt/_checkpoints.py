@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, Unpack, final
 
 from accelerate import Accelerator
 
-from accelerate_ckpt._host_calls import StockMethods
 from accelerate_ckpt._loading import Loading
 from accelerate_ckpt._metrics import Metrics
 from accelerate_ckpt._progress import Progress
@@ -26,6 +26,17 @@ from ckpt_core.hosting import CheckpointPath
 from ckpt_core.telemetry import Sink
 
 _logger = logger_of(__name__)
+
+_SHADOWED = (
+    "save_state",
+    "load_state",
+    "end_training",
+    "free_memory",
+    "log",
+    "prepare_optimizer",
+    "prepare_data_loader",
+    "skip_first_batches",
+)
 
 
 @final
@@ -53,11 +64,7 @@ class AcceleratorCheckpoints:
     ) -> None:
         self.implicit = implicit
         self.progress = Progress.of(accelerator)
-        self.stock = StockMethods(
-            save_state=accelerator.save_state,
-            load_state=accelerator.load_state,
-            end_training=accelerator.end_training,
-        )
+        self.stock = SimpleNamespace(**{name: getattr(accelerator, name) for name in _SHADOWED})
         self._accelerator = accelerator
         self._gated = settings.options.save is not None
         self._arguments = CallArguments(
@@ -79,9 +86,6 @@ class AcceleratorCheckpoints:
         )
         self._roots.continue_numbering()
         self._roll_call = RollCall(accelerator, settings.options.deadline_seconds)
-
-    def __reduce__(self) -> Any:
-        return type(None), ()  # copies of the accelerator are stock's
 
     @property
     def manager(self) -> CheckpointManager:

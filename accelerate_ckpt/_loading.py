@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any, final
 
 from accelerate import Accelerator
 
-from accelerate_ckpt._host_calls import StockMethods
 from accelerate_ckpt._progress import Progress, steps_made
 from accelerate_ckpt._roots import Roots, newest_stock, torn_in
 from accelerate_ckpt._small_files import Pickles, load_by_stock, read_small
@@ -50,7 +50,7 @@ class Loading:
         accelerator: Accelerator,
         *,
         roots: Roots,
-        stock: StockMethods,
+        stock: SimpleNamespace,
         progress: Progress,
         pickles: Pickles,
         state: Callable[[CheckpointManager], AcceleratorState],

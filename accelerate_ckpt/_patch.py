@@ -12,10 +12,9 @@ from accelerate import Accelerator
 from accelerate_ckpt._checkpoints import AcceleratorCheckpoints
 from accelerate_ckpt._host_calls import UNSUPPORTED
 from accelerate_ckpt._settings import Settings
-from ckpt_core import ConfigError
+from ckpt_core import ConfigError, hosting
 from ckpt_core.cadence import SavePolicy
 from ckpt_core.disclosure import logger_of
-from ckpt_core.hosting import close_at_exit, shadow
 from ckpt_core.options import shows_options
 from ckpt_core.retention import RetentionPolicy
 from ckpt_core.storage import Storage
@@ -25,18 +24,6 @@ _logger = logger_of(__name__)
 
 ENDED = 143
 """Exit code of a preempted script that does not check for it: that of a shell after SIGTERM."""
-
-_ATTACHED = "_ckpt_suite"
-_SHADOWED = (
-    "save_state",
-    "load_state",
-    "end_training",
-    "free_memory",
-    "log",
-    "prepare_optimizer",
-    "prepare_data_loader",
-    "skip_first_batches",
-)
 
 
 @shows_options(ends=False, stock_files=False, gradients=False, contents=None, override=None, log_costs=True)
@@ -113,10 +100,7 @@ def attach(
         return
     settings.options.refuse_ends("an Accelerator")
     attached = AcceleratorCheckpoints(accelerator, settings, sinks, implicit=implicit)
-    shadows = _shadows(accelerator, attached)
-    shadow(accelerator, shadows)
-    accelerator.__dict__[_ATTACHED] = attached
-    close_at_exit(attached)
+    hosting.attach(accelerator, attached, _shadows(attached))
 
 
 def disable(accelerator: Accelerator) -> Accelerator:
@@ -125,13 +109,10 @@ def disable(accelerator: Accelerator) -> Accelerator:
     Raises:
         SaveError: a save in flight failed; the methods are back all the same.
     """
-    attached = checkpoints_or_none(accelerator)
-    if attached is None:
-        return accelerator
-    for name in (*_SHADOWED, _ATTACHED):
-        accelerator.__dict__.pop(name, None)
-    attached.progress.release()
-    attached.close()
+    attached = hosting.detach(accelerator)
+    if attached is not None:
+        attached.progress.release()
+        attached.close()
     return accelerator
 
 
@@ -152,38 +133,39 @@ def checkpoints(accelerator: Accelerator) -> AcceleratorCheckpoints:
 
 def checkpoints_or_none(accelerator: Accelerator) -> AcceleratorCheckpoints | None:
     """Return the checkpoints of an accelerator, or None if it is not enabled."""
-    return accelerator.__dict__.get(_ATTACHED)
+    attached: AcceleratorCheckpoints | None = hosting.attached_to(accelerator)
+    return attached
 
 
-def _shadows(accelerator: Accelerator, attached: AcceleratorCheckpoints) -> dict[str, Callable[..., Any]]:
-    stock = {name: getattr(accelerator, name) for name in _SHADOWED}
+def _shadows(attached: AcceleratorCheckpoints) -> dict[str, Callable[..., Any]]:
+    stock = attached.stock
 
     def end_training() -> None:
         try:
             # While the process group is still there.
             attached.close()
         finally:
-            stock["end_training"]()
+            stock.end_training()
 
     def free_memory(*objects: Any) -> Any:
         try:
             attached.begin_anew()
         finally:
-            freed = stock["free_memory"](*objects)
+            freed = stock.free_memory(*objects)
         return freed
 
     def log(values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         attached.note_metrics(values)
-        return stock["log"](values, *args, **kwargs)
+        return stock.log(values, *args, **kwargs)
 
     def prepare_optimizer(*args: Any, **kwargs: Any) -> Any:
-        return attached.progress.prepared_optimizer(stock["prepare_optimizer"](*args, **kwargs))
+        return attached.progress.prepared_optimizer(stock.prepare_optimizer(*args, **kwargs))
 
     def prepare_data_loader(data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        return attached.progress.loaders.prepare(stock["prepare_data_loader"], data_loader, *args, **kwargs)
+        return attached.progress.loaders.prepare(stock.prepare_data_loader, data_loader, *args, **kwargs)
 
     def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-        copy = stock["skip_first_batches"](dataloader, num_batches)
+        copy = stock.skip_first_batches(dataloader, num_batches)
         attached.progress.loaders.track_copy(dataloader, copy)
         return copy
 

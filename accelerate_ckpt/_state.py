@@ -24,7 +24,6 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from accelerate_ckpt._host_calls import (
-    StockMethods,
     files_in,
     is_stock_layout,
     optimizer_files,
@@ -152,7 +151,7 @@ class AcceleratorState:
     def __init__(
         self,
         accelerator: Accelerator,
-        stock: StockMethods,
+        stock: SimpleNamespace,
         progress: Progress,
         *,
         coordinator: Coordinator,

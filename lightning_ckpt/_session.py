@@ -16,9 +16,9 @@ from ckpt_core.errors import (
     IncompatibleCheckpointError,
     UntrustedCheckpointError,
 )
-from ckpt_core.hosting import CheckpointPath, Kind
+from ckpt_core.hosting import CheckpointPath, Kind, shadow
 from ckpt_core.state import Gradients, Override, unwrap_optimizer
-from lightning_ckpt._committed import AsModelCheckpoint, TakenNames
+from lightning_ckpt._committed import AsModelCheckpoint
 from lightning_ckpt._options import Settings
 from lightning_ckpt._pacing import Pacing, weights_may_change
 from lightning_ckpt._resume import DataResume
@@ -65,7 +65,7 @@ class Session:
         self._error: BaseException | None = None
         self._data: DataResume | None = None
         self._change: Override | None = None
-        self._names: list[TakenNames] = []
+        self._shadowed: list[Any] = []
 
     def __reduce__(self) -> Any:
         # What belongs to a Trainer is not copied with the callback or the strategy that holds it.
@@ -77,11 +77,14 @@ class Session:
         self.loaded = self.origin = self.pacing = self._data = self._change = self._training = None
         if stage != "fit" or self.trainer.fast_dev_run:
             return
-        self._names = [
-            TakenNames(each, self._is_taken)
+        self._shadowed = [
+            each
             for each in self.trainer.checkpoint_callbacks
             if hasattr(each, "file_exists") and not isinstance(each, AsModelCheckpoint)
         ]
+        for each in self._shadowed:
+            # It looks for free names, and would give that of a save in flight again.
+            shadow(each, {"file_exists": partial(self._file_exists, type(each).file_exists, each)})
         self._training = Running(self.trainer)
         if self.settings.root is not None:
             self._roots.training = True
@@ -208,8 +211,9 @@ class Session:
             saved = state.loaded.saved
             self._roots.loaded(CheckpointPath(place.root, saved.name), saved.step)
 
-    def _is_taken(self, path: str) -> bool:
-        return self._roots.once(lambda: self._roots.is_taken(path_of(path)))
+    def _file_exists(self, stock: Callable[..., bool], callback: Any, path: str, trainer: Any) -> bool:
+        there = stock(callback, path, trainer)
+        return self._roots.once(lambda: self._roots.is_taken(path_of(path))) or there
 
     def remove(self, path: str | os.PathLike[str], remove_file: Callable[[], None]) -> None:
         """Remove a checkpoint or a stock file once its successor is committed."""
@@ -268,8 +272,8 @@ class Session:
             SaveError: a save failed, and the run ended without another error.
         """
         self.is_running = False
-        while self._names:
-            self._names.pop().give_back()
+        while self._shadowed:
+            vars(self._shadowed.pop()).pop("file_exists", None)
         pacing, self.pacing = self.pacing, None
         if self._training is not None:
             self._training.held.release()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from ckpt_core.commit import Catalog
 from ckpt_core.dcp import check_stock, load_plain, read_linked, without_pickle
 from ckpt_core.errors import ALLOW_PICKLE, CheckpointNotFoundError, ConfigError, UnsafeCheckpointError
-from ckpt_core.hosting import CheckpointPath, Kind, root_of
+from ckpt_core.hosting import CheckpointPath, Kind, replaced, root_of
 from ckpt_core.names import MARKER, METADATA
 from ckpt_core.storage import Storage
 
@@ -97,26 +97,15 @@ def load_without_pickle(path: str, strategy: type[Any], load: Callable[..., Any]
     try:
         with ExitStack() as held:
             held.enter_context(without_pickle())
-            held.enter_context(_without_lazy_pickle(strategy))
+            for module in {sys.modules[cls.__module__] for cls in strategy.__mro__}:
+                if _LAZY_LOADER in vars(module):
+                    held.enter_context(replaced(module, **{_LAZY_LOADER: _load_mapped}))
             return dict(load(weights_only=True))
     except pickle.UnpicklingError as error:
         raise UnsafeCheckpointError(
             f"{path} holds Python objects that only pickle can rebuild. If you trust who wrote it, give "
             f"{ALLOW_PICKLE}. ({str(error).strip().splitlines()[0]})"
         ) from error
-
-
-@contextmanager
-def _without_lazy_pickle(strategy: type[Any]) -> Generator[None]:
-    modules = [sys.modules[cls.__module__] for cls in strategy.__mro__]
-    lazy = {module: vars(module)[_LAZY_LOADER] for module in modules if _LAZY_LOADER in vars(module)}
-    for module in lazy:
-        setattr(module, _LAZY_LOADER, _load_mapped)
-    try:
-        yield
-    finally:
-        for module, stock in lazy.items():
-            setattr(module, _LAZY_LOADER, stock)
 
 
 def _load_mapped(path: Any) -> Any:

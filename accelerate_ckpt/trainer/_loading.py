@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, final
 
 from transformers import TrainerState
@@ -31,7 +32,7 @@ from accelerate_ckpt.trainer._rank_files import (
     with_own_generators,
 )
 from accelerate_ckpt.trainer._session import TrainerSession
-from accelerate_ckpt.trainer._state import StockTrainer, TrainingState
+from accelerate_ckpt.trainer._state import TrainingState
 from accelerate_ckpt.trainer._to_come import ToCome, load_exported
 from ckpt_core import CheckpointManager, ConfigError, CorruptCheckpointError
 from ckpt_core.collective import collective_phase
@@ -74,7 +75,7 @@ class TrainerLoading:
     """Loads checkpoints into a Trainer; every method is collective."""
 
     def __init__(
-        self, trainer: Any, stock: StockTrainer, session: TrainerSession, arguments: CallArguments
+        self, trainer: Any, stock: SimpleNamespace, session: TrainerSession, arguments: CallArguments
     ) -> None:
         self._trainer = trainer
         self._stock = stock
@@ -151,15 +152,15 @@ class TrainerLoading:
         """Load the model of a stock checkpoint; ours is loaded with its optimizer."""
         if not self._is_ours(checkpoint):
             with self._unpickling_nothing():
-                self._stock.load_from_checkpoint(checkpoint, model)
+                self._stock._load_from_checkpoint(checkpoint, model)
 
     def load_rest(self, checkpoint: str | None) -> None:
         """Load model, optimizer and scheduler of ours, or the rest of a stock checkpoint."""
         if checkpoint is None:
-            self._stock.load_optimizer_and_scheduler(checkpoint)
+            self._stock._load_optimizer_and_scheduler(checkpoint)
         elif not self._is_ours(checkpoint):
             with self._unpickling_nothing():
-                self._stock.load_optimizer_and_scheduler(checkpoint)
+                self._stock._load_optimizer_and_scheduler(checkpoint)
         else:
             lent = self._lent if self._lent is not None and self._lent.view == checkpoint else None
             origin = checkpoint if lent is None else lent.checkpoint
@@ -204,7 +205,7 @@ class TrainerLoading:
                 self._require_trusted(best)
                 self._check_stock(best)
             with self._unpickling_nothing():
-                self._stock.load_best_model()
+                self._stock._load_best_model()
 
     def _load(
         self,

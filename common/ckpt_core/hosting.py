@@ -9,8 +9,8 @@ import atexit
 import os
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial, update_wrapper
@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # the command line runs without torch
     from ckpt_core.coordination import Coordinator
     from ckpt_core.manager import CheckpointManager
 
+_ATTACHED: Final = "_ckpt_suite"
 _LOCAL_URL: Final = re.compile(r"(?:file|local)://(?P<path>.*)", re.DOTALL)
 _logger = logger_of(__name__)
 
@@ -323,6 +324,53 @@ class Shadow:
 def shadow(owner: object, methods: Mapping[str, Callable[..., Any]]) -> None:
     """Put methods of ours, by name, on a host's object."""
     vars(owner).update({name: Shadow(owner, name, call) for name, call in methods.items()})
+
+
+@final
+class _Attached:
+    """What is attached to a host's object. Copies of that are stock's."""
+
+    def __init__(self, ours: Closable, names: Iterable[str]) -> None:
+        self.ours, self.names = ours, tuple(names)
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+def attach(owner: object, ours: Closable, methods: Mapping[str, Callable[..., Any]]) -> None:
+    """Replace methods of a host's object by ours, until `detach`; close ours at exit."""
+    shadow(owner, methods)
+    vars(owner)[_ATTACHED] = _Attached(ours, methods)
+    close_at_exit(ours)
+
+
+def attached_to(owner: object) -> Any:
+    """Return what was attached to a host's object, or None."""
+    found: _Attached | None = vars(owner).get(_ATTACHED)
+    return None if found is None else found.ours
+
+
+def detach(owner: object) -> Any:
+    """Give a host's object its own methods back; return what was attached, or None."""
+    found: _Attached | None = vars(owner).pop(_ATTACHED, None)
+    if found is None:
+        return None
+    for name in found.names:
+        vars(owner).pop(name, None)
+    return found.ours
+
+
+@contextmanager
+def replaced(owner: object, **values: Any) -> Generator[None]:
+    """Replace attributes of an object for a while, also those that its class has."""
+    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    vars(owner).update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            vars(owner).pop(name, None)
+        vars(owner).update(before)
 
 
 def _without_local_scheme(path: str | os.PathLike[str]) -> str:

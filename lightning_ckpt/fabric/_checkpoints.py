@@ -7,7 +7,7 @@ import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Final, TypeVar, Unpack, final
 
 import torch
@@ -18,7 +18,7 @@ from ckpt_core.coordination import Coordinator
 from ckpt_core.data import tell_of_missing, track
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, UntrustedCheckpointError
-from ckpt_core.hosting import CheckpointPath, Kind, ManagersByRoot, RunRoot, close_at_exit, shadow
+from ckpt_core.hosting import CheckpointPath, Kind, ManagersByRoot, RunRoot, attach, attached_to, detach
 from ckpt_core.manager import CheckpointManager
 from ckpt_core.options import CheckpointOptions, shows_options
 from ckpt_core.retention import RetentionPolicy
@@ -38,7 +38,6 @@ T = TypeVar("T")
 LAST: Final = "last"
 """The path that stands for the newest checkpoint of the root that verifies."""
 
-_ATTACHED: Final = "_ckpt_suite"
 _COUNTER: Final = "_num_iter_calls"
 _STOCK: Final = "_ckpt_stock_class"
 _logger = logger_of(__name__)
@@ -89,14 +88,11 @@ def setup_fabric(
         log_costs=log_costs,
     )
     settings.options.refuse_ends("Fabric")
-    attached: FabricCheckpoints | None = fabric.__dict__.get(_ATTACHED)
-    if attached is not None:
+    if (attached := attached_to(fabric)) is not None:
         attached.close()
     wrappers = importlib.import_module(f"{package}.wrappers")
     checkpoints = FabricCheckpoints(fabric, settings, unwrap=wrappers._unwrap_objects, step=step)
-    shadow(fabric, {name: getattr(checkpoints, name) for name in _SHADOWED})
-    fabric.__dict__[_ATTACHED] = checkpoints
-    close_at_exit(checkpoints)
+    attach(fabric, checkpoints, {name: getattr(checkpoints, name) for name in _SHADOWED})
     return checkpoints
 
 
@@ -125,16 +121,6 @@ _SHADOWED: Final = ("save", "load", "load_raw", "setup_dataloaders")
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class _FabricMethods:
-    """The Fabric's own methods."""
-
-    load: Callable[..., Any]
-    load_raw: Callable[..., Any]
-    setup_dataloaders: Callable[..., Any]
-
-
-@final
 class FabricCheckpoints:
     """The checkpoints of one Fabric.
 
@@ -152,7 +138,7 @@ class FabricCheckpoints:
 
     def __init__(self, fabric: Any, settings: Settings, *, unwrap: Callable[[Any], Any], step: str) -> None:
         self._fabric = fabric
-        self._stock = _FabricMethods(fabric.load, fabric.load_raw, fabric.setup_dataloaders)
+        self._stock = SimpleNamespace(**{name: getattr(fabric, name) for name in _SHADOWED})
         self._settings = settings
         self._unwrap = unwrap
         self._step = step
@@ -160,9 +146,6 @@ class FabricCheckpoints:
         self._saves = False
         deadline = settings.options.deadline_seconds
         self._managers = ManagersByRoot(self._make, deadline_seconds=deadline)
-
-    def __reduce__(self) -> Any:
-        return type(None), ()  # copies of the Fabric are stock's
 
     @property
     def manager(self) -> CheckpointManager:
@@ -319,9 +302,8 @@ class FabricCheckpoints:
         Raises:
             SaveError: a save in flight failed.
         """
-        if self._fabric.__dict__.get(_ATTACHED) is self:
-            for name in (*_SHADOWED, _ATTACHED):
-                self._fabric.__dict__.pop(name, None)
+        if attached_to(self._fabric) is self:
+            detach(self._fabric)
         self._managers.close()
 
     def _make(self, root: str, coordinator: Coordinator) -> CheckpointManager:
