@@ -16,7 +16,7 @@ from fsspec.registry import known_implementations
 
 from ckpt_core.cadence import SavePolicy, needed_counts
 from ckpt_core.errors import ConfigError
-from ckpt_core.hosting import RunRoot, leaf_policies
+from ckpt_core.hosting import RunRoot, ranking
 from ckpt_core.options import (
     BackPressure,
     CheckpointOptions,
@@ -92,7 +92,7 @@ class Settings:
     @property
     def bests(self) -> tuple[KeepBest, ...]:
         """The policies that rank checkpoints by a metric."""
-        return tuple(each for each in leaf_policies(self.options.keep) if isinstance(each, KeepBest))
+        return tuple(ranking(self.options.keep))
 
     @property
     def best(self) -> KeepBest | None:

@@ -64,7 +64,7 @@ class Pacing:
         names = {name for each in heard for name in each.signals}
         self._signals = SignalTakeover(trainer._signal_connector, names, self._requeue_signal)
         self.is_to_requeue = False
-        self._manager = self._signals.made_by(lambda: roots.managers.at(self._root))
+        self._manager = self._signals.made_by(lambda: roots.at(self._root))
         self.validation = ValidationExit(trainer, self._manager, roots.same)
         self._announcements = Announcements(trainer, settings)
         self._evaluations = Evaluations(trainer, settings.bests, running.measured, roots.once)

@@ -14,7 +14,6 @@ from ckpt_core.errors import (
     CheckpointNotFoundError,
     ConfigError,
     IncompatibleCheckpointError,
-    UntrustedCheckpointError,
 )
 from ckpt_core.hosting import CheckpointPath, Kind, shadow
 from ckpt_core.state import Gradients, Override, unwrap_optimizer
@@ -24,7 +23,7 @@ from lightning_ckpt._pacing import Pacing, weights_may_change
 from lightning_ckpt._resume import DataResume
 from lightning_ckpt._roots import Roots
 from lightning_ckpt._state import LightningState, LoadedCheckpoint, by_number
-from lightning_ckpt._stock import check_stock_checkpoint, kind_at, load_without_pickle, path_of
+from lightning_ckpt._stock import kind_at, load_stock, path_of, refuse_unjudged
 from lightning_ckpt.loops import (
     Measured,
     Running,
@@ -149,7 +148,7 @@ class Session:
     def load(
         self,
         path: str | os.PathLike[str],
-        load_stock: Callable[..., Any],
+        stock: Callable[..., Any],
         *,
         trusted: bool,
         has_optimizers: bool,
@@ -158,7 +157,7 @@ class Session:
 
         Args:
             path: a checkpoint of ours, a root of such, or a file or directory of Lightning's own.
-            load_stock: the strategy's own method, with `weights_only=` left to be given, for the last two.
+            stock: the strategy's own method, with `weights_only=` left to be given, for the last two.
             trusted: whether the user has allowed Lightning to execute pickles in those.
             has_optimizers: whether the strategy has its optimizers already.
 
@@ -167,16 +166,15 @@ class Session:
             CheckpointError: see `CheckpointManager.load` and `resume`.
         """
         text = self._roots.once(lambda: os.fspath(path))
-        self._roots.managers.wait()
+        self._roots.wait()
         kind = self._roots.once(lambda: kind_at(text, self.settings.readable_at))
         if kind is Kind.STOCK:
-            _refuse_unjudged(text, self.settings)
+            refuse_unjudged(text, self.settings.options, host="Lightning")
             if self.pacing is not None and self.settings.override:
                 raise _no_change_of(text, self.settings)
-            if trusted or self.settings.options.allow_pickle:
-                return dict(load_stock(weights_only=False))
-            self._roots.once(lambda: check_stock_checkpoint(text))
-            return load_without_pickle(text, type(self.trainer.strategy), load_stock)
+            trusted = trusted or self.settings.options.allow_pickle
+            strategy = type(self.trainer.strategy)
+            return load_stock(text, stock, strategy, trusted=trusted, once=self._roots.once)
         if not has_optimizers:
             _convert_early(self.trainer.strategy)
         place = path_of(text, kind)
@@ -195,7 +193,7 @@ class Session:
 
     def _load(self, place: CheckpointPath, state: LightningState) -> None:
         """Load the checkpoint of that name, or the newest of a root."""
-        manager = self._roots.managers.at(place.root)
+        manager = self._roots.at(place.root)
         is_own = self.pacing is not None and place.root == self.settings.root
         change = self.settings.override.values if self.pacing is not None else {}
         if change and not is_own:
@@ -209,7 +207,8 @@ class Session:
             raise in_lightnings_words(error, str(place), state.refusal) from error
         if state.loaded is not None and self.trainer.state.fn == "fit":
             saved = state.loaded.saved
-            self._roots.loaded(CheckpointPath(place.root, saved.name), saved.step)
+            if saved.step is not None:
+                self._roots.resumed(manager, CheckpointPath(place.root, saved.name), saved.step)
 
     def _file_exists(self, stock: Callable[..., bool], callback: Any, path: str, trainer: Any) -> bool:
         there = stock(callback, path, trainer)
@@ -375,13 +374,6 @@ def _no_change_of(place: str, settings: Settings) -> ConfigError:
         f"override= changes the training in {settings.root}, and is recorded there as a branch; {place} is "
         "of another: give that as dirpath=, or leave override= out"
     )
-
-
-def _refuse_unjudged(path: str, settings: Settings) -> None:
-    """Refuse what Lightning wrote if `verify_manifest` is given: it has no manifest."""
-    if settings.options.verify_manifest is not None:
-        why = "Lightning wrote it, so that it has no manifest for verify_manifest to judge"
-        raise UntrustedCheckpointError(f"{path} is not trusted: {why}. Nothing was loaded", why=why)
 
 
 def _log(trainer: Any, numbers: Mapping[str, float], step: int) -> None:

@@ -14,20 +14,22 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial, update_wrapper
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self, final
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeVar, final
 
 from ckpt_core.commit import Occupant, content_of
 from ckpt_core.disclosure import logger_of, public_url
 from ckpt_core.errors import CheckpointError, ConfigError
 from ckpt_core.messages import message
 from ckpt_core.names import is_incomplete, is_trash
-from ckpt_core.retention import AllOf, AnyOf, RetentionPolicy
+from ckpt_core.retention import AllOf, AnyOf, KeepBest, RetentionPolicy
 from ckpt_core.storage import Storage, open_storage
 from ckpt_core.validation import location, require
 
 if TYPE_CHECKING:  # the command line runs without torch
     from ckpt_core.coordination import Coordinator
     from ckpt_core.manager import CheckpointManager
+
+T = TypeVar("T")
 
 _ATTACHED: Final = "_ckpt_suite"
 _LOCAL_URL: Final = re.compile(r"(?:file|local)://(?P<path>.*)", re.DOTALL)
@@ -152,7 +154,6 @@ def kind_of(storage: Storage, name: str) -> Kind:
     return _KINDS.get(content_of(storage, name), Kind.NOTHING)
 
 
-@final
 class ManagersByRoot:
     """Opens one manager for each root in use, all with one coordinator.
 
@@ -211,6 +212,15 @@ class ManagersByRoot:
         """Return the manager of a root that is in use."""
         return self._managers.get(root)
 
+    def once(self, decide: Callable[[], T]) -> T:
+        """Return on every rank what the coordinator alone decides; collective."""
+        return self.coordinator.run_on_coordinator(decide)
+
+    @property
+    def preempted(self) -> bool:
+        """Whether a preemption that stops training was announced to any rank."""
+        return any(manager.preempted for manager in self)
+
     @property
     def roots(self) -> list[str]:
         """The roots in use."""
@@ -219,14 +229,18 @@ class ManagersByRoot:
     def __iter__(self) -> Iterator[CheckpointManager]:
         return iter(self._managers.values())
 
-    def wait(self) -> None:
-        """Wait for every save in flight.
+    def wait(self, *, but: CheckpointManager | None = None) -> None:
+        """Wait for every save in flight, but for those of one manager.
+
+        Before that saves: the coordinator's background channel serves one save at a time. It also bounds the
+        memory of copies.
 
         Raises:
             SaveError: one failed.
         """
-        for manager in self._managers.values():
-            manager.wait()
+        for manager in self:
+            if manager is not but:
+                manager.wait()
 
     def close_managers(self, *, wait_for_uploads: bool = True) -> None:
         """Close every manager, even if one fails.
@@ -292,6 +306,11 @@ def leaf_policies(policy: RetentionPolicy | None) -> Iterator[RetentionPolicy]:
             yield from leaf_policies(each)
     elif policy is not None:
         yield policy
+
+
+def ranking(policy: RetentionPolicy | None) -> list[KeepBest]:
+    """Return the policies that rank checkpoints by a metric."""
+    return [each for each in leaf_policies(policy) if isinstance(each, KeepBest)]
 
 
 @final
