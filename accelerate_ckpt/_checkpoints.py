@@ -48,8 +48,6 @@ class AcceleratorCheckpoints:
       the main process alone comes to is made by it alone, if models are replicas.
 
     Attributes:
-        progress: follows optimizers and data loaders.
-        stock: the accelerator's own methods.
         implicit: whether the script did not ask for it: it may still call `enable`, and a preemption ends it,
             because it does not check for one.
     """

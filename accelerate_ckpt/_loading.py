@@ -34,16 +34,7 @@ _logger = logger_of(__name__)
 
 @final
 class Loading:
-    """Loads into one accelerator. Main thread only, collective.
-
-    Args:
-        accelerator: what to load into.
-        roots: where checkpoints are.
-        stock: the accelerator's own methods.
-        progress: of the accelerator.
-        pickles: reads small files.
-        state: makes the state of the accelerator, for a manager.
-    """
+    """Loads into one accelerator. Main thread only, collective."""
 
     def __init__(
         self,

@@ -58,14 +58,7 @@ class Roots:
 
     Concurrency: main thread; making a manager is collective.
 
-    Attributes:
-        managers: by root.
-        override: hyperparameters that loads change.
-
     Args:
-        accelerator: whose checkpoints they hold.
-        settings: the root for automatic names, and options of the managers.
-        sinks: receivers of telemetry events.
         listen: whether managers catch signals before they are first asked whether to save.
     """
 

@@ -50,11 +50,7 @@ _SAFE: list[Any] = [*TORCH_SAFE_GLOBALS]
 
 @final
 class Pickles:
-    """Reads what `torch.save` wrote, and decides whether that may execute pickles.
-
-    Attributes:
-        allowed: whether it may.
-    """
+    """Reads what `torch.save` wrote, and decides whether that may execute pickles."""
 
     def __init__(self, *, allowed: bool) -> None:
         self.allowed = allowed

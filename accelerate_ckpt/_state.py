@@ -129,8 +129,6 @@ class CallArguments:
         safe: whether single files of weights are safetensors.
         stock_files: whether plain replicas get single files for the stock loader; None where it depends on
             `contents`.
-        gradients: whether gradients are part of the state.
-        contents: what of the models is saved.
     """
 
     pickles: Pickles
@@ -142,11 +140,7 @@ class CallArguments:
 
 @final
 class AcceleratorState:
-    """Captures and loads one accelerator; a `StateSource`. Main thread only.
-
-    Attributes:
-        restored: the name of the checkpoint that was loaded.
-    """
+    """Captures and loads one accelerator; a `StateSource`. Main thread only."""
 
     def __init__(
         self,

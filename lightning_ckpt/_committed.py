@@ -55,11 +55,6 @@ class AsModelCheckpoint:
     """What users and loggers read of a `ModelCheckpoint`.
 
     Without a `KeepBest` the newest is the best, as for a `ModelCheckpoint` without a monitor.
-
-    Attributes:
-        settings: of the run.
-        save_top_k: -1, as retention is not by number.
-        save_weights_only: False.
     """
 
     settings: Settings

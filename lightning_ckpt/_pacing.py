@@ -43,7 +43,6 @@ class Pacing:
     Concurrency: the thread that trains; every method on every rank alike, for most may save.
 
     Attributes:
-        counts: the epochs and tokens so far.
         validation: leaves a validation at a preemption.
         is_to_requeue: whether SLURM is to start this job again once the root is free.
     """

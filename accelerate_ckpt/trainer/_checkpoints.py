@@ -52,7 +52,6 @@ class TrainerCheckpoints:
     - Jobs: the output directory is claimed, and signals are caught, only while `train` runs.
 
     Attributes:
-        events: what a callback does of it.
         implicit: whether the script did not ask for it, so that it may still call `enable_trainer`.
     """
 

@@ -159,11 +159,6 @@ class ManagersByRoot:
 
     Concurrency: main thread. Making a manager and closing are collective.
 
-    Args:
-        make: makes the manager of a root.
-        deadline_seconds: how long ranks wait for one another.
-        coordinator: of all ranks if None.
-
     Attributes:
         origin: the manager that has loaded the whole live state.
     """
@@ -316,11 +311,6 @@ def ranking(policy: RetentionPolicy | None) -> list[KeepBest]:
 @final
 class Shadow:
     """A method of ours on a host's object, whose copies have the host's own again.
-
-    Args:
-        owner: the object, by weak reference.
-        name: of the method.
-        call: what to call in its place.
 
     Attributes:
         stock: what the object itself had of that name; None if only its class has it.
