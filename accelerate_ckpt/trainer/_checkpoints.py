@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from transformers import Trainer
 
-from accelerate_ckpt._patch import ENDED
+from accelerate_ckpt._checkpoints import ENDED
 from accelerate_ckpt._settings import Settings
 from accelerate_ckpt._state import CallArguments
 from accelerate_ckpt.trainer._data import TrainerData
