@@ -1,4 +1,4 @@
-"""`enable`, `disable`, and `AcceleratorCheckpoints`, which takes over one accelerator."""
+"""`enable`, `disable`, and the `AcceleratorCheckpoints` that they attach."""
 
 from __future__ import annotations
 

@@ -365,7 +365,9 @@ def detach(owner: object) -> Any:
     if found is None:
         return None
     for name in found.names:
-        vars(owner).pop(name, None)
+        ours = vars(owner).pop(name, None)
+        if isinstance(ours, Shadow) and ours.stock is not None:
+            vars(owner)[name] = ours.stock
     return found.ours
 
 
