@@ -12,8 +12,7 @@ if find_spec("accelerate") is None:
     )
 
 if TYPE_CHECKING:
-    from accelerate_ckpt._checkpoints import AcceleratorCheckpoints
-    from accelerate_ckpt._patch import checkpoints, disable, enable
+    from accelerate_ckpt._checkpoints import AcceleratorCheckpoints, checkpoints, disable, enable
     from accelerate_ckpt.trainer._checkpoints import (
         TrainerCheckpoints,
         disable_trainer,
@@ -36,7 +35,7 @@ __all__ = [
 
 _HOMES = {
     "AcceleratorCheckpoints": "_checkpoints",
-    **dict.fromkeys(("checkpoints", "disable", "enable"), "_patch"),
+    **dict.fromkeys(("checkpoints", "disable", "enable"), "_checkpoints"),
     **dict.fromkeys(
         ("TrainerCheckpoints", "disable_trainer", "enable_trainer", "trainer_checkpoints"),
         "trainer._checkpoints",

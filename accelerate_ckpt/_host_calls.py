@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import io
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,19 +25,11 @@ from accelerate.utils.other import clean_state_dict_for_safetensors
 from safetensors.torch import save as safetensors_bytes
 from torch.distributed.tensor import DTensor
 
+from ckpt_core import hosting
 from ckpt_core.coordination import Coordinator
 
 UNSUPPORTED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 """Engines that keep their shards to themselves; their checkpoints stay what they are."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StockMethods:
-    """The methods as they were before `enable`."""
-
-    save_state: Callable[..., Any]
-    load_state: Callable[..., Any]
-    end_training: Callable[..., Any]
 
 
 @contextmanager
@@ -50,11 +41,10 @@ def small_things_only(accelerator: Accelerator, **replaced: Any) -> Generator[No
         replaced: further attributes of it, and what they are meanwhile.
     """
     configuration = accelerator.project_configuration
-    naming, iteration = configuration.automatic_checkpoint_naming, configuration.iteration
-    # The stock rotation deletes before anything is written.
-    configuration.automatic_checkpoint_naming = False
-    try:
-        with _with(
+    with (
+        # The stock rotation deletes before anything is written.
+        hosting.replaced(configuration, automatic_checkpoint_naming=False, iteration=configuration.iteration),
+        hosting.replaced(
             accelerator,
             _models=[],
             _optimizers=[],
@@ -62,27 +52,14 @@ def small_things_only(accelerator: Accelerator, **replaced: Any) -> Generator[No
             _save_model_state_pre_hook=OrderedDict(),
             _load_model_state_pre_hook=OrderedDict(),
             **replaced,
-        ):
-            yield
-    finally:
-        configuration.automatic_checkpoint_naming, configuration.iteration = naming, iteration
+        ),
+    ):
+        yield
 
 
-@contextmanager
-def large_things_only(accelerator: Accelerator) -> Generator[None]:
+def large_things_only(accelerator: Accelerator) -> AbstractContextManager[None]:
     """Hide schedulers, scaler and registered objects from the stock methods."""
-    with _with(accelerator, _schedulers=[], _custom_objects=[], scaler=None):
-        yield
-
-
-@contextmanager
-def _with(accelerator: Accelerator, **replaced: Any) -> Generator[None]:
-    kept = {name: accelerator.__dict__[name] for name in replaced}
-    accelerator.__dict__.update(replaced)
-    try:
-        yield
-    finally:
-        accelerator.__dict__.update(kept)
+    return hosting.replaced(accelerator, _schedulers=[], _custom_objects=[], scaler=None)
 
 
 def files_in(directory: Path) -> dict[str, bytes]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any, final
 
 from accelerate import Accelerator
 
-from accelerate_ckpt._host_calls import StockMethods
 from accelerate_ckpt._progress import Progress, steps_made
 from accelerate_ckpt._roots import Roots, newest_stock, torn_in
 from accelerate_ckpt._small_files import Pickles, load_by_stock, read_small
@@ -34,23 +34,14 @@ _logger = logger_of(__name__)
 
 @final
 class Loading:
-    """Loads into one accelerator. Main thread only, collective.
-
-    Args:
-        accelerator: what to load into.
-        roots: where checkpoints are.
-        stock: the accelerator's own methods.
-        progress: of the accelerator.
-        pickles: reads small files.
-        state: makes the state of the accelerator, for a manager.
-    """
+    """Loads into one accelerator. Main thread only, collective."""
 
     def __init__(
         self,
         accelerator: Accelerator,
         *,
         roots: Roots,
-        stock: StockMethods,
+        stock: SimpleNamespace,
         progress: Progress,
         pickles: Pickles,
         state: Callable[[CheckpointManager], AcceleratorState],
@@ -85,21 +76,19 @@ class Loading:
         if arguments.get("strict", True) is True:
             found = manager.resume(state, override=self._roots.override.values) is not None
         else:
-            found = self._roots.managers.coordinator.run_on_coordinator(
-                lambda: bool(manager.checkpoints(abandoned=True))
-            )
+            found = self._roots.managers.once(lambda: bool(manager.checkpoints(abandoned=True)))
             if found:
                 manager.load(state, strict=arguments["strict"], override=self._roots.override.values)
         if found:
             self._loaded_by(manager)
             self._tell(manager, state.restored)
             return True
-        name = self._roots.managers.coordinator.run_on_coordinator(lambda: newest_stock(manager.storage))
+        name = self._roots.managers.once(lambda: newest_stock(manager.storage))
         if name is not None:
             self._load_stock(manager, name, arguments)
             self._tell(manager, name)
             return True
-        torn = self._roots.managers.coordinator.run_on_coordinator(lambda: torn_in(manager.storage))
+        torn = self._roots.managers.once(lambda: torn_in(manager.storage))
         _logger.log(
             logging.WARNING if torn else logging.INFO,
             "nothing has been committed to %s yet%s: training starts afresh",
@@ -120,9 +109,7 @@ class Loading:
         self._refuse_to_unpickle(arguments)
         manager.fetcher.fetch(name=place.name)
         where = f"{manager.storage.url}/{place.name}"
-        kind, problem = self._roots.managers.coordinator.run_on_coordinator(
-            lambda: _looked_at(manager.storage, place.name)
-        )
+        kind, problem = self._roots.managers.once(lambda: _looked_at(manager.storage, place.name))
         if problem:
             raise ConfigError(f"{where} is no checkpoint: {problem}")
         if kind is Kind.NOTHING:
@@ -156,7 +143,7 @@ class Loading:
         storage, accelerator = manager.storage, self._accelerator
         _logger.info("%s/%s was written by stock Accelerate", storage.url, name)
         verify = manager.options.manifest_verifier
-        self._roots.managers.coordinator.run_on_coordinator(lambda: require_trusted(storage, name, verify))
+        self._roots.managers.once(lambda: require_trusted(storage, name, verify))
         if storage.exists(f"{name}/{model_part(0)}/{METADATA}"):
             self._load(manager, name, arguments)
         elif self._roots.override:

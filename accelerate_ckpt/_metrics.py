@@ -9,9 +9,8 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from ckpt_core import KeepBest
 from ckpt_core.disclosure import logger_of
-from ckpt_core.policies import leaves
+from ckpt_core.hosting import ranking
 from ckpt_core.retention import RetentionPolicy
 
 _logger = logger_of(__name__)
@@ -27,7 +26,7 @@ class Metrics:
     """
 
     def __init__(self, keep: RetentionPolicy | None) -> None:
-        self._wanted = {each.metric: each for each in leaves(keep) if isinstance(each, KeepBest)}
+        self._wanted = {each.metric: each for each in ranking(keep)}
         self._measured: dict[str, tuple[int, float]] = {}
         self._unsaved: set[str] = set()
         self._best: dict[str, float] = {}

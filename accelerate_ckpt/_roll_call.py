@@ -32,10 +32,6 @@ class RollCall:
     """Finds out who comes to a save, until all ranks have come to one together.
 
     A late rank learns what was decided without it, so that no checkpoint is of two moments. Main thread only.
-
-    Args:
-        accelerator: whose saves.
-        deadline_seconds: how long ranks wait for one another.
     """
 
     def __init__(self, accelerator: Accelerator, deadline_seconds: float) -> None:

@@ -58,14 +58,7 @@ class Roots:
 
     Concurrency: main thread; making a manager is collective.
 
-    Attributes:
-        managers: by root.
-        override: hyperparameters that loads change.
-
     Args:
-        accelerator: whose checkpoints they hold.
-        settings: the root for automatic names, and options of the managers.
-        sinks: receivers of telemetry events.
         listen: whether managers catch signals before they are first asked whether to save.
     """
 
@@ -138,7 +131,7 @@ class Roots:
         """Set the next automatic number from storage; stock starts at 0 after a restart."""
         manager = self.automatic()
         if manager is not None:
-            number = self.managers.coordinator.run_on_coordinator(lambda: _next_number(manager))
+            number = self.managers.once(lambda: _next_number(manager))
             self._accelerator.project_configuration.iteration = number
 
     @property
@@ -149,7 +142,7 @@ class Roots:
     @property
     def preempted(self) -> bool:
         """Whether the last look found a preemption that stops training."""
-        return any(manager.preempted for manager in self.managers)
+        return self.managers.preempted
 
     def check_preemption(self) -> bool:
         """Look for a preemption, and return `preempted`; collective."""

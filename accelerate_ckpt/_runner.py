@@ -21,7 +21,7 @@ from typing import Any, final
 
 from accelerate import Accelerator
 
-from accelerate_ckpt._patch import enable_implicitly
+from accelerate_ckpt._checkpoints import enable_implicitly
 from accelerate_ckpt._settings import PREFIX
 from ckpt_core import ConfigError
 from ckpt_core.state import Override

@@ -44,8 +44,6 @@ class Settings:
     Attributes:
         root: where automatic names go.
         stock_files: whether plain replicas get single files for the stock loader; None as the host does.
-        options: of the managers.
-        override: hyperparameters that a load changes.
         gradients: whether saves within an accumulation window hold its gradients.
         contents: what of models is saved; None to decide by their kind.
         log_costs: whether trackers receive what each save has cost.

@@ -18,13 +18,14 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, final
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils.other import TORCH_SAFE_GLOBALS
 
-from accelerate_ckpt._host_calls import StockMethods, large_things_only, small_things_only
+from accelerate_ckpt._host_calls import large_things_only, small_things_only
 from accelerate_ckpt._scratch import private_directory
 from ckpt_core.commit import Catalog
 from ckpt_core.dcp import checked_zip, load_value, without_pickle
@@ -49,11 +50,7 @@ _SAFE: list[Any] = [*TORCH_SAFE_GLOBALS]
 
 @final
 class Pickles:
-    """Reads what `torch.save` wrote, and decides whether that may execute pickles.
-
-    Attributes:
-        allowed: whether it may.
-    """
+    """Reads what `torch.save` wrote, and decides whether that may execute pickles."""
 
     def __init__(self, *, allowed: bool) -> None:
         self.allowed = allowed
@@ -184,7 +181,7 @@ def read_small(
     return SmallState(loads=list(zip(live, states, strict=True)), random_states=random_states)
 
 
-def load_small(accelerator: Accelerator, stock: StockMethods, small: SmallState) -> Callable[[], None]:
+def load_small(accelerator: Accelerator, stock: SimpleNamespace, small: SmallState) -> Callable[[], None]:
     """Load what was read from small files; return a function that undoes it.
 
     Raises:
@@ -209,7 +206,7 @@ def load_small(accelerator: Accelerator, stock: StockMethods, small: SmallState)
 
 def load_by_stock(
     accelerator: Accelerator,
-    stock: StockMethods,
+    stock: SimpleNamespace,
     directory: Path,
     *,
     small: SmallState,

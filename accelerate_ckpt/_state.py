@@ -24,7 +24,6 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from accelerate_ckpt._host_calls import (
-    StockMethods,
     files_in,
     is_stock_layout,
     optimizer_files,
@@ -130,8 +129,6 @@ class CallArguments:
         safe: whether single files of weights are safetensors.
         stock_files: whether plain replicas get single files for the stock loader; None where it depends on
             `contents`.
-        gradients: whether gradients are part of the state.
-        contents: what of the models is saved.
     """
 
     pickles: Pickles
@@ -143,16 +140,12 @@ class CallArguments:
 
 @final
 class AcceleratorState:
-    """Captures and loads one accelerator; a `StateSource`. Main thread only.
-
-    Attributes:
-        restored: the name of the checkpoint that was loaded.
-    """
+    """Captures and loads one accelerator; a `StateSource`. Main thread only."""
 
     def __init__(
         self,
         accelerator: Accelerator,
-        stock: StockMethods,
+        stock: SimpleNamespace,
         progress: Progress,
         *,
         coordinator: Coordinator,

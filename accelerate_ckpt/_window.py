@@ -36,12 +36,7 @@ def trainable(accelerator: Accelerator) -> list[nn.Module]:
 
 @final
 class Window:
-    """The window that is open, if gradients are accumulated. Main thread only.
-
-    Args:
-        accelerator: whose window it is.
-        gradients: whether they are saved and loaded.
-    """
+    """The window that is open, if gradients are accumulated. Main thread only."""
 
     def __init__(self, accelerator: Accelerator, *, gradients: bool) -> None:
         self._accelerator = accelerator

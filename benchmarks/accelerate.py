@@ -23,7 +23,7 @@ from accelerate import Accelerator
 from torch import nn
 
 import accelerate_ckpt
-from accelerate_ckpt._patch import checkpoints
+from accelerate_ckpt._checkpoints import checkpoints
 from benchmarks.timing import Spread
 from ckpt_core import CheckpointManager, TrainState
 

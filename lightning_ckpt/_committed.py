@@ -8,7 +8,7 @@ which they pass over; those that shall log models get a reference to it instead.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -51,43 +51,10 @@ def best_of(settings: Settings, *, further: bool) -> CheckpointInfo | None:
     return min(ranked, key=lambda info: (sign * info.metrics[policy.metric], -info.step), default=None)
 
 
-@final
-class TakenNames:
-    """`file_exists` of one `ModelCheckpoint`, which counts saves in flight as well.
-
-    It asks which names are free; one that was given to a save in flight would be given again.
-
-    Args:
-        callback: the `ModelCheckpoint`, which copies and pickles with its own method.
-        taken: whether a save was accepted under a path; collective.
-    """
-
-    def __init__(self, callback: Any, taken: Callable[[str], bool]) -> None:
-        self._callback = callback
-        self._taken = taken
-        callback.file_exists = self
-
-    def __call__(self, filepath: str, trainer: Any) -> bool:
-        there = type(self._callback).file_exists(self._callback, filepath, trainer)
-        return self._taken(filepath) or there
-
-    def __reduce__(self) -> Any:
-        return getattr, (self._callback, "file_exists")
-
-    def give_back(self) -> None:
-        """Let the callback ask the file system alone again."""
-        self._callback.__dict__.pop("file_exists", None)
-
-
 class AsModelCheckpoint:
     """What users and loggers read of a `ModelCheckpoint`.
 
     Without a `KeepBest` the newest is the best, as for a `ModelCheckpoint` without a monitor.
-
-    Attributes:
-        settings: of the run.
-        save_top_k: -1, as retention is not by number.
-        save_weights_only: False.
     """
 
     settings: Settings

@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, Never, TypedDict, Unpack, cast, final
@@ -16,7 +16,7 @@ from fsspec.registry import known_implementations
 
 from ckpt_core.cadence import SavePolicy, needed_counts
 from ckpt_core.errors import ConfigError
-from ckpt_core.hosting import RunRoot
+from ckpt_core.hosting import RunRoot, ranking
 from ckpt_core.options import (
     BackPressure,
     CheckpointOptions,
@@ -29,7 +29,6 @@ from ckpt_core.options import (
     Verify,
     VerifyManifest,
 )
-from ckpt_core.policies import leaves
 from ckpt_core.retention import Abandoned, KeepBest, RetentionPolicy
 from ckpt_core.state import Contents, Override, contents_problem
 from ckpt_core.storage import Storage, open_storage
@@ -67,11 +66,8 @@ class Settings:
 
     Attributes:
         own: where the run's own checkpoints go; None if only Lightning's own callers save.
-        options: of the manager of that root.
         save_last: whether the last step of a training is saved in any case.
-        sinks: receivers of telemetry events.
         tokens: tokens in a batch of one rank, or what counts them; None if they are not counted.
-        override: hyperparameters that a resumed fit changes.
         contents: what of the model is saved; None to decide by its kind.
         log_costs: whether loggers receive what each save has cost.
     """
@@ -93,7 +89,7 @@ class Settings:
     @property
     def bests(self) -> tuple[KeepBest, ...]:
         """The policies that rank checkpoints by a metric."""
-        return tuple(each for each in leaves(self.options.keep) if isinstance(each, KeepBest))
+        return tuple(ranking(self.options.keep))
 
     @property
     def best(self) -> KeepBest | None:
@@ -234,6 +230,7 @@ class Configured:
         on_exception: Literal["save"] | None = None,
         **words: Never,
     ) -> None:
+        given = {**locals(), "storage_options": storage_options or {}}
         known = inspect.signature(type(self)).parameters
         require(type(self).__name__, *advice(words, known))
         require(
@@ -248,33 +245,7 @@ class Configured:
         change = Override.of(override)
         if dirpath is None and change:
             raise ConfigError("override= needs dirpath=, the directory or URL of the run that it changes")
-        values = {
-            "save": save,
-            "keep": keep,
-            "upload": upload,
-            "abandoned": abandoned,
-            "back_pressure": back_pressure,
-            "arenas": arenas,
-            "staging_memory": staging_memory,
-            "write_bandwidth": write_bandwidth,
-            "headroom": headroom,
-            "staging": staging,
-            "reject_non_finite": reject_non_finite,
-            "on_error": on_error,
-            "on_divergence": on_divergence,
-            "checksum": checksum,
-            "replicas": replicas,
-            "sign_manifest": sign_manifest,
-            "verify_manifest": verify_manifest,
-            "verify": verify,
-            "read_once": read_once,
-            "allow_pickle": allow_pickle,
-            "deadline_seconds": deadline_seconds,
-            "job_name": job_name,
-            "journal": journal,
-            "storage_options": storage_options or {},
-            "on_exception": on_exception,
-        }
+        values = {each.name: given[each.name] for each in fields(CheckpointOptions)}
         self.settings = Settings(
             own=None if dirpath is None else RunRoot.of(dirpath),
             options=CheckpointOptions.from_mapping(values),

@@ -43,7 +43,6 @@ class Pacing:
     Concurrency: the thread that trains; every method on every rank alike, for most may save.
 
     Attributes:
-        counts: the epochs and tokens so far.
         validation: leaves a validation at a preemption.
         is_to_requeue: whether SLURM is to start this job again once the root is free.
     """
@@ -63,7 +62,7 @@ class Pacing:
         names = {name for each in preemptions(policy) for name in each.signals}
         self._signals = SignalTakeover(trainer._signal_connector, names, self._requeue_signal)
         self.is_to_requeue = False
-        self._manager = self._signals.made_by(lambda: roots.managers.at(self._root))
+        self._manager = self._signals.made_by(lambda: roots.at(self._root))
         self.validation = ValidationExit(trainer, self._manager, roots.same)
         self._announcements = Announcements(trainer, settings)
         self._evaluations = Evaluations(trainer, settings.bests, running.measured, roots.once)

@@ -20,10 +20,6 @@ class DataResume:
 
     A loader goes on from its position when its next iterator is made, which draws nothing from the global
     generators if the epoch has begun; and everything as usual if a new one begins.
-
-    Args:
-        trainer: the Trainer.
-        loaded: what it resumes from.
     """
 
     def __init__(self, trainer: Any, loaded: LoadedCheckpoint) -> None:

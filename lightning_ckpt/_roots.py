@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TypeVar, final
+from typing import final
 
 from ckpt_core.commit import Catalog, Lease, remove
 from ckpt_core.coordination import Coordinator
@@ -23,37 +23,28 @@ from lightning_ckpt._options import Settings, with_numbers
 from lightning_ckpt._state import LightningState
 from lightning_ckpt.loops import job_note
 
-T = TypeVar("T")
-
 _logger = logger_of(__name__)
 
 
 @final
-class Roots:
+class Roots(ManagersByRoot):
     """The roots of one Trainer, with the lineage of its live state in each.
 
     A manager lives as long as a fit. The checkpoint that the live state comes from is remembered longer, so
     that another fit of the same Trainer continues the lineage of the first.
 
     Concurrency: main thread; `once`, `same`, `take_up`, `save` and `close` are collective,
-    `remove` is for the coordinator. The managers share one coordinator, whose background channel serves one
-    save at a time: a save first waits for those in flight elsewhere, which also bounds the memory of copies.
-
-    Args:
-        settings: of the run.
-        log: receives what each save has cost.
+    `remove` is for the coordinator.
 
     Attributes:
-        managers: by root, made at their first use in a fit.
         training: whether a fit is running that saves by itself; see `Settings.for_root`.
     """
 
     def __init__(self, settings: Settings, log: Log) -> None:
+        super().__init__(self._opened, deadline_seconds=settings.options.deadline_seconds)
         self.training = False
         self._settings = settings
         self._sinks = with_numbers(settings, log)
-        deadline = settings.options.deadline_seconds
-        self.managers = ManagersByRoot(self._make, deadline_seconds=deadline)
         self._written: set[str] = set()
         self._accepted = set[CheckpointPath]()
         self._newest: SaveHandle | None = None
@@ -61,7 +52,7 @@ class Roots:
         self._saved: list[tuple[str, SaveHandle]] = []
         self._taken_up: set[str] = set()
 
-    def _make(self, root: str, coordinator: Coordinator) -> CheckpointManager:
+    def _opened(self, root: str, coordinator: Coordinator) -> CheckpointManager:
         manager = CheckpointManager(
             self._settings.given(root),
             options=self._settings.for_root(root, training=self.training),
@@ -72,25 +63,20 @@ class Roots:
         manager.same_options.add(contents=settings.contents, save_last=settings.save_last)
         return manager
 
-    def once(self, decide: Callable[[], T]) -> T:
-        """Return on every rank what the coordinator alone decides."""
-        return self.managers.coordinator.run_on_coordinator(decide)
-
     def all_reduce_max(self, numbers: Sequence[int]) -> tuple[int, ...]:
         """Return the maximum of each number over all ranks."""
-        return self.managers.coordinator.all_reduce_max(numbers)
+        return self.coordinator.all_reduce_max(numbers)
 
     def same(self, numbers: Sequence[int]) -> bool:
         """Return whether numbers are equal on every rank; one small all-reduce."""
         combined = self.all_reduce_max([*numbers, *(-number for number in numbers)])
         return combined == (*numbers, *(-number for number in numbers))
 
-    def loaded(self, place: CheckpointPath, step: int | None) -> None:
+    def resumed(self, manager: CheckpointManager, place: CheckpointPath, step: int) -> None:
         """Note that the whole live state was loaded from a checkpoint."""
-        if step is not None:
-            self.managers.loaded(self.managers.at(place.root))
-            self._origins[place.root] = step, place.name
-            self._taken_up.add(place.root)
+        self.loaded(manager)
+        self._origins[place.root] = step, place.name
+        self._taken_up.add(place.root)
 
     def forget(self, *, beyond: int) -> None:
         """Forget that the live state comes from checkpoints of later steps than this."""
@@ -103,7 +89,7 @@ class Roots:
         """
         if root in self._origins and root not in self._taken_up:
             try:
-                self.managers.at(root).continue_from(name=self._origins[root][1])
+                self.at(root).continue_from(name=self._origins[root][1])
             except CheckpointNotFoundError as error:
                 _logger.warning("%s; it was there when this run saved or loaded it", error)
                 del self._origins[root]
@@ -121,10 +107,8 @@ class Roots:
         reason: str,
     ) -> SaveHandle | None:
         """Save to a root; see `CheckpointManager.save`."""
-        manager = self.managers.at(root)
-        for other in self.managers:
-            if other is not manager:
-                other.wait()
+        manager = self.at(root)
+        self.wait(but=manager)
         self._find_origin(root, step)
         self.take_up(root)
         noted = {"reason": reason, **job_note()}
@@ -155,13 +139,13 @@ class Roots:
         """Continue from the newest checkpoint of a root where the host names them."""
         if root == self._settings.root or root in self._taken_up or root in self._origins:
             return
-        latest = self.once(self.managers.at(root).latest)
+        latest = self.once(self.at(root).latest)
         if latest is not None and latest.step <= step:
             self._origins[root] = latest.step, latest.name
 
     def settle(self) -> None:
         """Wait until every save in flight has its copy, so that weights may change."""
-        for manager in self.managers:
+        for manager in self:
             manager.wait_staged()
 
     def remove(self, place: CheckpointPath, remove_file: Callable[[], None]) -> None:
@@ -181,7 +165,7 @@ class Roots:
             return
         self._accepted.discard(place)
         # The manager that owns the root by then, and counts what is in it.
-        manager = self.managers.get(place.root)
+        manager = self.get(place.root)
 
         def ended(saved: Future[CheckpointInfo]) -> None:
             if Future.exception(saved) is None:  # looked at without taking it from the user
@@ -205,7 +189,7 @@ class Roots:
         """
         self._newest = None
         try:
-            self.managers.close(farewell=farewell)
+            super().close(farewell=farewell)
         finally:
             self._note_saved()
             self._saved, self._taken_up = [], set()

@@ -14,17 +14,16 @@ from ckpt_core.errors import (
     CheckpointNotFoundError,
     ConfigError,
     IncompatibleCheckpointError,
-    UntrustedCheckpointError,
 )
-from ckpt_core.hosting import CheckpointPath, Kind
+from ckpt_core.hosting import CheckpointPath, Kind, shadow
 from ckpt_core.state import Gradients, Override, unwrap_optimizer
-from lightning_ckpt._committed import AsModelCheckpoint, TakenNames
+from lightning_ckpt._committed import AsModelCheckpoint
 from lightning_ckpt._options import Settings
 from lightning_ckpt._pacing import Pacing, weights_may_change
 from lightning_ckpt._resume import DataResume
 from lightning_ckpt._roots import Roots
 from lightning_ckpt._state import LightningState, LoadedCheckpoint, by_number
-from lightning_ckpt._stock import check_stock_checkpoint, kind_at, load_without_pickle, path_of
+from lightning_ckpt._stock import kind_at, load_stock, path_of, refuse_unjudged
 from lightning_ckpt.loops import (
     Measured,
     Running,
@@ -65,7 +64,7 @@ class Session:
         self._error: BaseException | None = None
         self._data: DataResume | None = None
         self._change: Override | None = None
-        self._names: list[TakenNames] = []
+        self._shadowed: list[Any] = []
 
     def __reduce__(self) -> Any:
         # What belongs to a Trainer is not copied with the callback or the strategy that holds it.
@@ -77,11 +76,14 @@ class Session:
         self.loaded = self.origin = self.pacing = self._data = self._change = self._training = None
         if stage != "fit" or self.trainer.fast_dev_run:
             return
-        self._names = [
-            TakenNames(each, self._is_taken)
+        self._shadowed = [
+            each
             for each in self.trainer.checkpoint_callbacks
             if hasattr(each, "file_exists") and not isinstance(each, AsModelCheckpoint)
         ]
+        for each in self._shadowed:
+            # It looks for free names, and would give that of a save in flight again.
+            shadow(each, {"file_exists": partial(self._file_exists, type(each).file_exists, each)})
         self._training = Running(self.trainer)
         if self.settings.root is not None:
             self._roots.training = True
@@ -146,7 +148,7 @@ class Session:
     def load(
         self,
         path: str | os.PathLike[str],
-        load_stock: Callable[..., Any],
+        stock: Callable[..., Any],
         *,
         trusted: bool,
         has_optimizers: bool,
@@ -155,7 +157,7 @@ class Session:
 
         Args:
             path: a checkpoint of ours, a root of such, or a file or directory of Lightning's own.
-            load_stock: the strategy's own method, with `weights_only=` left to be given, for the last two.
+            stock: the strategy's own method, with `weights_only=` left to be given, for the last two.
             trusted: whether the user has allowed Lightning to execute pickles in those.
             has_optimizers: whether the strategy has its optimizers already.
 
@@ -164,16 +166,15 @@ class Session:
             CheckpointError: see `CheckpointManager.load` and `resume`.
         """
         text = self._roots.once(lambda: os.fspath(path))
-        self._roots.managers.wait()
+        self._roots.wait()
         kind = self._roots.once(lambda: kind_at(text, self.settings.readable_at))
         if kind is Kind.STOCK:
-            _refuse_unjudged(text, self.settings)
+            refuse_unjudged(text, self.settings.options, host="Lightning")
             if self.pacing is not None and self.settings.override:
                 raise _no_change_of(text, self.settings)
-            if trusted or self.settings.options.allow_pickle:
-                return dict(load_stock(weights_only=False))
-            self._roots.once(lambda: check_stock_checkpoint(text))
-            return load_without_pickle(text, type(self.trainer.strategy), load_stock)
+            trusted = trusted or self.settings.options.allow_pickle
+            strategy = type(self.trainer.strategy)
+            return load_stock(text, stock, strategy, trusted=trusted, once=self._roots.once)
         if not has_optimizers:
             _convert_early(self.trainer.strategy)
         place = path_of(text, kind)
@@ -192,7 +193,7 @@ class Session:
 
     def _load(self, place: CheckpointPath, state: LightningState) -> None:
         """Load the checkpoint of that name, or the newest of a root."""
-        manager = self._roots.managers.at(place.root)
+        manager = self._roots.at(place.root)
         is_own = self.pacing is not None and place.root == self.settings.root
         change = self.settings.override.values if self.pacing is not None else {}
         if change and not is_own:
@@ -206,10 +207,12 @@ class Session:
             raise in_lightnings_words(error, str(place), state.refusal) from error
         if state.loaded is not None and self.trainer.state.fn == "fit":
             saved = state.loaded.saved
-            self._roots.loaded(CheckpointPath(place.root, saved.name), saved.step)
+            if saved.step is not None:
+                self._roots.resumed(manager, CheckpointPath(place.root, saved.name), saved.step)
 
-    def _is_taken(self, path: str) -> bool:
-        return self._roots.once(lambda: self._roots.is_taken(path_of(path)))
+    def _file_exists(self, stock: Callable[..., bool], callback: Any, path: str, trainer: Any) -> bool:
+        there = stock(callback, path, trainer)
+        return self._roots.once(lambda: self._roots.is_taken(path_of(path))) or there
 
     def remove(self, path: str | os.PathLike[str], remove_file: Callable[[], None]) -> None:
         """Remove a checkpoint or a stock file once its successor is committed."""
@@ -268,8 +271,8 @@ class Session:
             SaveError: a save failed, and the run ended without another error.
         """
         self.is_running = False
-        while self._names:
-            self._names.pop().give_back()
+        while self._shadowed:
+            vars(self._shadowed.pop()).pop("file_exists", None)
         pacing, self.pacing = self.pacing, None
         if self._training is not None:
             self._training.held.release()
@@ -371,13 +374,6 @@ def _no_change_of(place: str, settings: Settings) -> ConfigError:
         f"override= changes the training in {settings.root}, and is recorded there as a branch; {place} is "
         "of another: give that as dirpath=, or leave override= out"
     )
-
-
-def _refuse_unjudged(path: str, settings: Settings) -> None:
-    """Refuse what Lightning wrote if `verify_manifest` is given: it has no manifest."""
-    if settings.options.verify_manifest is not None:
-        why = "Lightning wrote it, so that it has no manifest for verify_manifest to judge"
-        raise UntrustedCheckpointError(f"{path} is not trusted: {why}. Nothing was loaded", why=why)
 
 
 def _log(trainer: Any, numbers: Mapping[str, float], step: int) -> None:

@@ -78,7 +78,6 @@ class LoadedCheckpoint:
 
     Attributes:
         checkpoint: the dictionary that Lightning and its hooks expect.
-        saved: the rest of the checkpoint.
         prefetched: batches to train on before the loader's next.
         positions: in the loaders; empty in checkpoints of earlier versions and of others.
         ended_epoch: whether it was saved when an epoch's last batch was done.
@@ -115,16 +114,13 @@ class LightningState:
     may change everything first. Only tensors are read into place, unless a hook may change them.
 
     Attributes:
-        loaded: what was read.
         refusal: why nothing could be: the model or an optimizer is not of the checkpoint's kind.
         change: hyperparameters to change, once optimizers and schedulers are loaded; None for no change.
 
     Args:
-        trainer: the Trainer.
         checkpoint: what Lightning has collected already; collected on demand if None.
         running: what a fit changes besides; None outside a fit.
         has_optimizers: whether the strategy has its optimizers, to load into.
-        contents: what of the model is saved.
     """
 
     def __init__(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,16 @@ import torch
 
 from ckpt_core.commit import Catalog
 from ckpt_core.dcp import check_stock, load_plain, read_linked, without_pickle
-from ckpt_core.errors import ALLOW_PICKLE, CheckpointNotFoundError, ConfigError, UnsafeCheckpointError
-from ckpt_core.hosting import CheckpointPath, Kind, root_of
+from ckpt_core.errors import (
+    ALLOW_PICKLE,
+    CheckpointNotFoundError,
+    ConfigError,
+    UnsafeCheckpointError,
+    UntrustedCheckpointError,
+)
+from ckpt_core.hosting import CheckpointPath, Kind, replaced, root_of
 from ckpt_core.names import MARKER, METADATA
+from ckpt_core.options import CheckpointOptions
 from ckpt_core.storage import Storage
 
 LIGHTNINGS_OWN = "meta.pt"
@@ -73,31 +80,39 @@ def _kind_below(root: Storage, written: str) -> Kind | None:
     return Kind.COMMITTED if root.exists(f"{name}/{METADATA}") else None
 
 
-def check_stock_checkpoint(path: str) -> None:
-    """Check that a directory of Lightning's sharded strategies needs no pickle.
+def refuse_unjudged(path: str, options: CheckpointOptions, *, host: str) -> None:
+    """Refuse what a host wrote if `verify_manifest` is given: it has no manifest."""
+    if options.verify_manifest is not None:
+        why = f"{host} wrote it, so that it has no manifest for verify_manifest to judge"
+        raise UntrustedCheckpointError(f"{path} is not trusted: {why}. Nothing was loaded", why=why)
 
-    Files are read once, by `load_without_pickle`.
+
+def load_stock(
+    path: str,
+    load: Callable[..., Any],
+    strategy: type[Any],
+    *,
+    trusted: bool,
+    once: Callable[[Callable[[], None]], None],
+) -> dict[str, Any]:
+    """Return what `load(weights_only=…)` does: without pickle, unless it is trusted.
+
+    Files are read once; a directory of Lightning's sharded strategies is checked before, by one rank.
 
     Raises:
-        UnsafeCheckpointError: it cannot; `allow_pickle=True` is the way out.
+        UnsafeCheckpointError: it holds objects that only pickle can rebuild; `allow_pickle=True` is the way
+            out.
         CorruptCheckpointError: it is not whole.
     """
-    own = Path(path) / LIGHTNINGS_OWN
-    if own.is_file():
-        check_stock(path)
-        load_plain(read_linked(own), str(own))
-
-
-def load_without_pickle(path: str, strategy: type[Any], load: Callable[..., Any]) -> dict[str, Any]:
-    """Return `load(weights_only=True)`, of the stock strategy, with pickle barred.
-
-    Raises:
-        UnsafeCheckpointError: it holds objects that only pickle can rebuild.
-    """
+    if trusted:
+        return dict(load(weights_only=False))
+    once(lambda: _check(Path(path)))
     try:
         with ExitStack() as held:
             held.enter_context(without_pickle())
-            held.enter_context(_without_lazy_pickle(strategy))
+            for module in {sys.modules[cls.__module__] for cls in strategy.__mro__}:
+                if _LAZY_LOADER in vars(module):
+                    held.enter_context(replaced(module, **{_LAZY_LOADER: _load_mapped}))
             return dict(load(weights_only=True))
     except pickle.UnpicklingError as error:
         raise UnsafeCheckpointError(
@@ -106,17 +121,11 @@ def load_without_pickle(path: str, strategy: type[Any], load: Callable[..., Any]
         ) from error
 
 
-@contextmanager
-def _without_lazy_pickle(strategy: type[Any]) -> Generator[None]:
-    modules = [sys.modules[cls.__module__] for cls in strategy.__mro__]
-    lazy = {module: vars(module)[_LAZY_LOADER] for module in modules if _LAZY_LOADER in vars(module)}
-    for module in lazy:
-        setattr(module, _LAZY_LOADER, _load_mapped)
-    try:
-        yield
-    finally:
-        for module, stock in lazy.items():
-            setattr(module, _LAZY_LOADER, stock)
+def _check(path: Path) -> None:
+    own = path / LIGHTNINGS_OWN
+    if own.is_file():
+        check_stock(path)
+        load_plain(read_linked(own), str(own))
 
 
 def _load_mapped(path: Any) -> Any:

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, final
 
 import torch
 from transformers import Trainer
 
-from accelerate_ckpt._patch import ENDED
+from accelerate_ckpt._checkpoints import ENDED
 from accelerate_ckpt._settings import Settings
 from accelerate_ckpt._state import CallArguments
-from accelerate_ckpt.trainer._data import SHADOWED as DATA_METHODS
 from accelerate_ckpt.trainer._data import TrainerData
 from accelerate_ckpt.trainer._events import BEST, EvaluationLeft, TrainerEvents
 from accelerate_ckpt.trainer._loading import TrainerLoading
 from accelerate_ckpt.trainer._save_limit import metrics_at
 from accelerate_ckpt.trainer._session import TrainerSession
-from accelerate_ckpt.trainer._state import StockTrainer, TrainingState
+from accelerate_ckpt.trainer._state import TrainingState
 from accelerate_ckpt.trainer._to_come import BeforeEvaluation, ToCome
 from ckpt_core import CheckpointInfo, CheckpointManager, ConfigError
 from ckpt_core.cadence import SavePolicy, needed_counts
 from ckpt_core.disclosure import logger_of
-from ckpt_core.hosting import close_at_exit, shadow
+from ckpt_core.hosting import attach, attached_to, detach, shadow
 from ckpt_core.options import shows_options
 from ckpt_core.retention import RetentionPolicy
 from ckpt_core.storage import Storage
@@ -32,7 +32,7 @@ from ckpt_core.validation import require
 
 _logger = logger_of(__name__)
 
-_ATTACHED, _WAITING = "_ckpt_suite", "_ckpt_suite_waiting"
+_WAITING = "_ckpt_suite_waiting"
 _SHADOWED = (
     "train",
     "_save_checkpoint",
@@ -52,7 +52,6 @@ class TrainerCheckpoints:
     - Jobs: the output directory is claimed, and signals are caught, only while `train` runs.
 
     Attributes:
-        events: what a callback does of it.
         implicit: whether the script did not ask for it, so that it may still call `enable_trainer`.
     """
 
@@ -61,15 +60,8 @@ class TrainerCheckpoints:
     ) -> None:
         _check_supported(trainer)
         self._trainer: Any = trainer
-        self._stock = StockTrainer(
-            train=trainer.train,
-            save_checkpoint=trainer._save_checkpoint,
-            save_model=trainer.save_model,
-            load_from_checkpoint=trainer._load_from_checkpoint,
-            load_optimizer_and_scheduler=trainer._load_optimizer_and_scheduler,
-            load_best_model=trainer._load_best_model,
-            maybe_log_save_evaluate=trainer._maybe_log_save_evaluate,
-        )
+        names = ("save_model", *_SHADOWED)
+        self._stock = SimpleNamespace(**{name: getattr(trainer, name) for name in names})
         self._session = TrainerSession(trainer, settings, sinks)
         self._arguments = CallArguments(
             pickles=self._session.pickles,
@@ -82,9 +74,6 @@ class TrainerCheckpoints:
         self.events = TrainerEvents(self._session, self._data, self._go_on, gated=gated)
         self._logged: tuple[Any, Any] = (None, None)
         self.implicit = implicit
-
-    def __reduce__(self) -> Any:
-        return type(None), ()  # copies of the Trainer are stock's
 
     def shadows(self) -> dict[str, Any]:
         """Return the methods that replace the Trainer's own, by name."""
@@ -116,19 +105,15 @@ class TrainerCheckpoints:
         """
         if kwargs.get("trial", args[0] if args else None) is not None:
             return self._train_trial(resume_from_checkpoint, *args, **kwargs)
-        arguments = self._trainer.args
         self._come_last()
         self._ignored = kwargs.get("ignore_keys_for_eval", args[1] if len(args) > 1 else None)
-        with self._session.training() as manager:
-            self.events.take_over(arguments, manager.options.keep)
-            try:
-                with (
-                    self._loading.chosen(resume_from_checkpoint) as checkpoint,
-                    self._data.training(self._loading.resumed),
-                ):
-                    result = self._stock.train(checkpoint, *args, **kwargs)
-            finally:
-                self.events.give_back(arguments)
+        with (
+            self._session.training() as manager,
+            self.events.in_charge(self._trainer.args, manager.options.keep),
+            self._loading.chosen(resume_from_checkpoint) as checkpoint,
+            self._data.training(self._loading.resumed),
+        ):
+            result = self._stock.train(checkpoint, *args, **kwargs)
         if self.implicit and self.preempted:
             # The script does not know of it, and would take the training for finished.
             _logger.warning(
@@ -249,7 +234,7 @@ class TrainerCheckpoints:
         self._logged = norm, learning_rate
 
         def stock() -> None:
-            self._stock.maybe_log_save_evaluate(loss, norm, *args, learning_rate=learning_rate, **kwargs)
+            self._stock._maybe_log_save_evaluate(loss, norm, *args, learning_rate=learning_rate, **kwargs)
 
         events.own_evaluation, before = True, None
         try:
@@ -328,7 +313,7 @@ def enable_trainer(
     _check_supported(trainer)  # before the present one is disabled
     _require_tokens(trainer, settings.options.save)
     disable_trainer(trainer)
-    attach(trainer, settings, sinks)
+    _attach(trainer, settings, sinks)
     return trainer
 
 
@@ -346,7 +331,7 @@ def enable_trainer_implicitly(trainer: Trainer) -> None:
     def train(*args: Any, **kwargs: Any) -> Any:
         del trainer.__dict__["train"], trainer.__dict__[_WAITING]
         try:
-            attach(trainer, settings, implicit=True)
+            _attach(trainer, settings, implicit=True)
         except ConfigError as error:
             _logger.warning("%s: they stay the stock Trainer's own", error)
         return trainer.train(*args, **kwargs)
@@ -355,20 +340,13 @@ def enable_trainer_implicitly(trainer: Trainer) -> None:
     trainer.__dict__[_WAITING] = True
 
 
-def attach(
+def _attach(
     trainer: Trainer, settings: Settings, sinks: Sequence[Sink] = (), *, implicit: bool = False
 ) -> None:
     """Replace methods of this instance; its class and other instances stay."""
     attached = TrainerCheckpoints(trainer, settings, sinks, implicit=implicit)
     trainer.add_callback(attached.events)
-    shadow(trainer, attached.shadows())
-    trainer.__dict__[_ATTACHED] = attached
-    close_at_exit(attached)
-
-
-def attached_to(trainer: Trainer) -> TrainerCheckpoints | None:
-    """Return the checkpoints of a Trainer, or None if it is not enabled."""
-    return trainer.__dict__.get(_ATTACHED)
+    attach(trainer, attached, attached.shadows())
 
 
 def disable_trainer(trainer: Trainer) -> Trainer:
@@ -380,13 +358,10 @@ def disable_trainer(trainer: Trainer) -> Trainer:
     _check_is_trainer(trainer)
     if trainer.__dict__.pop(_WAITING, False):
         del trainer.__dict__["train"]
-    attached = attached_to(trainer)
-    if attached is None:
-        return trainer
-    for name in (*_SHADOWED, *DATA_METHODS, _ATTACHED):
-        trainer.__dict__.pop(name, None)
-    trainer.remove_callback(attached.events)
-    attached.close()
+    attached = detach(trainer)
+    if attached is not None:
+        trainer.remove_callback(attached.events)
+        attached.close()
     return trainer
 
 
@@ -397,7 +372,7 @@ def trainer_checkpoints(trainer: Trainer) -> TrainerCheckpoints:
         ConfigError: it is not enabled.
     """
     _check_is_trainer(trainer)
-    attached = attached_to(trainer)
+    attached: TrainerCheckpoints | None = attached_to(trainer)
     if attached is None:
         raise ConfigError("this Trainer is not enabled: call accelerate_ckpt.enable_trainer(trainer) first")
     return attached

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any, final
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -14,6 +15,7 @@ from accelerate_ckpt.trainer._session import TrainerSession
 from ckpt_core import ConfigError, KeepBest
 from ckpt_core.cadence import Counts, needed_counts
 from ckpt_core.disclosure import logger_of
+from ckpt_core.hosting import replaced
 from ckpt_core.retention import RetentionPolicy
 
 _logger = logger_of(__name__)
@@ -45,7 +47,7 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self._session = session
         self._data = data
         self._go_on = go_on
-        self._arguments: dict[str, Any] = {}
+        self._strategy: Any = SaveStrategy.NO
         self._wanted: list[KeepBest] = []
         self.gated = gated
         self.reason = "trainer"
@@ -55,20 +57,15 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
     def __reduce__(self) -> Any:
         return TrainerCallback, ()  # in a copy of the Trainer, which is stock's
 
-    def take_over(self, args: TrainingArguments, keep: RetentionPolicy | None) -> None:
+    @contextmanager
+    def in_charge(self, args: TrainingArguments, keep: RetentionPolicy | None) -> Generator[None]:
         """Stop the Trainer from deleting, and let it track its best model at every step."""
-        self._wanted = wanted_best(keep, args)
-        taken = {"save_total_limit": None, **({"save_strategy": SaveStrategy.STEPS} if self.gated else {})}
-        self._arguments = {name: getattr(args, name) for name in taken}
-        for name, value in taken.items():
-            setattr(args, name, value)
-        if not self.gated:
-            self._warn_of_lost_best(args)
-
-    def give_back(self, args: TrainingArguments) -> None:
-        """Undo `take_over`."""
-        for name, value in self._arguments.items():
-            setattr(args, name, value)
+        self._wanted, self._strategy = wanted_best(keep, args), args.save_strategy
+        strategy = SaveStrategy.STEPS if self.gated else args.save_strategy
+        with replaced(args, save_total_limit=None, save_strategy=strategy):
+            if not self.gated:
+                self._warn_of_lost_best(args)
+            yield
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -105,7 +102,7 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
             return
         reason = self._reason(state)
         at_end = state.global_step >= state.max_steps
-        wants_end = self._arguments.get("save_strategy") not in {SaveStrategy.NO, None}
+        wants_end = self._strategy not in {SaveStrategy.NO, None}
         self.reason = reason or "end of training"
         control.should_save = reason is not None or (at_end and wants_end)
         self._stop(control)

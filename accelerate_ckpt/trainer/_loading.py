@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, final
 
 from transformers import TrainerState
@@ -21,7 +23,6 @@ from accelerate_ckpt._scratch import private_directory
 from accelerate_ckpt._small_files import link_files, verified_files, write_files
 from accelerate_ckpt._state import CallArguments
 from accelerate_ckpt.trainer._callbacks import CallbackStates
-from accelerate_ckpt.trainer._choice import newest_of_tiers
 from accelerate_ckpt.trainer._data import Resumed
 from accelerate_ckpt.trainer._rank_files import (
     generators_file,
@@ -31,11 +32,19 @@ from accelerate_ckpt.trainer._rank_files import (
     with_own_generators,
 )
 from accelerate_ckpt.trainer._session import TrainerSession
-from accelerate_ckpt.trainer._state import StockTrainer, TrainingState
+from accelerate_ckpt.trainer._state import TrainingState
 from accelerate_ckpt.trainer._to_come import ToCome, load_exported
-from ckpt_core import CheckpointManager, ConfigError, CorruptCheckpointError
+from ckpt_core import (
+    CheckpointError,
+    CheckpointInfo,
+    CheckpointManager,
+    ConfigError,
+    CorruptCheckpointError,
+    UntrustedCheckpointError,
+)
 from ckpt_core.collective import collective_phase
-from ckpt_core.commit import Catalog, require_trusted
+from ckpt_core.commit import Catalog, require_trusted, verify
+from ckpt_core.coordination import Coordinator
 from ckpt_core.dcp import check_stock, without_pickle
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import FileFailure
@@ -55,6 +64,10 @@ _NOT_READ = (
 """What is verified when it is loaded, or is not read at all: single files for others, other ranks' files."""
 _TORCH_FILES = (SCHEDULER_NAME, SCALER_NAME, "rng_state*.pth")
 """What the Trainer reads by `torch.load`; the scheduler we do."""
+_NAME = re.compile(r"checkpoint-(\d+)")
+_SAVED_AS = re.compile(rf"{_NAME.pattern}(\.run-[0-9a-f]{{8,32}})?")
+"""In a bucket, where nothing is replaced, a step may be there several times."""
+_SENTINEL = "checkpoint-is-incomplete.txt"
 _newest_in: Callable[[str], str | None] = get_last_checkpoint
 
 
@@ -74,7 +87,7 @@ class TrainerLoading:
     """Loads checkpoints into a Trainer; every method is collective."""
 
     def __init__(
-        self, trainer: Any, stock: StockTrainer, session: TrainerSession, arguments: CallArguments
+        self, trainer: Any, stock: SimpleNamespace, session: TrainerSession, arguments: CallArguments
     ) -> None:
         self._trainer = trainer
         self._stock = stock
@@ -151,15 +164,15 @@ class TrainerLoading:
         """Load the model of a stock checkpoint; ours is loaded with its optimizer."""
         if not self._is_ours(checkpoint):
             with self._unpickling_nothing():
-                self._stock.load_from_checkpoint(checkpoint, model)
+                self._stock._load_from_checkpoint(checkpoint, model)
 
     def load_rest(self, checkpoint: str | None) -> None:
         """Load model, optimizer and scheduler of ours, or the rest of a stock checkpoint."""
         if checkpoint is None:
-            self._stock.load_optimizer_and_scheduler(checkpoint)
+            self._stock._load_optimizer_and_scheduler(checkpoint)
         elif not self._is_ours(checkpoint):
             with self._unpickling_nothing():
-                self._stock.load_optimizer_and_scheduler(checkpoint)
+                self._stock._load_optimizer_and_scheduler(checkpoint)
         else:
             lent = self._lent if self._lent is not None and self._lent.view == checkpoint else None
             origin = checkpoint if lent is None else lent.checkpoint
@@ -204,7 +217,7 @@ class TrainerLoading:
                 self._require_trusted(best)
                 self._check_stock(best)
             with self._unpickling_nothing():
-                self._stock.load_best_model()
+                self._stock._load_best_model()
 
     def _load(
         self,
@@ -346,3 +359,148 @@ def _state_in(content: bytes, path: str) -> TrainerState:
         problem = f"this version of transformers cannot read it ({error!r:.200})"
         failure = FileFailure(path=path, problem=problem)
         raise CorruptCheckpointError(str(failure), failures=(failure,)) from error
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class _Stock:
+    """A checkpoint of the stock Trainer that looks finished."""
+
+    step: int
+    name: str
+    written: float
+
+
+def newest_of_tiers(manager: CheckpointManager, coordinator: Coordinator) -> str | None:
+    """Return what `newest_to_resume` does, once further tiers have made it whole.
+
+    Collective. Damage that is found on the way is made good, too.
+    """
+    manager.fetcher.fetch()
+    while True:
+        failure: CorruptCheckpointError | None = None
+        checkpoint: str | None = None
+        try:
+            checkpoint = coordinator.run_on_coordinator(lambda: newest_to_resume(manager))
+        except CorruptCheckpointError as error:
+            failure = error
+        if manager.fetcher.fetch() is None:
+            if failure is not None:
+                raise failure
+            return checkpoint
+
+
+def newest_to_resume(manager: CheckpointManager) -> str | None:
+    """Return the path of the newest checkpoint that verifies; on one rank.
+
+    It may be ours or the stock Trainer's, which itself takes the highest number, even of a directory that its
+    own preemption save left half-written, or of an earlier run.
+
+    Ours are those of the present lineage. Damage that is found is marked, and what `verify_manifest` does not
+    accept is passed over, as is what stock wrote where there is such a function. So are leftovers of killed
+    saves, and directories of others. Returns None if nothing was ever saved.
+
+    Raises:
+        CorruptCheckpointError: there are some, and none can be used.
+        IncompatibleCheckpointError: one was written by a newer version.
+        OSError: storage is unwell.
+    """
+    storage = manager.storage
+    stock = max(_whole_stock(storage), default=None)
+    survey = Catalog(storage).survey()
+    passed = [
+        _refused(storage, name, error)
+        for name, error in survey.unreadable.items()
+        if _SAVED_AS.fullmatch(name)
+    ]
+    if stock is not None and manager.options.verify_manifest is not None:
+        passed.append(stock.name)
+        _logger.error("%s/%s is passed over: it has no manifest to be judged", storage.url, stock.name)
+        stock = None
+    for info in reversed(survey.committed):
+        if _SAVED_AS.fullmatch(info.name) is None:
+            continue
+        if stock is not None and stock.written > info.created:
+            _logger.warning(
+                "%s/%s is newer than %s and was written by the stock Trainer",
+                storage.url,
+                stock.name,
+                info.name,
+            )
+            break
+        problem = _untrusted(manager, info) or _problem(storage, info)
+        if problem is None:
+            return f"{storage.url}/{info.name}"
+        passed.append(info.name)
+        _logger.error("%s/%s is passed over: %s", storage.url, info.name, problem)
+    if stock is not None:
+        return f"{storage.url}/{stock.name}"
+    if not passed:
+        return None
+    left = [info.name for info in survey.abandoned if info.usable]
+    others = f"; of abandoned runs there are {', '.join(left)}, which can be named" if left else ""
+    raise CorruptCheckpointError(
+        f"no checkpoint in {storage.url} can be resumed from: {', '.join(passed)} are damaged, not trusted "
+        f"or marked as bad{others}. Look at each with `ckpt verify`, or train into another output_dir"
+    )
+
+
+def _refused(storage: Storage, name: str, error: CheckpointError | OSError) -> str:
+    """Pass over a checkpoint whose marker is damaged; raise any other error."""
+    if not isinstance(error, CorruptCheckpointError):
+        raise error
+    _logger.error("%s/%s is passed over: it is damaged: %s", storage.url, name, error)
+    return name
+
+
+def _untrusted(manager: CheckpointManager, info: CheckpointInfo) -> str | None:
+    """Return why a checkpoint is not trusted, or None; leave it unmarked."""
+    try:
+        require_trusted(manager.storage, info.name, manager.options.manifest_verifier)
+    except UntrustedCheckpointError as error:
+        return f"it is not trusted: {error.why}"
+    except CorruptCheckpointError:
+        return None  # what is wrong with it is found, and marked, when it is verified
+    return None
+
+
+def _problem(storage: Storage, info: CheckpointInfo) -> str | None:
+    """Return why a checkpoint cannot be used, or None; mark or unmark it accordingly."""
+    if info.bad is not None:
+        return f"it is marked as bad: {info.bad}"
+    failures = verify(storage, info.name)
+    problem = f"it is damaged: {failures[0]}" if failures else None
+    catalog = Catalog(storage)
+    try:
+        if problem is not None:
+            catalog.mark_damaged(info.name, "; ".join(str(failure) for failure in failures[:5]))
+        elif info.damaged is not None:
+            catalog.unmark(info.name)
+    except (CheckpointError, OSError) as error:
+        _logger.warning("%s/%s: its mark could not be changed: %s", storage.url, info.name, error)
+    return problem
+
+
+def _whole_stock(storage: Storage) -> list[_Stock]:
+    """Return the finished checkpoints of the stock Trainer; warn of unfinished ones."""
+    whole: list[_Stock] = []
+    for entry in storage.list(""):
+        match = _NAME.fullmatch(entry.name)
+        if match is None or not entry.is_directory:
+            continue
+        kind = kind_of(storage, entry.name)
+        if kind is Kind.COMMITTED:
+            continue
+        names = {child.name for child in storage.list(entry.name)}
+        if kind is Kind.STOCK and TRAINER_STATE_NAME in names and _SENTINEL not in names:
+            whole.append(_Stock(step=int(match[1]), name=entry.name, written=_written(storage, entry.name)))
+        else:
+            _logger.warning("%s/%s was never finished, and is passed over", storage.url, entry.name)
+    return whole
+
+
+def _written(storage: Storage, name: str) -> float:
+    local = local_part(storage)
+    if local is None:
+        return 0.0
+    return local.local_path(f"{name}/{TRAINER_STATE_NAME}").stat().st_mtime

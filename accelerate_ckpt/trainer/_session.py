@@ -33,12 +33,9 @@ class TrainerSession:
     Trainer of this process may want the directory: then there is a manager that catches and claims nothing.
 
     Attributes:
-        coordinator: how ranks agree.
         manager: of the training that runs, or one to look with.
         output: the output directory, if checkpoints do not go there.
         best: the best checkpoint, as the one resumed from names it.
-        pickles: reads small files, and warns of those that need pickle.
-        override: hyperparameters that a resume changes.
         preempted: whether the last training was stopped for a preemption.
         saved_step: the last step saved, if the live state continues from it.
     """

@@ -8,10 +8,10 @@ optimizer go through the core.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, final
 
 import torch
@@ -39,6 +39,7 @@ from accelerate_ckpt.trainer._continuation import DataProgress, encoded
 from accelerate_ckpt.trainer._rank_files import progress_file
 from accelerate_ckpt.trainer._to_come import ToCome
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
+from ckpt_core.hosting import replaced
 from ckpt_core.state import (
     Contents,
     Override,
@@ -67,19 +68,6 @@ _PLACES = frozenset({"output_dir", "logging_dir", "run_name", "local_rank", "res
 """Arguments that say where a training runs, not how."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StockTrainer:
-    """The Trainer's methods as they were before `enable_trainer`."""
-
-    train: Callable[..., Any]
-    save_checkpoint: Callable[..., None]
-    save_model: Callable[..., None]
-    load_from_checkpoint: Callable[..., None]
-    load_optimizer_and_scheduler: Callable[..., None]
-    load_best_model: Callable[..., None]
-    maybe_log_save_evaluate: Callable[..., None]
-
-
 @final
 class TrainingState:
     """Captures and loads one Trainer; a `StateSource`. Main thread only."""
@@ -87,7 +75,7 @@ class TrainingState:
     def __init__(
         self,
         trainer: Trainer,
-        stock: StockTrainer,
+        stock: SimpleNamespace,
         arguments: CallArguments,
         *,
         with_optimizer: bool = True,
@@ -252,7 +240,7 @@ class TrainingState:
         weights = weights_for_files(trainer, stock_files=self._stock_files)
         with private_directory() as directory:
             with self._writing_to(directory, weights):
-                self._stock.save_checkpoint(trainer.model, None)
+                self._stock._save_checkpoint(trainer.model, None)
             folder = directory / f"checkpoint-{trainer.state.global_step}"
             if trainer.args.should_save:
                 trainer.state.save_to_json(str(folder / TRAINER_STATE_NAME))
@@ -267,31 +255,22 @@ class TrainingState:
     @contextmanager
     def _writing_to(self, directory: Path, weights: Mapping[str, Any] | None) -> Generator[None]:
         """Redirect the Trainer's output, and leave large things and other ranks to us."""
-        trainer, state = self._trainer, self._trainer.state
-        replaced: dict[str, Any] = {
-            "_get_output_dir": lambda trial: str(directory),  # noqa: ARG005 - the Trainer's own signature
-            "save_model": partial(self._save_model, weights),
-            "_save_optimizer_and_scheduler": partial(self._save_optimizer_and_scheduler, weights),
-            "store_flos": lambda: None,
-        }
-        args = trainer.args
-        # They are pickled into `training_args.bin`, and go wherever the checkpoint is copied.
-        tokens = {name: getattr(args, name) for name in _TOKENS if getattr(args, name, None) is not None}
-        before = {name: trainer.__dict__[name] for name in replaced if name in trainer.__dict__}
-        trainer.__dict__.update(replaced)
-        # With a best step, the Trainer waits for all ranks, and looks for it in the directory it writes.
-        best, state.best_global_step = state.best_global_step, None
-        for name in tokens:
-            setattr(args, name, None)
-        try:
+        trainer, args = self._trainer, self._trainer.args
+        tokens = [name for name in _TOKENS if getattr(args, name, None) is not None]
+        with (
+            replaced(
+                trainer,
+                _get_output_dir=lambda trial: str(directory),  # noqa: ARG005 - the Trainer's own signature
+                save_model=partial(self._save_model, weights),
+                _save_optimizer_and_scheduler=partial(self._save_optimizer_and_scheduler, weights),
+                store_flos=lambda: None,
+            ),
+            # With a best step, the Trainer waits for all ranks, and looks for it in the directory it writes.
+            replaced(trainer.state, best_global_step=None),
+            # They are pickled into `training_args.bin`, and go wherever the checkpoint is copied.
+            replaced(args, **dict.fromkeys(tokens)),
+        ):
             yield
-        finally:
-            state.best_global_step = best
-            for name, token in tokens.items():
-                setattr(args, name, token)
-            for name in replaced:
-                trainer.__dict__.pop(name)
-            trainer.__dict__.update(before)
 
     def _save_model(
         self,
@@ -365,13 +344,8 @@ def gathered_already(model: Any) -> Generator[None]:
     """Let one rank alone save the model, which would wait for the others."""
     config = getattr(model, "config", None)
     distributed = getattr(config, "distributed_config", None)
-    if config is not None and distributed is not None:
-        config.distributed_config = None
-    try:
+    with nullcontext() if distributed is None else replaced(config, distributed_config=None):
         yield
-    finally:
-        if config is not None and distributed is not None:
-            config.distributed_config = distributed
 
 
 def remove_empty_weights(folder: Path) -> None:

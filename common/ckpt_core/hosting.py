@@ -9,18 +9,20 @@ import atexit
 import os
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial, update_wrapper
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self, final
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeVar, final
 
 from ckpt_core.commit import Occupant, content_of
 from ckpt_core.disclosure import logger_of, public_url
 from ckpt_core.errors import CheckpointError, ConfigError
 from ckpt_core.messages import message
 from ckpt_core.names import is_incomplete, is_trash
+from ckpt_core.policies import leaves
+from ckpt_core.retention import KeepBest, RetentionPolicy
 from ckpt_core.storage import Storage, open_storage
 from ckpt_core.validation import location, require
 
@@ -28,6 +30,9 @@ if TYPE_CHECKING:  # the command line runs without torch
     from ckpt_core.coordination import Coordinator
     from ckpt_core.manager import CheckpointManager
 
+T = TypeVar("T")
+
+_ATTACHED: Final = "_ckpt_suite"
 _LOCAL_URL: Final = re.compile(r"(?:file|local)://(?P<path>.*)", re.DOTALL)
 _logger = logger_of(__name__)
 
@@ -150,16 +155,10 @@ def kind_of(storage: Storage, name: str) -> Kind:
     return _KINDS.get(content_of(storage, name), Kind.NOTHING)
 
 
-@final
 class ManagersByRoot:
     """Opens one manager for each root in use, all with one coordinator.
 
     Concurrency: main thread. Making a manager and closing are collective.
-
-    Args:
-        make: makes the manager of a root.
-        deadline_seconds: how long ranks wait for one another.
-        coordinator: of all ranks if None.
 
     Attributes:
         origin: the manager that has loaded the whole live state.
@@ -209,6 +208,15 @@ class ManagersByRoot:
         """Return the manager of a root that is in use."""
         return self._managers.get(root)
 
+    def once(self, decide: Callable[[], T]) -> T:
+        """Return on every rank what the coordinator alone decides; collective."""
+        return self.coordinator.run_on_coordinator(decide)
+
+    @property
+    def preempted(self) -> bool:
+        """Whether a preemption that stops training was announced to any rank."""
+        return any(manager.preempted for manager in self)
+
     @property
     def roots(self) -> list[str]:
         """The roots in use."""
@@ -217,14 +225,18 @@ class ManagersByRoot:
     def __iter__(self) -> Iterator[CheckpointManager]:
         return iter(self._managers.values())
 
-    def wait(self) -> None:
-        """Wait for every save in flight.
+    def wait(self, *, but: CheckpointManager | None = None) -> None:
+        """Wait for every save in flight, but for those of one manager.
+
+        Before that saves: the coordinator's background channel serves one save at a time. It also bounds the
+        memory of copies.
 
         Raises:
             SaveError: one failed.
         """
-        for manager in self._managers.values():
-            manager.wait()
+        for manager in self:
+            if manager is not but:
+                manager.wait()
 
     def close_managers(self, *, wait_for_uploads: bool = True) -> None:
         """Close every manager, even if one fails.
@@ -283,14 +295,14 @@ def _close(reference: weakref.ref[Closable]) -> None:
         _logger.error("%s", error)  # noqa: TRY400 - the message is all there is to say
 
 
+def ranking(policy: RetentionPolicy | None) -> list[KeepBest]:
+    """Return the policies that rank checkpoints by a metric."""
+    return [each for each in leaves(policy) if isinstance(each, KeepBest)]
+
+
 @final
 class Shadow:
     """A method of ours on a host's object, whose copies have the host's own again.
-
-    Args:
-        owner: the object, by weak reference.
-        name: of the method.
-        call: what to call in its place.
 
     Attributes:
         stock: what the object itself had of that name; None if only its class has it.
@@ -313,6 +325,55 @@ class Shadow:
 def shadow(owner: object, methods: Mapping[str, Callable[..., Any]]) -> None:
     """Put methods of ours, by name, on a host's object."""
     vars(owner).update({name: Shadow(owner, name, call) for name, call in methods.items()})
+
+
+@final
+class _Attached:
+    """What is attached to a host's object. Copies of that are stock's."""
+
+    def __init__(self, ours: Closable, names: Iterable[str]) -> None:
+        self.ours, self.names = ours, tuple(names)
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+def attach(owner: object, ours: Closable, methods: Mapping[str, Callable[..., Any]]) -> None:
+    """Replace methods of a host's object by ours, until `detach`; close ours at exit."""
+    shadow(owner, methods)
+    vars(owner)[_ATTACHED] = _Attached(ours, methods)
+    close_at_exit(ours)
+
+
+def attached_to(owner: object) -> Any:
+    """Return what was attached to a host's object, or None."""
+    found: _Attached | None = vars(owner).get(_ATTACHED)
+    return None if found is None else found.ours
+
+
+def detach(owner: object) -> Any:
+    """Give a host's object its own methods back; return what was attached, or None."""
+    found: _Attached | None = vars(owner).pop(_ATTACHED, None)
+    if found is None:
+        return None
+    for name in found.names:
+        ours = vars(owner).pop(name, None)
+        if isinstance(ours, Shadow) and ours.stock is not None:
+            vars(owner)[name] = ours.stock
+    return found.ours
+
+
+@contextmanager
+def replaced(owner: object, **values: Any) -> Generator[None]:
+    """Replace attributes of an object for a while, also those that its class has."""
+    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    vars(owner).update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            vars(owner).pop(name, None)
+        vars(owner).update(before)
 
 
 def _without_local_scheme(path: str | os.PathLike[str]) -> str:

@@ -7,8 +7,8 @@ import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Final, TypeVar, Unpack, final
+from types import SimpleNamespace
+from typing import Any, Final, Unpack, final
 
 import torch
 from torch.utils.data import DataLoader
@@ -17,8 +17,8 @@ from ckpt_core.cadence import Counts, SavePolicy
 from ckpt_core.coordination import Coordinator
 from ckpt_core.data import tell_of_missing, track
 from ckpt_core.disclosure import logger_of
-from ckpt_core.errors import ConfigError, UntrustedCheckpointError
-from ckpt_core.hosting import CheckpointPath, Kind, ManagersByRoot, RunRoot, close_at_exit, shadow
+from ckpt_core.errors import ConfigError
+from ckpt_core.hosting import CheckpointPath, Kind, ManagersByRoot, RunRoot, attach, attached_to, detach
 from ckpt_core.manager import CheckpointManager
 from ckpt_core.options import CheckpointOptions, shows_options
 from ckpt_core.retention import RetentionPolicy
@@ -30,15 +30,12 @@ from ckpt_core.validation import boolean, require
 from lightning_ckpt._hooks import PluginOptions
 from lightning_ckpt._options import Settings, with_numbers
 from lightning_ckpt._session import refuse_hidden_shards
-from lightning_ckpt._stock import check_stock_checkpoint, kind_at, load_without_pickle, path_of
+from lightning_ckpt._stock import kind_at, load_stock, path_of, refuse_unjudged
 from lightning_ckpt.fabric._state import Everything, FabricState, Filters, Parts
-
-T = TypeVar("T")
 
 LAST: Final = "last"
 """The path that stands for the newest checkpoint of the root that verifies."""
 
-_ATTACHED: Final = "_ckpt_suite"
 _COUNTER: Final = "_num_iter_calls"
 _STOCK: Final = "_ckpt_stock_class"
 _logger = logger_of(__name__)
@@ -89,14 +86,11 @@ def setup_fabric(
         log_costs=log_costs,
     )
     settings.options.refuse_ends("Fabric")
-    attached: FabricCheckpoints | None = fabric.__dict__.get(_ATTACHED)
-    if attached is not None:
+    if (attached := attached_to(fabric)) is not None:
         attached.close()
     wrappers = importlib.import_module(f"{package}.wrappers")
     checkpoints = FabricCheckpoints(fabric, settings, unwrap=wrappers._unwrap_objects, step=step)
-    shadow(fabric, {name: getattr(checkpoints, name) for name in _SHADOWED})
-    fabric.__dict__[_ATTACHED] = checkpoints
-    close_at_exit(checkpoints)
+    attach(fabric, checkpoints, {name: getattr(checkpoints, name) for name in _SHADOWED})
     return checkpoints
 
 
@@ -125,16 +119,6 @@ _SHADOWED: Final = ("save", "load", "load_raw", "setup_dataloaders")
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class _FabricMethods:
-    """The Fabric's own methods."""
-
-    load: Callable[..., Any]
-    load_raw: Callable[..., Any]
-    setup_dataloaders: Callable[..., Any]
-
-
-@final
 class FabricCheckpoints:
     """The checkpoints of one Fabric.
 
@@ -152,7 +136,7 @@ class FabricCheckpoints:
 
     def __init__(self, fabric: Any, settings: Settings, *, unwrap: Callable[[Any], Any], step: str) -> None:
         self._fabric = fabric
-        self._stock = _FabricMethods(fabric.load, fabric.load_raw, fabric.setup_dataloaders)
+        self._stock = SimpleNamespace(**{name: getattr(fabric, name) for name in _SHADOWED})
         self._settings = settings
         self._unwrap = unwrap
         self._step = step
@@ -160,9 +144,7 @@ class FabricCheckpoints:
         self._saves = False
         deadline = settings.options.deadline_seconds
         self._managers = ManagersByRoot(self._make, deadline_seconds=deadline)
-
-    def __reduce__(self) -> Any:
-        return type(None), ()  # copies of the Fabric are stock's
+        self._once = self._managers.once
 
     @property
     def manager(self) -> CheckpointManager:
@@ -172,7 +154,7 @@ class FabricCheckpoints:
     @property
     def preempted(self) -> bool:
         """Whether a preemption that stops training was announced to any rank."""
-        return any(manager.preempted for manager in self._managers)
+        return self._managers.preempted
 
     def maybe_save(
         self,
@@ -188,7 +170,7 @@ class FabricCheckpoints:
         reason = manager.due(step, total_steps=total_steps, **counts)
         if reason is None:
             return None
-        self._wait_for_others(manager)
+        self._managers.wait(but=manager)
         return manager.save(step, self._source(state), metrics=metrics, annotations={"reason": reason})
 
     def save(
@@ -218,7 +200,7 @@ class FabricCheckpoints:
                 f"{place} is the root: give the path of a checkpoint in it, such as {place}/last"
             )
         manager = self._managers.at(place.root)
-        self._wait_for_others(manager)
+        self._managers.wait(but=manager)
         return manager.save(
             self._step_of(state, place.root, manager),
             self._source(state, filter),
@@ -254,7 +236,7 @@ class FabricCheckpoints:
         text = self._once(lambda: os.fspath(path))
         self._managers.wait()
         if text != LAST:
-            kind = self._once(lambda: kind_at(text, self._settings.readable_at))
+            kind = self._kind_at(text)
             if kind is Kind.STOCK:
                 return self._load_stock(text, self._stock.load, state, strict, weights_only=weights_only)
             return self._load(path_of(text, kind), state, strict=strict)
@@ -282,7 +264,7 @@ class FabricCheckpoints:
         """
         text = self._once(lambda: os.fspath(path))
         self._managers.wait()
-        kind = self._once(lambda: kind_at(text, self._settings.readable_at))
+        kind = self._kind_at(text)
         if kind is Kind.STOCK:
             self._load_stock(text, self._stock.load_raw, obj, strict, weights_only=weights_only)
         elif not isinstance(obj, torch.nn.Module):
@@ -319,9 +301,8 @@ class FabricCheckpoints:
         Raises:
             SaveError: a save in flight failed.
         """
-        if self._fabric.__dict__.get(_ATTACHED) is self:
-            for name in (*_SHADOWED, _ATTACHED):
-                self._fabric.__dict__.pop(name, None)
+        if attached_to(self._fabric) is self:
+            detach(self._fabric)
         self._managers.close()
 
     def _make(self, root: str, coordinator: Coordinator) -> CheckpointManager:
@@ -335,15 +316,6 @@ class FabricCheckpoints:
         if root != self._settings.root:
             manager.start_afresh()  # elsewhere only the user's names show what belongs together
         return manager
-
-    def _once(self, decide: Callable[[], T]) -> T:
-        return self._managers.coordinator.run_on_coordinator(decide)
-
-    def _wait_for_others(self, manager: CheckpointManager) -> None:
-        """Wait for saves to other roots: the coordinator's channel serves one at a time."""
-        for other in self._managers:
-            if other is not manager:
-                other.wait()
 
     def _source(self, state: Mapping[str, Any], filters: Filters | None = None) -> FabricState:
         parts = Parts.of(self._unwrap(dict(state)))
@@ -389,21 +361,27 @@ class FabricCheckpoints:
                 loader.__class__ = _begun_at_once(type(loader))
         return source.remainder
 
+    def _kind_at(self, path: str) -> Kind:
+        kind = self._once(lambda: kind_at(path, self._settings.readable_at))
+        if kind is Kind.STOCK:
+            refuse_unjudged(path, self._settings.options, host="Fabric")
+        return kind
+
     def _load_stock(
         self, path: str, load: Callable[..., Any], *arguments: Any, weights_only: bool | None
     ) -> dict[str, Any]:
         """Load what Fabric wrote by itself, without pickle unless the user allows it."""
-        if self._settings.options.verify_manifest is not None:
-            why = "Fabric wrote it, so that it has no manifest for verify_manifest to judge"
-            raise UntrustedCheckpointError(f"{path} is not trusted: {why}. Nothing was loaded", why=why)
-        if weights_only is False or self._settings.options.allow_pickle:
-            return load(path, *arguments, weights_only=False) or {}
-        self._once(lambda: check_stock_checkpoint(path))
 
-        def plain(*, weights_only: bool) -> dict[str, Any]:
+        def stock(*, weights_only: bool) -> dict[str, Any]:
             return load(path, *arguments, weights_only=weights_only) or {}
 
-        return load_without_pickle(path, type(self._fabric.strategy), plain)
+        return load_stock(
+            path,
+            stock,
+            type(self._fabric.strategy),
+            trusted=weights_only is False or self._settings.options.allow_pickle,
+            once=self._once,
+        )
 
 
 def _begun_at_once(stock: type[Any]) -> type[Any]:

@@ -76,15 +76,7 @@ class PlainValue:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """The entries of a state by kind, each under the user's key.
-
-    Attributes:
-        models: modules.
-        optimizers: torch optimizers.
-        loaders: data loaders and samplers.
-        stateful: other objects with `state_dict` and `load_state_dict`.
-        plain: the rest.
-    """
+    """The entries of a state by kind, each under the user's key."""
 
     models: Mapping[str, nn.Module]
     optimizers: Mapping[str, torch.optim.Optimizer]
@@ -137,15 +129,9 @@ class FabricState:
     Tensors are under the user's keys, as in `dcp.save({"model": model.state_dict()})`; everything else is as
     in a `TrainState`, which does it.
 
-    Attributes:
-        saved: what was loaded.
-
     Args:
-        parts: the entries.
         filters: key -> function that is given name and value, and returns whether to save it.
-        rng: whether the random number generators are part of it.
         iterations: key of a loader -> how often it was iterated, where Fabric counts that.
-        contents: what of the models is saved.
     """
 
     def __init__(

@@ -21,10 +21,6 @@ class Ranking:
     """The ranked checkpoints of a run's present line, with those on their way.
 
     Concurrency: the thread that trains. Only the coordinator's answer counts: its metrics are stored.
-
-    Args:
-        policies: what ranks them.
-        history: the checkpoints that the run continues from.
     """
 
     def __init__(self, policies: Sequence[KeepBest], history: Sequence[CheckpointInfo]) -> None:
@@ -74,12 +70,6 @@ class Evaluations:
 
     Attributes:
         cut_short: whether the last validation was left early, so that its results do not count.
-
-    Args:
-        trainer: the Trainer.
-        policies: what ranks checkpoints.
-        measured: the metrics, by the step at which they were measured.
-        once: returns on every rank what the coordinator alone decides.
     """
 
     def __init__(

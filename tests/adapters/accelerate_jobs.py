@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import accelerate_ckpt
-from accelerate_ckpt._patch import enable_implicitly
+from accelerate_ckpt._checkpoints import enable_implicitly
 from ckpt_core import DeadlineError
 
 STEPS_PER_EPOCH = 6

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import Trainer, TrainingArguments
 
 import accelerate_ckpt
-from accelerate_ckpt._patch import checkpoints_or_none
 from ckpt_core import EverySteps
+from ckpt_core.hosting import attached_to
 from lightning_ckpt import setup_fabric
 
 WAYS = [lambda value: pickle.loads(pickle.dumps(value)), copy.deepcopy]
@@ -67,7 +67,7 @@ def test_a_copy_of_an_enabled_accelerator_saves_and_loads_as_stock(tmp_path, way
         assert way(accelerator) is accelerator  # as in stock
         return
     made = way(accelerator)
-    assert checkpoints_or_none(made) is None
+    assert attached_to(made) is None
     made.save_state(str(tmp_path / "stock"))
     assert (tmp_path / "stock" / "model.safetensors").is_file()
     made.load_state(str(tmp_path / "stock"))

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import accelerate_ckpt
-from accelerate_ckpt._patch import ENDED, enable_implicitly
+from accelerate_ckpt._checkpoints import ENDED, enable_implicitly
 from ckpt_core import (
     CheckpointManager,
     CheckpointNotFoundError,

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import accelerate_ckpt
-from accelerate_ckpt._patch import enable_implicitly
+from accelerate_ckpt._checkpoints import enable_implicitly
 from ckpt_core import (
     CheckpointNotFoundError,
     ConfigError,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from accelerate_ckpt._patch import ENDED
+from accelerate_ckpt._checkpoints import ENDED
 from tests.adapters.accelerate_jobs import (
     Job,
     committed,

@@ -15,7 +15,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 import accelerate_ckpt
 from accelerate_ckpt._settings import Settings
-from accelerate_ckpt.trainer._choice import newest_to_resume
+from accelerate_ckpt.trainer._loading import newest_to_resume
 from ckpt_core import CheckpointManager, CorruptCheckpointError, EverySteps, UntrustedCheckpointError
 from ckpt_core.commit import Catalog
 from ckpt_core.names import SIGNATURE

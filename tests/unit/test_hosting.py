@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ckpt_core import ConfigError, KeepAll, KeepBest, KeepLatest, SaveError
-from ckpt_core.hosting import CheckpointPath, Kind, ManagersByRoot, RunRoot, kind_of, root_of
+from ckpt_core.hosting import (
+    CheckpointPath,
+    Kind,
+    ManagersByRoot,
+    RunRoot,
+    attach,
+    attached_to,
+    detach,
+    kind_of,
+    ranking,
+    replaced,
+    root_of,
+)
 from ckpt_core.policies import leaves
 from ckpt_core.storage import LocalStorage, MemoryStorage
 from tests.unit.commit.checkpoints import save
@@ -175,6 +190,65 @@ def test_a_manager_that_fails_to_close_keeps_no_other_open() -> None:
     assert managers.roots == []
 
 
+def test_before_a_save_only_those_of_other_roots_are_waited_for() -> None:
+    seen: list[str] = []
+    managers = ManagersByRoot(lambda root, _: Managed(root, seen), deadline_seconds=60)  # type: ignore[arg-type,return-value]
+    kept = [managers.at(root) for root in "abc"][1]
+    managers.wait(but=kept)
+    assert seen == ["waited a", "waited c"]
+    managers.wait()
+    assert seen[2:] == ["waited a", "waited b", "waited c"]
+    managers.close()
+
+
+class Host:
+    def save(self) -> str:
+        return "the host's"
+
+    def load(self) -> str:
+        return "the host's"
+
+
+class Ours:
+    def save(self) -> str:
+        return "ours"
+
+    def close(self) -> None:
+        """Nothing is in flight."""
+
+
+def users() -> str:
+    return "the user's"
+
+
+@pytest.mark.parametrize("own", [{}, {"save": users}, {"load": users}], ids=["none", "replaced", "another"])
+def test_what_is_detached_and_what_is_copied_has_the_methods_that_it_had(own: dict[str, Any]) -> None:
+    host, ours = Host(), Ours()
+    vars(host).update(own)
+    before = host.save(), host.load()
+    attach(host, ours, {"save": ours.save})
+    assert (host.save(), host.load()) == ("ours", before[1])
+    assert attached_to(host) is ours
+    for made in (copy.deepcopy(host), pickle.loads(pickle.dumps(host))):
+        assert attached_to(made) is None
+        assert (made.save(), made.load()) == before
+        assert detach(made) is None
+    assert detach(host) is ours
+    assert (host.save(), host.load()) == before
+    assert vars(host) == own
+    assert attached_to(host) is detach(host) is None
+
+
+@pytest.mark.parametrize("own", [{}, {"save": users}, {"save": users, "extra": 1}])
+def test_what_is_replaced_for_a_while_is_as_before_whatever_happens(own: dict[str, Any]) -> None:
+    host = Host()
+    vars(host).update(own)
+    with suppress(ConfigError), replaced(host, save=Ours().save, load=users, new=2):
+        assert (host.save(), host.load(), vars(host)["new"]) == ("ours", "the user's", 2)
+        raise ConfigError("it ends here")
+    assert vars(host) == own
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("failing", "kept"), [(False, True), (True, True), (False, False)])
 def test_what_is_still_alive_at_exit_is_closed_and_its_failure_logged(*, failing: bool, kept: bool) -> None:
@@ -203,3 +277,5 @@ def test_policies_are_taken_apart_into_those_that_were_joined() -> None:
     assert list(leaves((best | latest) & everything)) == [best, latest, everything]
     assert list(leaves(best)) == [best]
     assert list(leaves(None)) == []
+    assert ranking((best | latest) & everything) == [best]
+    assert ranking(None) == ranking(latest) == []
