@@ -70,15 +70,6 @@ def claimed(
 
     Where storage cannot lock, an owner in `writer.json` may be alive, and to take its root would stop its
     saves. So only a command that has ended on this host loses its claim without `take_over`.
-
-    Args:
-        storage: the root.
-        command: its name, shown to a job that is refused.
-        take_over: whether the user says that the owner has ended.
-        has_ended: returns whether an owner has certainly ended, for a reason that the command knows.
-
-    Raises:
-        RootBusyError: another live job holds the root, or may hold it.
     """
     owner = Owner.of(storage)
     known = take_over or is_left_over(owner) or owner is None or has_ended(owner)
@@ -114,12 +105,7 @@ def is_local(place: str) -> bool:
 
 
 def open_place(place: str, options: Mapping[str, Any]) -> Storage:
-    """Open the storage of a directory or prefix that holds something.
-
-    Raises:
-        CheckpointNotFoundError: there is nothing at that place.
-        ConfigError: the place cannot be opened.
-    """
+    """Open the storage of a directory or prefix that holds something."""
     storage = open_storage(root_of(place), options)
     try:
         entries = storage.list("")
@@ -131,12 +117,7 @@ def open_place(place: str, options: Mapping[str, Any]) -> Storage:
 
 
 def open_root(root: str, options: Mapping[str, Any]) -> Storage:
-    """Open the storage of a root that holds something; touch nothing in it.
-
-    Raises:
-        CheckpointNotFoundError: there is nothing at that place.
-        ConfigError: the place cannot be opened, or is a checkpoint.
-    """
+    """Open the storage of a root that holds something; touch nothing in it."""
     try:
         storage = open_place(root, options)
     except CheckpointNotFoundError:
@@ -151,12 +132,7 @@ def open_root(root: str, options: Mapping[str, Any]) -> Storage:
 
 
 def find_root(root: str, options: Mapping[str, Any]) -> tuple[Storage, Survey]:
-    """Open a root that holds checkpoints, and list them.
-
-    Raises:
-        CheckpointNotFoundError: it holds none.
-        ConfigError: the place cannot be opened.
-    """
+    """Open a root that holds checkpoints, and list them."""
     storage = open_root(root, options)
     survey = Catalog(storage).survey()
     if not survey.everything and not survey.unreadable:
@@ -174,12 +150,7 @@ def none_committed(storage: Storage) -> CheckpointNotFoundError:
 
 
 def open_target(root: str, options: Mapping[str, Any]) -> Storage:
-    """Open the storage of a root to copy to, and prove that it can be written.
-
-    Raises:
-        ConfigError: the place cannot be opened, or is a checkpoint.
-        OSError: it cannot be written.
-    """
+    """Open the storage of a root to copy to, and prove that it can be written."""
     storage = open_storage(root_of(root), options)
     refuse_as_root(storage)
     storage.check_root()
@@ -199,11 +170,7 @@ def step_in(place: str) -> tuple[str, int] | None:
 
 
 def refuse_file_of_a_root(option: str, path: Path) -> None:
-    """Refuse to write a file of the user's over one of a root, or into a checkpoint.
-
-    Raises:
-        ConfigError: it is one, or would lie in one.
-    """
+    """Refuse to write a file of the user's over one of a root, or into a checkpoint."""
     place = path.absolute()
     own = is_own_file(place.name) or place.name in JOURNAL | {DAMAGED, PINS, TIERS, WRITER}
     if own or any((parent / MARKER).exists() for parent in place.parents):
@@ -217,11 +184,7 @@ def nothing_at(place: str) -> CheckpointNotFoundError:
 
 
 def open_checkpoint(place: str, options: Mapping[str, Any]) -> tuple[Storage, str]:
-    """Open the root of a checkpoint; return it and the checkpoint's name, unchecked.
-
-    Raises:
-        ConfigError: the place has no parent, or cannot be opened.
-    """
+    """Open the root of a checkpoint; return it and the checkpoint's name, unchecked."""
     found = CheckpointPath.of(place)
     return open_storage(found.root, options), found.name
 
@@ -231,10 +194,6 @@ def named_checkpoint(place: str, options: Mapping[str, Any]) -> tuple[Storage, s
 
     Returns the storage of its root, and its name, committed or torn; None if the place is none, but may be a
     root. A directory whose own name ends in @STEP is that directory.
-
-    Raises:
-        CheckpointNotFoundError: the root has no such step.
-        ConfigError: the place cannot be opened.
     """
     found = step_in(place)
     try:
@@ -252,12 +211,7 @@ def named_checkpoint(place: str, options: Mapping[str, Any]) -> tuple[Storage, s
 
 
 def find_step(place: str, options: Mapping[str, Any]) -> tuple[Storage, int, str | None]:
-    """Find root and step that a place names; and the name if it is a path.
-
-    Raises:
-        CheckpointNotFoundError: there is no such root.
-        ConfigError: the place names no step.
-    """
+    """Find root and step that a place names; and the name if it is a path."""
     found = step_in(place)
     with suppress(ConfigError):  # a bucket has no parent
         storage, name = open_checkpoint(place, options)
@@ -275,15 +229,6 @@ def find_checkpoint(place: str, options: Mapping[str, Any], *, step: int | None)
     """Find the checkpoint at a place, or one in the root that is there.
 
     Returns the storage of its root, and its name.
-
-    Args:
-        place: a checkpoint, or a root.
-        options: of the storage.
-        step: which of the root; the newest that can be used if None.
-
-    Raises:
-        CheckpointNotFoundError: the root has none.
-        ConfigError: the place cannot be opened.
     """
     if step is not None:
         root = open_root(place, options)
@@ -315,17 +260,7 @@ def place_of(arguments: Namespace) -> str:
 def storage_options(
     pairs: Sequence[str], place: str, environment: Mapping[str, str] = os.environ
 ) -> dict[str, Any]:
-    """Collect the storage options: of the environment, for a URL, then those given.
-
-    Args:
-        pairs: `key=value`, the value JSON where it reads as such, else text; or `key=@NAME`, the value of the
-            variable NAME, JSON if that is an object or a list, else text; `key=@@text` is the text `@text`.
-        place: path or URL.
-        environment: where variables are looked for.
-
-    Raises:
-        ConfigError: a pair has no `=`, or a variable is not there or not a mapping; no value is shown.
-    """
+    """Collect the storage options: of the environment, for a URL, then those given."""
     options: dict[str, Any] = {}
     if "://" in place and (text := environment.get(OPTIONS_VARIABLE)):
         found = _json(text)

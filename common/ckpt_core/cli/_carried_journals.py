@@ -17,9 +17,6 @@ def joined_journal(runs: Sequence[Storage], target: Storage) -> JoinedJournal | 
     """Join the journals of runs with that of the root they are copied to.
 
     What cannot be read costs a warning.
-
-    Returns:
-        None if there is nothing that the target lacks.
     """
     journals: list[RunJournal] = []
     try:

@@ -50,17 +50,7 @@ _OF_HOSTS: Final = re.compile(r"(?:checkpoint|epoch|step)[-_=][0-9]+|[A-Za-z0-9]
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopySource:
-    """Checkpoints of one root that are to be copied.
-
-    Attributes:
-        source: the root.
-        infos: the checkpoints, in the order of their copies.
-        relatives: everything in the root: what belongs to the same run.
-        is_run: whether the run was named, not a checkpoint.
-        named: whether the user wrote the name of the checkpoint.
-        renames: whether a copy whose name is taken gets one of its lineage, as by a job.
-        unreadable: problems of directories that may be checkpoints.
-    """
+    """Checkpoints of one root that are to be copied."""
 
     source: Storage
     infos: Sequence[CheckpointInfo]
@@ -74,12 +64,7 @@ class CopySource:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopyResult:
-    """The result for one checkpoint.
-
-    Attributes:
-        state: `copied`; `there`: the target had it; `gone`: pruned meanwhile; or `FAILED`.
-        problem: why it failed.
-    """
+    """The result for one checkpoint."""
 
     info: CheckpointInfo
     source: str
@@ -168,11 +153,7 @@ def run(arguments: Namespace) -> Outcome:
 
 
 def pace_of(arguments: Namespace) -> Throttle | None:
-    """Return the limit of the rate that `--bandwidth` sets.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """Return the limit of the rate that `--bandwidth` sets."""
     rate = parse_size("--bandwidth", arguments.bandwidth, rate=True)
     if rate is not None and rate <= 0:
         raise ConfigError("--bandwidth must be more than 0 bytes per second")
@@ -180,12 +161,7 @@ def pace_of(arguments: Namespace) -> Throttle | None:
 
 
 def refuse_conflicts(selections: Sequence[CopySource], target: Storage, survey: Survey) -> None:
-    """Refuse, before anything is sent, what cannot be copied under its name.
-
-    Raises:
-        CheckpointExistsError: the target has another checkpoint, or an unreadable one, of that name; or two
-            sources have the same name.
-    """
+    """Refuse, before anything is sent, what cannot be copied under its name."""
     there = {info.name: info for info in survey.everything}
     taken: list[str] = []
     for info in (info for selection in selections for info in selection.infos):
@@ -213,14 +189,6 @@ def copy_all(
     """Copy checkpoints, except those that the target has.
 
     What is damaged does not stop the others.
-
-    Args:
-        selections: what to copy.
-        target: the root to copy to.
-        survey: what is there.
-        pace: limits the rate.
-        claim: takes the lease of the target; called if there is something to copy or to clear away.
-        mixed: whether the target may hold another run, so that it gets no journal.
     """
     results: list[CopyResult] = []
     there = {info.name: info for info in survey.everything}
@@ -283,10 +251,6 @@ def _refuse_places(
     """Refuse names with a meaning elsewhere, and to join what is no checkpoint.
 
     The writer of the source chose its names: `.git` or `src` would be the user's own.
-
-    Raises:
-        CheckpointExistsError: something else is there under that name.
-        ConfigError: the user has not written such a name, or it is hidden.
     """
     for selection, info in todo:
         name = info.name
@@ -315,11 +279,7 @@ def _hidden_files(source: Storage, info: CheckpointInfo) -> list[str]:
 
 
 def _refuse_without_room(target: Storage, infos: Sequence[CheckpointInfo]) -> None:
-    """Refuse copies that do not fit, before anything is sent.
-
-    Raises:
-        NoRoomError: they do not.
-    """
+    """Refuse copies that do not fit, before anything is sent."""
     free = target.free_bytes()
     if free is None or not infos:
         return
@@ -354,11 +314,7 @@ def _options_of(place: str, arguments: Namespace) -> dict[str, Any]:
 
 
 def _select(place: str, arguments: Namespace) -> CopySource:
-    """Find what a source names: a step or name of a root, or all of it.
-
-    Raises:
-        CheckpointNotFoundError: it is not there.
-    """
+    """Find what a source names: a step or name of a root, or all of it."""
     options = _options_of(place, arguments)
     found = step_in(place)
     with suppress(ConfigError):  # a bucket has no parent; any other error is raised when it is a root
@@ -392,9 +348,6 @@ def _refuse_other_runs(selections: Sequence[CopySource], target: Storage, survey
     """Refuse to mix runs in one root.
 
     The run begun last would count as the present one, and the other as abandoned.
-
-    Raises:
-        ConfigError: the target holds another run.
     """
     theirs = _lines(survey.everything)
     for selection in selections:

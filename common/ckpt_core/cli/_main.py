@@ -84,11 +84,7 @@ def _run(parsed: argparse.Namespace) -> int:
 
 
 def _write_out(outcome: Outcome, *, as_json: bool) -> None:
-    """Write an outcome to standard output; a reader that has gone is no error.
-
-    Raises:
-        OSError: standard output cannot be written.
-    """
+    """Write an outcome to standard output; a reader that has gone is no error."""
     # Python has no stream for a standard output that was closed by the caller (`>&-`): nobody reads.
     if not sys.stdout:
         return

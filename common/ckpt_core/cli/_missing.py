@@ -75,15 +75,7 @@ def run(arguments: Namespace) -> Outcome:
 
 
 def _judge_of_owners(storage: Storage, *, is_tier: bool) -> Callable[[Owner], bool]:
-    """Return what tells whether the owner of a tier has ended.
-
-    Args:
-        storage: the root.
-        is_tier: whether its job uploads to that tier by itself.
-
-    Raises:
-        RootBusyError: the job is alive, and uploads there.
-    """
+    """Return what tells whether the owner of a tier has ended."""
     last = Owner.of(storage)
     try:
         lock = storage.try_lock(WRITER)

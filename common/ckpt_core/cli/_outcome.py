@@ -20,11 +20,7 @@ _GAP: Final = 2
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Rows of text under a header.
-
-    Attributes:
-        figures: the first column of those aligned to the right.
-    """
+    """Rows of text under a header."""
 
     columns: Row
     rows: Sequence[Row]
@@ -34,13 +30,7 @@ class Table:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """The result of a command.
-
-    Attributes:
-        fields: all of it, for `--json`.
-        parts: lines and tables, for people.
-        exit_code: 0, or 1 if something is wrong with a checkpoint.
-    """
+    """The result of a command."""
 
     fields: Mapping[str, Any]
     parts: Sequence[str | Table] = field(default_factory=tuple[str, ...])
@@ -76,13 +66,7 @@ def moment_text(seconds: float) -> str | None:
 
 
 def metrics_text(metrics: Mapping[str, float], *, most: int = 1000, first: str = "") -> str:
-    """Format metrics for people: `val_loss=1.25`.
-
-    Args:
-        metrics: by their names.
-        most: how many to show.
-        first: those whose names it quotes are shown first.
-    """
+    """Format metrics for people: `val_loss=1.25`."""
     ordered = sorted(metrics.items(), key=lambda each: (repr(each[0]) not in first, each[0]))
     more = f" and {len(ordered) - most} more" if len(ordered) > most else ""
     return " ".join(f"{name}={value:.6g}" for name, value in ordered[:most]) + more

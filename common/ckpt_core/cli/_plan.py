@@ -70,11 +70,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
 
 
 def _value(option: str, text: Any, kind: str) -> Any:
-    """Parse an option: rates are in GB/s, times in seconds, or have their unit.
-
-    Raises:
-        ConfigError: it is none of its kind.
-    """
+    """Parse an option: rates are in GB/s, times in seconds, or have their unit."""
     if kind in {"word", "switch"}:
         return text
     try:

@@ -22,13 +22,6 @@ class ProgressLine:
     """One line on standard error, updated in place and replaced by a summary.
 
     Concurrency: `add` on any thread.
-
-    Args:
-        what: what is being done.
-        total_bytes: how much there is to do; 0 if that is not known.
-        plain: whether to write a line now and then where standard error is no terminal; else nothing.
-        seconds: the work ends after so long, whatever is done; None if only the bytes end it.
-        unit: what is counted instead of bytes, such as "runs".
     """
 
     def __init__(

@@ -26,14 +26,7 @@ _MOST_TIERS: Final = 16
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TierColumn:
-    """One tier, as far as it could be listed.
-
-    Attributes:
-        record: of the tier; None for the root itself.
-        survey: what it holds; None if it was not asked, or cannot be reached.
-        problem: why it cannot.
-        running: whether a job may be uploading there now.
-    """
+    """One tier, as far as it could be listed."""
 
     label: str
     record: TierRecord | None = None
@@ -67,12 +60,7 @@ class TierColumn:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TierColumns:
-    """The columns of a root that has further tiers.
-
-    Attributes:
-        columns: the root first.
-        united: the checkpoints of all of them, each once.
-    """
+    """The columns of a root that has further tiers."""
 
     columns: Sequence[TierColumn]
     united: United
@@ -131,9 +119,6 @@ def tier_columns(storage: Storage, survey: Survey, arguments: Namespace) -> tupl
 
     The writer of the root chose them. So none is asked unless the user says so, and only what the user names
     gets options.
-
-    Returns:
-        The columns, None if there are no tiers; and what is wrong with the file that names them, or "".
     """
     try:
         records, problem = read_tiers(storage), ""

@@ -46,11 +46,7 @@ def run(arguments: Namespace) -> Outcome:
 
 
 def _write(path: Path, text: str) -> str:
-    """Write the page; return a line that says so.
-
-    Raises:
-        ConfigError: it cannot be written there.
-    """
+    """Write the page; return a line that says so."""
     refuse_file_of_a_root("--html", path)
     content = text.encode("utf-8", "replace")
     try:

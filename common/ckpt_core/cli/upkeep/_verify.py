@@ -42,14 +42,7 @@ _SHA256: Final = re.compile("[0-9a-f]{64}")
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Result:
-    """The result for one checkpoint.
-
-    Attributes:
-        strangers: paths that are in no manifest.
-        note: how it was verified, if not by its manifest.
-        damaged: the problem that a mark named.
-        mark: the change of its mark, in words; "" if none.
-    """
+    """The result for one checkpoint."""
 
     name: str
     failures: Sequence[FileFailure]
@@ -136,11 +129,7 @@ def run(arguments: Namespace) -> Outcome:
 
 
 def _digest(arguments: Namespace) -> str | None:
-    """Return the SHA-256 of the manifest that is wanted; None if any will do.
-
-    Raises:
-        ConfigError: it is no SHA-256, or more than one checkpoint is to have it.
-    """
+    """Return the SHA-256 of the manifest that is wanted; None if any will do."""
     if arguments.manifest_sha256 is None:
         return None
     digest = str(arguments.manifest_sha256).lower().removeprefix("sha256:")
