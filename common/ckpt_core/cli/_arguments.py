@@ -37,7 +37,7 @@ ROOT_OR_CHECKPOINT: Final[Mapping[str, Any]] = {
 
 
 class Commands(Protocol):
-    """The commands of a parser, to which each adds its own; argparse's class is private."""
+    """Commands of a parser, to which each adds itself; argparse's class is private."""
 
     @property
     def choices(self) -> Mapping[str, ArgumentParser]: ...
@@ -162,9 +162,10 @@ def open_checkpoint(place: str, options: Mapping[str, Any]) -> tuple[Storage, st
 
 
 def resolve(place: str, options: Mapping[str, Any]) -> tuple[Storage, str | int] | None:
-    """Find the root, and the committed name or the step, that a path or ROOT@STEP names.
+    """Find the root, and the committed name or the step, that a place names.
 
-    None if it names none. A directory whose own name ends in @STEP is that directory.
+    The place is a path or ROOT@STEP; None if it names no checkpoint. A directory whose own name ends in @STEP
+    is that directory.
     """
     found = step_in(place)
     with suppress(
@@ -206,7 +207,7 @@ def find_step(place: str, options: Mapping[str, Any]) -> tuple[Storage, int, str
 
 
 def find_checkpoint(place: str, options: Mapping[str, Any], *, step: int | None) -> tuple[Storage, str]:
-    """Find the checkpoint at a place; or in the root there, of a step or the newest usable.
+    """Find the checkpoint at a place, or of its root a step or the newest usable.
 
     Returns the storage of its root, and its name.
     """
@@ -238,7 +239,7 @@ def place_of(arguments: Namespace) -> str:
 
 
 def options_for(place: str, arguments: Namespace) -> dict[str, Any]:
-    """Return the storage options of a command for one of its places; a path takes none."""
+    """Return the storage options for one place of a command; a path takes none."""
     return {} if is_local(place) else storage_options(arguments.storage_option, place)
 
 
@@ -253,8 +254,7 @@ def storage_options(
     """
     options: dict[str, Any] = {}
     if "://" in place and (text := environment.get(OPTIONS_VARIABLE)):
-        found = _json(text)
-        found = parse_yaml(text, OPTIONS_VARIABLE) if isinstance(found, str) else found
+        found = json_or_yaml(text, OPTIONS_VARIABLE)
         if not isinstance(found, Mapping):
             raise ConfigError(f"{OPTIONS_VARIABLE} must be a mapping of options, not {type(found).__name__}")
         options.update(found)
@@ -280,6 +280,12 @@ def _value(key: str, text: str, environment: Mapping[str, str]) -> Any:
     # A number in such a variable is more often a password.
     value = environment[name]
     return _json(value) if value.lstrip().startswith(("{", "[")) else value
+
+
+def json_or_yaml(text: str, source: str) -> Any:
+    """Parse text; YAML, which needs its package, only if it is no JSON."""
+    found = _json(text)
+    return parse_yaml(text, source) if isinstance(found, str) else found
 
 
 def _json(text: str) -> Any:

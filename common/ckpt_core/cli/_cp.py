@@ -54,7 +54,7 @@ _OF_HOSTS: Final = re.compile(r"(?:checkpoint|epoch|step)[-_=][0-9]+|[A-Za-z0-9]
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Selection:
+class _CopySource:
     """Checkpoints of one root that are to be copied, in this order.
 
     Attributes:
@@ -76,7 +76,7 @@ class _Selection:
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Result:
+class _CopyResult:
     """`copied`; `there`: the target had it; `gone`: pruned meanwhile; or `FAILED`."""
 
     info: CheckpointInfo
@@ -128,7 +128,7 @@ def upload(arguments: Namespace) -> Outcome:
     there = Catalog(target).survey()
     infos = survey.committed if arguments.all else _due(record or TierRecord(url=url), survey, there)
     names = {info.save_id: info.name for info in there.everything}
-    selection = _Selection(
+    selection = _CopySource(
         source=storage,
         # What the tier has by another name, because its own was taken, is not sent again.
         infos=[info for info in infos[::-1] if names.get(info.save_id, info.name) == info.name],
@@ -142,7 +142,7 @@ def upload(arguments: Namespace) -> Outcome:
 
 
 def _judge_of_owners(storage: Storage, *, is_tier: bool) -> Callable[[Owner], bool]:
-    """Return what tells whether the owner of a tier has ended; refuse if its job lives."""
+    """Return what tells whether a tier's owner has ended; refuse if its job lives."""
     last, idle = Owner.of(storage), is_idle(storage)
     if idle is False and is_tier:
         raise RootBusyError(
@@ -181,7 +181,7 @@ def _pace_of(arguments: Namespace) -> Throttle | None:
     return None if rate is None else Throttle(rate)
 
 
-def _select(place: str, arguments: Namespace) -> _Selection:
+def _select(place: str, arguments: Namespace) -> _CopySource:
     """Find what a source names: a step or name of a root, or all of it."""
     options = options_for(place, arguments)
     found = resolve(place, options)
@@ -194,11 +194,11 @@ def _select(place: str, arguments: Namespace) -> _Selection:
         same = [each for each in survey.everything if each.manifest_sha256 == info.manifest_sha256]
         own = next((each for each in same if each.name == info.name), None) or next(iter(same), info)
         named = which == own.name
-        return _Selection(source=storage, infos=[own], relatives=survey.everything, named=named)
+        return _CopySource(source=storage, infos=[own], relatives=survey.everything, named=named)
     if not survey.everything and not survey.unreadable:
         raise none_committed(storage)
     infos = survey.everything if arguments.all else survey.committed
-    return _Selection(
+    return _CopySource(
         source=storage,
         infos=infos[::-1],  # the newest first
         relatives=survey.everything,
@@ -207,7 +207,7 @@ def _select(place: str, arguments: Namespace) -> _Selection:
     )
 
 
-def _refuse_conflicts(selections: Sequence[_Selection], target: Storage, survey: Survey) -> None:
+def _refuse_conflicts(selections: Sequence[_CopySource], target: Storage, survey: Survey) -> None:
     there = {info.name: info for info in survey.everything}
     taken: list[str] = []
     for info in (info for selection in selections for info in selection.infos):
@@ -223,7 +223,7 @@ def _refuse_conflicts(selections: Sequence[_Selection], target: Storage, survey:
         )
 
 
-def _refuse_other_runs(selections: Sequence[_Selection], target: Storage, survey: Survey) -> None:
+def _refuse_other_runs(selections: Sequence[_CopySource], target: Storage, survey: Survey) -> None:
     """Refuse to mix runs in one root: but for the last, they count as abandoned."""
     theirs = _lines(survey.everything)
     for selection in selections:
@@ -243,21 +243,21 @@ def _lines(infos: Iterable[CheckpointInfo]) -> set[str]:
 
 
 def _copy_all(
-    selections: Sequence[_Selection],
+    selections: Sequence[_CopySource],
     target: Storage,
     survey: Survey,
     *,
     pace: Throttle | None,
     claim: Callable[[], AbstractContextManager[Lease]],
     mixed: bool = False,
-) -> list[_Result]:
+) -> list[_CopyResult]:
     """Copy checkpoints, except those that the target has; damage stops only its own.
 
     The target is claimed if there is something to copy or to clear away. One of mixed runs gets no journal.
     """
-    results: list[_Result] = []
+    results: list[_CopyResult] = []
     there = {info.name: info for info in survey.everything}
-    todo: list[tuple[_Selection, CheckpointInfo]] = []
+    todo: list[tuple[_CopySource, CheckpointInfo]] = []
     for selection, info in ((each, info) for each in selections for info in each.infos):
         found = there.get(info.name)
         if found is None or (selection.renames and found.manifest_sha256 != info.manifest_sha256):
@@ -285,7 +285,7 @@ def _copy_all(
 
 
 def _refuse_places(
-    todo: Sequence[tuple[_Selection, CheckpointInfo]], target: Storage, there: Container[str]
+    todo: Sequence[tuple[_CopySource, CheckpointInfo]], target: Storage, there: Container[str]
 ) -> None:
     """Refuse names with a meaning elsewhere, and to join what is no checkpoint.
 
@@ -328,22 +328,24 @@ def _refuse_without_room(target: Storage, infos: Sequence[CheckpointInfo]) -> No
         )
 
 
-def _found(selection: _Selection, info: CheckpointInfo, found: CheckpointInfo, target: Storage) -> _Result:
+def _found(
+    selection: _CopySource, info: CheckpointInfo, found: CheckpointInfo, target: Storage
+) -> _CopyResult:
     if found.damaged is not None:
         problem = (
             f"it is there, and marked as damaged ({found.damaged}): look at it with `ckpt verify`; after "
             f"`ckpt prune {target.url} --damaged` it can be copied again"
         )
-        return _Result(info=info, source=selection.source.url, state="FAILED", problem=problem)
+        return _CopyResult(info=info, source=selection.source.url, state="FAILED", problem=problem)
     _carry_marks(selection, info, found, target)
-    return _Result(info=info, source=selection.source.url, state="there")
+    return _CopyResult(info=info, source=selection.source.url, state="there")
 
 
 def _copied(
-    selection: _Selection, info: CheckpointInfo, target: Storage, *, terms: CopyTerms, lease: Lease
-) -> _Result:
+    selection: _CopySource, info: CheckpointInfo, target: Storage, *, terms: CopyTerms, lease: Lease
+) -> _CopyResult:
     source = selection.source
-    failed = _Result(info=info, source=source.url, state="FAILED")
+    failed = _CopyResult(info=info, source=source.url, state="FAILED")
     try:
         # Files of others with a hidden name, such as `.git/config`.
         paths = [entry.path for entry in Catalog(source).manifest(info.name).files]
@@ -364,7 +366,9 @@ def _copied(
     return replace(failed, info=replace(info, name=found.name), state="copied")
 
 
-def _carry_marks(selection: _Selection, info: CheckpointInfo, found: CheckpointInfo, target: Storage) -> None:
+def _carry_marks(
+    selection: _CopySource, info: CheckpointInfo, found: CheckpointInfo, target: Storage
+) -> None:
     """Mark what is bad, and pin what a run has pinned; damage is of one place."""
     if info.bad is not None and found.bad is None:
         Catalog(target).mark_bad(found.name, info.bad)
@@ -402,7 +406,7 @@ def _carry_journal(journal: JoinedJournal) -> None:
         _logger.warning("the checkpoints were copied, and their journal was not: %s", error)
 
 
-def _outcome(target: Storage, results: Sequence[_Result], unreadable: Sequence[str]) -> Outcome:
+def _outcome(target: Storage, results: Sequence[_CopyResult], unreadable: Sequence[str]) -> Outcome:
     copied = [each for each in results if each.state == "copied"]
     size = bytes_text(sum(each.info.size_bytes for each in copied))
     return Outcome(
@@ -421,7 +425,7 @@ def _outcome(target: Storage, results: Sequence[_Result], unreadable: Sequence[s
     )
 
 
-def _fields(each: _Result) -> dict[str, Any]:
+def _fields(each: _CopyResult) -> dict[str, Any]:
     return {
         "source": each.source,
         "name": each.info.name,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any, Final
 
+from ckpt_core.cli._arguments import json_or_yaml
 from ckpt_core.cli._outcome import Outcome, Table
 from ckpt_core.errors import ConfigError
-from ckpt_core.options import parse_size, parse_yaml, policy_from
+from ckpt_core.options import parse_size, policy_from
 from ckpt_core.planning import CostPlan, PlanTerms, find_model, option_of
 from ckpt_core.validation import duration, require, seconds_of
 
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
         for each in _TERMS
         if given[each.name] is not None
     }
-    keep = {text: policy_from(_policy(text), "keep") for text in arguments.keep or _KEEPS}
+    keep = {text: policy_from(json_or_yaml(text, "--keep"), "keep") for text in arguments.keep or _KEEPS}
     plan = CostPlan(PlanTerms(model=find_model(arguments.model), keep=keep, **known))
     record = plan.record()
     return Outcome(fields=record, parts=_parts(plan, record))
@@ -62,13 +62,6 @@ def _value(option: str, text: Any, kind: str) -> Any:
         require("plan", duration(option, number))
         return float(seconds_of(number))
     return number
-
-
-def _policy(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return parse_yaml(text, "--keep")
 
 
 def _parts(plan: CostPlan, record: dict[str, Any]) -> list[str | Table]:

@@ -1,4 +1,4 @@
-"""`ls`: list the checkpoints of a root and of its tiers, or the runs of a directory."""
+"""`ls`: list the checkpoints of a root and its tiers, or the runs of a directory."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def _info_table(
 
 
 def _tiers(storage: Storage, survey: Survey, arguments: Namespace) -> tuple[list[_Column], str]:
-    """List a root and its further tiers, nothing without any; and why they are not known.
+    """List a root and its tiers, nothing without any; and why they are not known.
 
     The writer of the root chose them. So none is asked unless the user says so, and only what the user names
     gets options.

@@ -186,9 +186,7 @@ def _outcome(storage: Storage, plan: PrunePlan, torn: Sequence[str], *, dry_run:
             "keep": [{"step": step, "reasons": reasons} for step, reasons in plan.keep.items()],
             "drop": [asdict(info) for info in plan.drop],
             "torn": torn,
-            "damaged": [asdict(info) for info in plan.damaged],
-            "bad": [asdict(info) for info in plan.bad],
-            "abandoned": [asdict(info) for info in plan.abandoned],
+            **{kind: [asdict(info) for info in getattr(plan, kind)] for kind in _UNUSABLE},
         },
         parts=[
             *([Table(columns=("", "STEP", "WHY"), rows=rows)] if rows else []),

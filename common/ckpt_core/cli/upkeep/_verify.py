@@ -39,7 +39,7 @@ _SHA256: Final = re.compile("[0-9a-f]{64}")
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Result:
-    """The result for one checkpoint; `damaged` is what a mark named, `mark` how it changed."""
+    """The result for one checkpoint; `damaged` is its earlier mark, `mark` its change."""
 
     name: str
     failures: Sequence[FileFailure]
