@@ -12,7 +12,7 @@ import pytest
 import ckpt_core
 from ckpt_core import CheckpointManager, CheckpointOptions, ConfigError
 from ckpt_core.cli import main
-from ckpt_core.cli._main import _parser
+from ckpt_core.cli._commands import parser
 from ckpt_core.vocabulary import COMMANDS, NAMES, OPTIONS
 
 
@@ -49,7 +49,7 @@ def test_an_option_of_another_library_is_answered_with_what_to_write(option, val
 
 
 def test_no_word_of_others_is_one_of_ours_and_each_command_named_exists():
-    commands = next(each for each in _parser()._actions if each.choices).choices
+    commands = next(each for each in parser()._actions if each.choices).choices
     assert not COMMANDS.keys() & commands.keys()
     assert not OPTIONS.keys() & {each.name for each in fields(CheckpointOptions)}
     assert not NAMES.keys() & {*ckpt_core.__all__, *dir(CheckpointManager)}

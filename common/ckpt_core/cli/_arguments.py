@@ -7,14 +7,12 @@ import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any, Final, Protocol
 
 from ckpt_core.commit import (
     Catalog,
     Lease,
     Owner,
-    Survey,
     file_as_root,
     look_around,
     refuse_as_root,
@@ -23,7 +21,7 @@ from ckpt_core.commit import (
 from ckpt_core.disclosure import public_url
 from ckpt_core.errors import CheckpointNotFoundError, ConfigError, RootBusyError
 from ckpt_core.hosting import CheckpointPath, root_of
-from ckpt_core.names import DAMAGED, JOURNAL, MARKER, PINS, TIERS, WRITER, can_count, is_own_file
+from ckpt_core.names import MARKER, WRITER, can_count
 from ckpt_core.options import parse_yaml
 from ckpt_core.storage import Storage, excludes_others, open_storage
 
@@ -32,13 +30,6 @@ OPTIONS_VARIABLE: Final = "CKPT_SUITE_STORAGE_OPTIONS"
 _COMMANDS: Final = frozenset({"ckpt cp", "ckpt prune", "ckpt upload"})
 _LOCAL: Final = ("file://", "local://")
 _MOST_DIGITS: Final = 18
-
-
-CHECKPOINT: Final[Mapping[str, Any]] = {
-    "metavar": "CHECKPOINT",
-    "help": "ROOT@STEP, or the path or URL of a checkpoint",
-}
-"""The argument of a command that takes one checkpoint."""
 ROOT_OR_CHECKPOINT: Final[Mapping[str, Any]] = {
     "metavar": "ROOT_OR_CHECKPOINT",
     "help": "path or URL of a run or of a checkpoint, or ROOT@STEP",
@@ -46,16 +37,12 @@ ROOT_OR_CHECKPOINT: Final[Mapping[str, Any]] = {
 
 
 class Commands(Protocol):
-    """The commands of a parser, to which each adds its own."""
+    """Commands of a parser, to which each adds itself; argparse's class is private."""
 
     @property
-    def choices(self) -> Mapping[str, ArgumentParser]:
-        """The parsers by their commands."""
-        ...
+    def choices(self) -> Mapping[str, ArgumentParser]: ...
 
-    def add_parser(self, *args: Any, **kwargs: Any) -> ArgumentParser:
-        """Add a command; see `argparse`."""
-        ...
+    def add_parser(self, *args: Any, **kwargs: Any) -> ArgumentParser: ...
 
 
 @contextmanager
@@ -69,20 +56,12 @@ def claimed(
     """Hold the lease of a root for a command.
 
     Where storage cannot lock, an owner in `writer.json` may be alive, and to take its root would stop its
-    saves. So only a command that has ended on this host loses its claim without `take_over`.
-
-    Args:
-        storage: the root.
-        command: its name, shown to a job that is refused.
-        take_over: whether the user says that the owner has ended.
-        has_ended: returns whether an owner has certainly ended, for a reason that the command knows.
-
-    Raises:
-        RootBusyError: another live job holds the root, or may hold it.
+    saves. So without `take_over` only a command that has ended on this host loses its claim, or an owner that
+    `has_ended` for a reason that the command knows.
     """
     owner = Owner.of(storage)
     known = take_over or is_left_over(owner) or owner is None or has_ended(owner)
-    if not known and not _locks(storage):
+    if not known and is_idle(storage) is None:
         advice = ", or use --dry-run" if command == "ckpt prune" else ""
         raise RootBusyError(
             f"{storage.url} belongs to {owner}: if that job has ended, add --take-over; "
@@ -99,13 +78,16 @@ def is_left_over(owner: Owner | None) -> bool:
     return owner is not None and owner.job in _COMMANDS and owner.has_ended
 
 
-def _locks(storage: Storage) -> bool:
-    """Return whether a live job would hold a lock."""
-    lock = storage.try_lock(WRITER)
+def is_idle(storage: Storage) -> bool | None:
+    """Return whether no job holds the lock of a root; None if no lock tells."""
+    try:
+        lock = storage.try_lock(WRITER)
+    except OSError:  # a root that this user can only read
+        return None
     if lock is None:
-        return True
+        return False
     lock.release()
-    return excludes_others(lock)
+    return True if excludes_others(lock) else None
 
 
 def is_local(place: str) -> bool:
@@ -114,12 +96,7 @@ def is_local(place: str) -> bool:
 
 
 def open_place(place: str, options: Mapping[str, Any]) -> Storage:
-    """Open the storage of a directory or prefix that holds something.
-
-    Raises:
-        CheckpointNotFoundError: there is nothing at that place.
-        ConfigError: the place cannot be opened.
-    """
+    """Open the storage of a directory or prefix that holds something."""
     storage = open_storage(root_of(place), options)
     try:
         entries = storage.list("")
@@ -131,12 +108,7 @@ def open_place(place: str, options: Mapping[str, Any]) -> Storage:
 
 
 def open_root(root: str, options: Mapping[str, Any]) -> Storage:
-    """Open the storage of a root that holds something; touch nothing in it.
-
-    Raises:
-        CheckpointNotFoundError: there is nothing at that place.
-        ConfigError: the place cannot be opened, or is a checkpoint.
-    """
+    """Open the storage of a root that holds something; touch nothing in it."""
     try:
         storage = open_place(root, options)
     except CheckpointNotFoundError:
@@ -150,36 +122,14 @@ def open_root(root: str, options: Mapping[str, Any]) -> Storage:
     return storage
 
 
-def find_root(root: str, options: Mapping[str, Any]) -> tuple[Storage, Survey]:
-    """Open a root that holds checkpoints, and list them.
-
-    Raises:
-        CheckpointNotFoundError: it holds none.
-        ConfigError: the place cannot be opened.
-    """
-    storage = open_root(root, options)
-    survey = Catalog(storage).survey()
-    if not survey.everything and not survey.unreadable:
-        raise none_committed(storage)
-    return storage, survey
-
-
 def none_committed(storage: Storage) -> CheckpointNotFoundError:
     """Return the error for a root without checkpoints, with what is there instead."""
-    return CheckpointNotFoundError(
-        "; ".join(
-            [f"{storage.url}: no checkpoint is committed there", *look_around(storage).advice(storage.url)]
-        )
-    )
+    advice = look_around(storage).advice(storage.url)
+    return CheckpointNotFoundError("; ".join([f"{storage.url}: no checkpoint is committed there", *advice]))
 
 
 def open_target(root: str, options: Mapping[str, Any]) -> Storage:
-    """Open the storage of a root to copy to, and prove that it can be written.
-
-    Raises:
-        ConfigError: the place cannot be opened, or is a checkpoint.
-        OSError: it cannot be written.
-    """
+    """Open the storage of a root to copy to, and prove that it can be written."""
     storage = open_storage(root_of(root), options)
     refuse_as_root(storage)
     storage.check_root()
@@ -198,92 +148,68 @@ def step_in(place: str) -> tuple[str, int] | None:
     return None if not root or step is None else (root, step)
 
 
-def refuse_file_of_a_root(option: str, path: Path) -> None:
-    """Refuse to write a file of the user's over one of a root, or into a checkpoint.
-
-    Raises:
-        ConfigError: it is one, or would lie in one.
-    """
-    place = path.absolute()
-    own = is_own_file(place.name) or place.name in JOURNAL | {DAMAGED, PINS, TIERS, WRITER}
-    if own or any((parent / MARKER).exists() for parent in place.parents):
-        what = "is the name of a file of checkpoints" if own else "lies in a checkpoint"
-        raise ConfigError(f"{option} {path}: it {what}; write it elsewhere")
-
-
 def nothing_at(place: str) -> CheckpointNotFoundError:
-    """Return the error for an empty place."""
     return CheckpointNotFoundError(f"{place}: there is nothing")
 
 
 def open_checkpoint(place: str, options: Mapping[str, Any]) -> tuple[Storage, str]:
     """Open the root of a checkpoint; return it and the checkpoint's name, unchecked.
 
-    Raises:
-        ConfigError: the place has no parent, or cannot be opened.
+    A bucket, which has no parent, is a ConfigError.
     """
     found = CheckpointPath.of(place)
     return open_storage(found.root, options), found.name
 
 
-def named_checkpoint(place: str, options: Mapping[str, Any]) -> tuple[Storage, str] | None:
-    """Find the checkpoint that a place names: its own path, or ROOT@STEP.
+def resolve(place: str, options: Mapping[str, Any]) -> tuple[Storage, str | int] | None:
+    """Find the root, and the committed name or the step, that a place names.
 
-    Returns the storage of its root, and its name, committed or torn; None if the place is none, but may be a
-    root. A directory whose own name ends in @STEP is that directory.
-
-    Raises:
-        CheckpointNotFoundError: the root has no such step.
-        ConfigError: the place cannot be opened.
+    The place is a path or ROOT@STEP; None if it names no checkpoint. A directory whose own name ends in @STEP
+    is that directory.
     """
     found = step_in(place)
-    try:
+    with suppress(
+        ConfigError
+    ):  # a bucket has no parent; any other error is raised when it is opened as a root
         storage, name = open_checkpoint(place, options)
-    except ConfigError:
-        if found is None:
-            return None  # a bucket has no parent; any other error is raised when it is opened as a root
-    else:
-        if not can_count(name) or storage.exists(f"{name}/{MARKER}"):
+        if storage.exists(f"{name}/{MARKER}"):
             return storage, name
         if found is None or storage.entry(name) is not None:
             return None
-    root = open_root(found[0], options)
-    return root, Catalog(root).name_of(found[1])
+    return None if found is None else (open_root(found[0], options), found[1])
+
+
+def named_checkpoint(place: str, options: Mapping[str, Any]) -> tuple[Storage, str] | None:
+    """Find root and name of the checkpoint that a place names, committed or torn.
+
+    None if the place is none, but may be a root.
+    """
+    with suppress(ConfigError):
+        storage, name = open_checkpoint(place, options)
+        if not can_count(name):
+            return storage, name
+    if (found := resolve(place, options)) is None:
+        return None
+    root, which = found
+    return root, Catalog(root).name_of(which) if isinstance(which, int) else which
 
 
 def find_step(place: str, options: Mapping[str, Any]) -> tuple[Storage, int, str | None]:
-    """Find root and step that a place names; and the name if it is a path.
-
-    Raises:
-        CheckpointNotFoundError: there is no such root.
-        ConfigError: the place names no step.
-    """
-    found = step_in(place)
-    with suppress(ConfigError):  # a bucket has no parent
-        storage, name = open_checkpoint(place, options)
-        if storage.exists(f"{name}/{MARKER}"):
-            return storage, Catalog(storage).marker(name).step, name
-        found = None if storage.entry(name) is not None else found
-    if found is None:
+    """Find root and step that a place names; and the name if it is a path."""
+    if (found := resolve(place, options)) is None:
         raise ConfigError(
             f"{public_url(place)!r} names no checkpoint: write ROOT@STEP (runs/llama@1200), or its path"
         )
-    return open_root(found[0], options), found[1], None
+    root, which = found
+    if isinstance(which, int):
+        return root, which, None
+    return root, Catalog(root).marker(which).step, which
 
 
 def find_checkpoint(place: str, options: Mapping[str, Any], *, step: int | None) -> tuple[Storage, str]:
-    """Find the checkpoint at a place, or one in the root that is there.
+    """Find the checkpoint at a place, or of its root a step or the newest usable.
 
     Returns the storage of its root, and its name.
-
-    Args:
-        place: a checkpoint, or a root.
-        options: of the storage.
-        step: which of the root; the newest that can be used if None.
-
-    Raises:
-        CheckpointNotFoundError: the root has none.
-        ConfigError: the place cannot be opened.
     """
     if step is not None:
         root = open_root(place, options)
@@ -309,7 +235,12 @@ def place_of(arguments: Namespace) -> str:
     several = [*given.get("sources", ()), given.get("target"), given.get("other")]
     if found := [str(place) for place in several if "://" in str(place)] or given.get("sources"):
         return str(found[0])
-    return str(next(given[name] for name in ("root", "place", "checkpoint") if name in given))
+    return str(next((given[name] for name in ("root", "place", "checkpoint") if name in given), ""))
+
+
+def options_for(place: str, arguments: Namespace) -> dict[str, Any]:
+    """Return the storage options for one place of a command; a path takes none."""
+    return {} if is_local(place) else storage_options(arguments.storage_option, place)
 
 
 def storage_options(
@@ -317,19 +248,13 @@ def storage_options(
 ) -> dict[str, Any]:
     """Collect the storage options: of the environment, for a URL, then those given.
 
-    Args:
-        pairs: `key=value`, the value JSON where it reads as such, else text; or `key=@NAME`, the value of the
-            variable NAME, JSON if that is an object or a list, else text; `key=@@text` is the text `@text`.
-        place: path or URL.
-        environment: where variables are looked for.
-
-    Raises:
-        ConfigError: a pair has no `=`, or a variable is not there or not a mapping; no value is shown.
+    A pair is `key=value`, the value JSON where it reads as such, else text; or `key=@NAME`, the value of the
+    variable NAME, JSON if that is an object or a list, else text; `key=@@text` is the text `@text`. Errors
+    show no value.
     """
     options: dict[str, Any] = {}
     if "://" in place and (text := environment.get(OPTIONS_VARIABLE)):
-        found = _json(text)
-        found = parse_yaml(text, OPTIONS_VARIABLE) if isinstance(found, str) else found
+        found = json_or_yaml(text, OPTIONS_VARIABLE)
         if not isinstance(found, Mapping):
             raise ConfigError(f"{OPTIONS_VARIABLE} must be a mapping of options, not {type(found).__name__}")
         options.update(found)
@@ -355,6 +280,12 @@ def _value(key: str, text: str, environment: Mapping[str, str]) -> Any:
     # A number in such a variable is more often a password.
     value = environment[name]
     return _json(value) if value.lstrip().startswith(("{", "[")) else value
+
+
+def json_or_yaml(text: str, source: str) -> Any:
+    """Parse text; YAML, which needs its package, only if it is no JSON."""
+    found = _json(text)
+    return parse_yaml(text, source) if isinstance(found, str) else found
 
 
 def _json(text: str) -> Any:

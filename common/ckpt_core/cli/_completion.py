@@ -6,7 +6,6 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from typing import Final
 
-from ckpt_core.cli._arguments import Commands
 from ckpt_core.cli._outcome import Outcome
 
 _BASH: Final = """\
@@ -55,23 +54,8 @@ function __ckpt_steps
 end"""
 
 
-def add(commands: Commands, shared: ArgumentParser) -> None:
-    """Add the command to those of `ckpt`."""
-    command = commands.add_parser(
-        "completion",
-        parents=[shared],
-        help="write a script with which a shell completes this command",
-        description='Writes a script for the shell: eval "$(ckpt completion bash)", the same for zsh, and '
-        "`ckpt completion fish | source`.",
-    )
-    command.add_argument("shell", choices=("bash", "zsh", "fish"))
-    command.set_defaults(command=run, commands=commands, place="")
-
-
 def run(arguments: Namespace) -> Outcome:
-    """Write the script of one shell, made of the parsers of all commands."""
-    commands: Commands = arguments.commands
-    parsers = commands.choices
+    parsers: Mapping[str, ArgumentParser] = arguments.commands
     script = _fish(parsers) if arguments.shell == "fish" else _bash(parsers)
     script = _ZSH + script if arguments.shell == "zsh" else script
     return Outcome(fields={"shell": arguments.shell, "script": script}, parts=script.rstrip("\n").split("\n"))

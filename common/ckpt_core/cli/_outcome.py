@@ -7,24 +7,20 @@ import math
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final, TypeAlias, final
 
 from ckpt_core.disclosure import printable
 
 Row: TypeAlias = tuple[str, ...]
-_GAP: Final = 2
+_GAP: Final = "  "
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Rows of text under a header.
-
-    Attributes:
-        figures: the first column of those aligned to the right.
-    """
+    """Rows of text under a header; columns from `figures` on are aligned to the right."""
 
     columns: Row
     rows: Sequence[Row]
@@ -34,21 +30,14 @@ class Table:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """The result of a command.
-
-    Attributes:
-        fields: all of it, for `--json`.
-        parts: lines and tables, for people.
-        exit_code: 0, or 1 if something is wrong with a checkpoint.
-    """
+    """The result of a command: `fields` for `--json`, `parts` for people."""
 
     fields: Mapping[str, Any]
-    parts: Sequence[str | Table] = field(default_factory=tuple[str, ...])
+    parts: Sequence[str | Table] = ()
     exit_code: int = 0
 
 
 def show(outcome: Outcome, *, as_json: bool) -> None:
-    """Write an outcome to standard output."""
     if as_json:
         sys.stdout.write(json.dumps(_without_nan(outcome.fields), indent=2) + "\n")
         return
@@ -76,13 +65,7 @@ def moment_text(seconds: float) -> str | None:
 
 
 def metrics_text(metrics: Mapping[str, float], *, most: int = 1000, first: str = "") -> str:
-    """Format metrics for people: `val_loss=1.25`.
-
-    Args:
-        metrics: by their names.
-        most: how many to show.
-        first: those whose names it quotes are shown first.
-    """
+    """Format metrics for people: `val_loss=1.25`."""
     ordered = sorted(metrics.items(), key=lambda each: (repr(each[0]) not in first, each[0]))
     more = f" and {len(ordered) - most} more" if len(ordered) > most else ""
     return " ".join(f"{name}={value:.6g}" for name, value in ordered[:most]) + more
@@ -92,24 +75,19 @@ def _show_plain(table: Table) -> None:
     lines = [tuple(map(printable, row)) for row in (table.columns, *table.rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     if sys.stdout.isatty():
-        widths = _fitted(widths, shutil.get_terminal_size().columns - _GAP * (len(widths) - 1))
+        room = shutil.get_terminal_size().columns - len(_GAP) * (len(widths) - 1)
+        while sum(widths) > room and max(widths) > 1:
+            widths[widths.index(max(widths))] -= 1
     for line in lines:
-        text = (" " * _GAP).join(
+        cut = [
+            cell if len(cell) <= width else f"{cell[: width - 1]}…"
+            for cell, width in zip(line, widths, strict=True)
+        ]
+        cells = [
             cell.ljust(width) if place < table.figures else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(map(_cut, line, widths), widths, strict=True))
-        )
-        sys.stdout.write(text.rstrip() + "\n")
-
-
-def _fitted(widths: list[int], room: int) -> list[int]:
-    """Make the widest columns narrower, until all of them have room."""
-    while sum(widths) > room and max(widths) > 1:
-        widths[widths.index(max(widths))] -= 1
-    return widths
-
-
-def _cut(cell: str, width: int) -> str:
-    return cell if len(cell) <= width else f"{cell[: width - 1]}…"
+            for place, (cell, width) in enumerate(zip(cut, widths, strict=True))
+        ]
+        sys.stdout.write(_GAP.join(cells).rstrip() + "\n")
 
 
 def _show_rich(table: Table) -> bool:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any, Final
 
-from ckpt_core.cli._arguments import Commands
+from ckpt_core.cli._arguments import json_or_yaml
 from ckpt_core.cli._outcome import Outcome, Table
 from ckpt_core.errors import ConfigError
-from ckpt_core.options import parse_size, parse_yaml, policy_from
+from ckpt_core.options import parse_size, policy_from
 from ckpt_core.planning import CostPlan, PlanTerms, find_model, option_of
 from ckpt_core.validation import duration, require, seconds_of
 
@@ -19,42 +19,18 @@ _KEEPS: Final = ("{latest: 1}", "{latest: 3}", "{latest: 3, every_seconds: 86400
 _TERMS: Final = [each for each in fields(PlanTerms) if each.metadata]
 
 
-def add(commands: Commands, shared: argparse.ArgumentParser) -> None:
-    """Add the command and its options."""
-    command = commands.add_parser(
-        "plan",
-        parents=[shared],
-        help="plan what checkpoints will cost: bytes, stall, interval, overhead, money",
-        description="Plans the checkpoints of a training that need not run yet: bytes by component and by "
-        "rank, times of a save and a restore, the interval that loses least, expected goodput, and bytes and "
-        "money in a month of 30 days. All that is assumed is printed, with its source and its option.",
-    )
-    command.add_argument(
-        "model",
-        metavar="MODEL",
-        help="number of parameters (70B), a config.json of Hugging Face or its directory, or "
-        "package.module:function, whose model is built on the meta device",
-    )
-    command.add_argument(
-        "--keep",
-        action="append",
-        metavar="POLICY",
-        help="retention policy as in options: '{latest: 3, every: 1000}'; may be repeated, to compare",
-    )
+def options() -> Iterator[tuple[str, Mapping[str, Any]]]:
     for each in _TERMS:
         term = each.metadata
-        source = f": {term['source']}" if term["source"] else ""
-        default = f" ({each.default}{source})" if each.default is not None else ""
         settings: dict[str, Any] = {"choices": term["choices"]} if term["choices"] else {"metavar": "N"}
         if term["kind"] == "switch":
             settings = {"action": "store_true", "default": None}
-        text = f"{term['text']}{default}".replace("%", "%%")
-        command.add_argument(option_of(each.name), help=text, **settings)
-    command.set_defaults(command=run, place="")
+        source = f": {term['source']}" if term["source"] else ""
+        default = f" ({each.default}{source})" if each.default is not None else ""
+        yield option_of(each.name), settings | {"help": f"{term['text']}{default}".replace("%", "%%")}
 
 
 def run(arguments: argparse.Namespace) -> Outcome:
-    """Plan, and show the plan."""
     given = {each.name: getattr(arguments, each.name) for each in _TERMS}
     if given["save"] == _OPTIMUM:
         given["save"] = None
@@ -63,18 +39,14 @@ def run(arguments: argparse.Namespace) -> Outcome:
         for each in _TERMS
         if given[each.name] is not None
     }
-    keep = {text: policy_from(_policy(text), "keep") for text in arguments.keep or _KEEPS}
+    keep = {text: policy_from(json_or_yaml(text, "--keep"), "keep") for text in arguments.keep or _KEEPS}
     plan = CostPlan(PlanTerms(model=find_model(arguments.model), keep=keep, **known))
     record = plan.record()
     return Outcome(fields=record, parts=_parts(plan, record))
 
 
 def _value(option: str, text: Any, kind: str) -> Any:
-    """Parse an option: rates are in GB/s, times in seconds, or have their unit.
-
-    Raises:
-        ConfigError: it is none of its kind.
-    """
+    """Parse an option: rates are in GB/s, times in seconds, or have their unit."""
     if kind in {"word", "switch"}:
         return text
     try:
@@ -90,13 +62,6 @@ def _value(option: str, text: Any, kind: str) -> Any:
         require("plan", duration(option, number))
         return float(seconds_of(number))
     return number
-
-
-def _policy(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return parse_yaml(text, "--keep")
 
 
 def _parts(plan: CostPlan, record: dict[str, Any]) -> list[str | Table]:

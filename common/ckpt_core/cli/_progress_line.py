@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import threading
@@ -21,29 +20,13 @@ _CLEAR: Final = "\r\x1b[K"
 class ProgressLine:
     """One line on standard error, updated in place and replaced by a summary.
 
+    Where that is no terminal, a line now and then if `plain`, else nothing. A total of 0 is not known yet.
     Concurrency: `add` on any thread.
-
-    Args:
-        what: what is being done.
-        total_bytes: how much there is to do; 0 if that is not known.
-        plain: whether to write a line now and then where standard error is no terminal; else nothing.
-        seconds: the work ends after so long, whatever is done; None if only the bytes end it.
-        unit: what is counted instead of bytes, such as "runs".
     """
 
-    def __init__(
-        self,
-        what: str,
-        total_bytes: int,
-        *,
-        plain: bool = False,
-        seconds: float | None = None,
-        unit: str = "",
-    ) -> None:
-        self._seconds = math.inf if seconds is None else seconds
+    def __init__(self, what: str, total_bytes: int, *, plain: bool = False) -> None:
         self._what = what
         self._total_bytes = total_bytes
-        self._unit = unit
         self._terminal = bool(sys.stderr and sys.stderr.isatty())
         self._shown = self._terminal or plain
         self._every = _EVERY_SECONDS if self._terminal else _PLAIN_EVERY_SECONDS
@@ -52,13 +35,12 @@ class ProgressLine:
         self._began = self._written = time.monotonic()
 
     def add(self, size_bytes: int) -> None:
-        """Add to the number of bytes done."""
         with self._lock:
             self._done_bytes += size_bytes
             now = time.monotonic()
             if self._shown and now - self._written >= self._every:
                 self._written = now
-                self._write(self._amount(of=self._total_bytes), left=True)
+                self._write(self._total_bytes)
 
     def expect(self, size_bytes: int) -> None:
         """Set how much there is to do, once it is known."""
@@ -71,27 +53,22 @@ class ProgressLine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if not self._terminal:
-            return
-        if kind is None:
-            self._write(self._amount(of=0))
+        if self._terminal and kind is None:
+            self._write(0)
             say("\n")
-        else:
+        elif self._terminal:
             say(_CLEAR)
 
-    def _amount(self, *, of: int) -> str:
-        amounts = [self._done_bytes, of] if of else [self._done_bytes]
-        if self._unit:
-            return f"{' of '.join(f'{each:,}' for each in amounts)} {self._unit}"
-        return " of ".join(map(bytes_text, amounts))
-
-    def _write(self, done: str, *, left: bool = False) -> None:
-        seconds = max(time.monotonic() - self._began, 1e-9)
-        rate = self._done_bytes / seconds
-        text = f"{self._what}: {done}" if self._unit else f"{self._what}: {done}, {rate / 1e9:.2f} GB/s"
-        if left and rate and self._total_bytes > self._done_bytes:
-            ends = min((self._total_bytes - self._done_bytes) / rate, self._seconds - seconds)
-            text += f", {_duration(max(ends, 0.0))} left"
+    def _write(self, total: int) -> None:
+        done = self._done_bytes
+        rate = done / max(time.monotonic() - self._began, 1e-9)
+        of = f" of {bytes_text(total)}" if total else ""
+        text = f"{self._what}: {bytes_text(done)}{of}, {rate / 1e9:.2f} GB/s"
+        if rate and total > done:
+            minutes, seconds = divmod(round((total - done) / rate), 60)
+            hours, minutes = divmod(minutes, 60)
+            text += f", {hours}:{minutes:02}" if hours else f", {minutes}"
+            text += f":{seconds:02} left"
         say(f"{_CLEAR}{text}" if self._terminal else f"ckpt: {text}\n")
 
 
@@ -105,10 +82,3 @@ def say(text: str) -> None:
     except OSError:
         # What Python still holds of it must not become an error when the process ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
-
-
-def _duration(seconds: float) -> str:
-    """Format a time for people: `1:05` for minutes, `2:01:05` for hours."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

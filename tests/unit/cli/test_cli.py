@@ -371,6 +371,12 @@ def test_verify_of_all_fails_where_a_marker_cannot_be_read(ckpt, ckpt_json, root
     }
 
 
+def test_verify_of_one_step_and_of_all_is_wrong_usage(ckpt, root):
+    code, out, err = ckpt("verify", root, "--step", 100, "--all")
+    assert (code, out) == (2, "")
+    assert "--step is of one checkpoint" in err
+
+
 def test_verify_of_a_step_that_is_not_there_is_exit_code_3(ckpt, root):
     code, _, err = ckpt("verify", root, "--step", 7)
     assert code == 3
@@ -791,14 +797,14 @@ def test_what_libraries_log_is_not_shown(root):
         f"""
         import logging, sys
         from ckpt_core import cli
-        from ckpt_core.cli.inspection import ls
+        from ckpt_core.cli.inspection import _ls as ls
 
-        def noisy(_):
+        def noisy(*_):
             logging.getLogger("gcsfs").error("forty lines")
             logging.getLogger("ckpt_core.commit").warning("a warning\\nin two lines")
             raise OSError("no network")
 
-        ls.run = noisy
+        ls.open_root = noisy
         sys.exit(cli.main(["ls", {str(root)!r}]))
         """
     )

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ckpt_core import CheckpointManager
-from ckpt_core.cli import _main, main
+from ckpt_core.cli import _commands, main
 from ckpt_core.commit import Catalog, working_name
 from ckpt_core.storage import open_storage
 
@@ -168,7 +168,7 @@ class Terminal:
 def test_every_command_and_option_is_in_every_script(capsys, shell):
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
-    parser = _main._parser()
+    parser = _commands.parser()
     (commands,) = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
     for name, command in commands.choices.items():
         options = {o for a in command._actions for o in a.option_strings if o.startswith("--")}
@@ -177,6 +177,6 @@ def test_every_command_and_option_is_in_every_script(capsys, shell):
 
 
 def test_every_help_names_the_exit_codes():
-    parser = _main._parser()
+    parser = _commands.parser()
     (commands,) = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
     assert all("Exit codes: 0" in command.format_help() for command in commands.choices.values())

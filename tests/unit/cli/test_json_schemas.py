@@ -11,7 +11,7 @@ import torch
 
 from ckpt_core import CheckpointManager, EverySteps, TrainState, Upload
 from ckpt_core.cli import main
-from ckpt_core.cli._main import _parser
+from ckpt_core.cli._commands import parser
 
 SCHEMAS = Path(__file__).parents[3] / "docs" / "schemas"
 
@@ -64,7 +64,7 @@ def test_every_command_keeps_to_the_schema_of_its_json(place, monkeypatch, capsy
 
 
 def test_every_command_has_a_schema_and_is_called():
-    commands = next(action.choices for action in _parser()._actions if action.choices)
+    commands = next(action.choices for action in parser()._actions if action.choices)
     assert (
         sorted(commands)
         == sorted(path.stem for path in SCHEMAS.iterdir())

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ckpt_core.cli._arguments import ROOT_OR_CHECKPOINT, Commands, named_checkpoint, none_committed, open_root
+from ckpt_core.cli._arguments import named_checkpoint, none_committed, open_root
 from ckpt_core.cli._outcome import Outcome, Table
 from ckpt_core.commit import Catalog, list_tensors
 from ckpt_core.errors import CheckpointError
@@ -17,21 +17,7 @@ from ckpt_core.storage import Storage, read_small
 from ckpt_core.types import CheckpointInfo
 
 
-def add(commands: Commands, shared: ArgumentParser) -> None:
-    """Add the command to those of `ckpt`."""
-    command = commands.add_parser(
-        "du",
-        parents=[shared],
-        help="show what takes the space of a root, or of one checkpoint",
-        description="Sums sizes by lineage (an unbroken line of saves) and by item (model, optimizer, …), "
-        "with what is damaged, bad, abandoned or pinned, and what crashes and prunes have left.",
-    )
-    command.add_argument("place", **ROOT_OR_CHECKPOINT)
-    command.set_defaults(command=run)
-
-
 def run(arguments: Namespace) -> Outcome:
-    """Sum the sizes of a root, or of one checkpoint."""
     named = named_checkpoint(arguments.place, arguments.storage_options)
     storage = open_root(arguments.place, arguments.storage_options) if named is None else named[0]
     infos = [info for info in Catalog(storage).survey().everything if named is None or info.name == named[1]]
@@ -50,7 +36,7 @@ def run(arguments: Namespace) -> Outcome:
             "left_over": [{"name": name, "size_bytes": size} for name, size in left.items()],
         },
         parts=[
-            *_tables(lineages, items, states),
+            *(_tables(lineages, items, states) if infos else ()),
             *(f"left over: {name}, {bytes_text(size)}" for name, size in left.items()),
             f"{bytes_text(total)} in {storage.url}",
         ],
@@ -124,27 +110,16 @@ def _size_below(storage: Storage, key: str) -> int:
 def _tables(
     lineages: Sequence[Mapping[str, Any]], items: Mapping[str, int], states: Sequence[Mapping[str, Any]]
 ) -> Iterator[str | Table]:
-    if not lineages:
-        return
-    yield Table(
-        columns=("LINEAGE", "STEPS", "CHECKPOINTS", "SIZE"),
-        rows=[
-            (
-                str(each["lineage"]),
-                f"{each['first_step']:,} - {each['last_step']:,}",
-                f"{each['checkpoints']:,}",
-                bytes_text(each["size_bytes"]),
-            )
-            for each in lineages
-        ],
-        figures=1,
-    )
+    columns = ("LINEAGE", "STEPS", "CHECKPOINTS", "SIZE")
+    rows = [(str(e["lineage"]), f"{e['first_step']:,} - {e['last_step']:,}", *_counts(e)) for e in lineages]
+    yield Table(columns=columns, rows=rows, figures=1)
     yield ""
-    rows = [(item, bytes_text(size)) for item, size in items.items()]
-    yield Table(columns=("ITEM", "SIZE"), rows=rows, figures=1)
+    by_item = [(item, bytes_text(size)) for item, size in items.items()]
+    yield Table(columns=("ITEM", "SIZE"), rows=by_item, figures=1)
     yield ""
-    yield Table(
-        columns=("STATE", "CHECKPOINTS", "SIZE"),
-        rows=[(s["state"], f"{s['checkpoints']:,}", bytes_text(s["size_bytes"])) for s in states],
-        figures=1,
-    )
+    by_state = [(each["state"], *_counts(each)) for each in states]
+    yield Table(columns=("STATE", "CHECKPOINTS", "SIZE"), rows=by_state, figures=1)
+
+
+def _counts(each: Mapping[str, Any]) -> tuple[str, str]:
+    return f"{each['checkpoints']:,}", bytes_text(each["size_bytes"])

@@ -1,48 +1,80 @@
-"""`ls`: list the checkpoints of a root, or the runs of a directory."""
+"""`ls`: list the checkpoints of a root and its tiers, or the runs of a directory."""
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final, final
 
-from ckpt_core.cli._arguments import Commands, open_root
+from ckpt_core.cli._arguments import open_root, options_for
 from ckpt_core.cli._outcome import Outcome, Table, metrics_text, moment_text, time_text
-from ckpt_core.cli._tier_columns import TierColumns, tier_columns
-from ckpt_core.commit import Catalog, look_around, replaced
-from ckpt_core.errors import PartialCheckpointError
+from ckpt_core.commit import Catalog, Owner, Survey, look_around, replaced
+from ckpt_core.crew import run_all
+from ckpt_core.disclosure import public_url
+from ckpt_core.errors import CheckpointError, PartialCheckpointError
 from ckpt_core.hosting import root_of
 from ckpt_core.journal import Record, read_events, read_history
+from ckpt_core.names import WRITER
 from ckpt_core.options import bytes_text
 from ckpt_core.reporting import why_kept
-from ckpt_core.storage import open_storage
+from ckpt_core.storage import Storage, open_storage
+from ckpt_core.tiers import TierRecord, read_tiers, unite
 from ckpt_core.types import CheckpointInfo
 
-_MOST_METRICS = 3
+_MOST_METRICS: Final = 3
+_PATIENCE_SECONDS: Final = 60.0
+"""A tier that does not answer must not keep the others from being listed; a request has a third of it."""
+_MOST_TIERS: Final = 16
+_ENDS: Final = {
+    "end": "ended",
+    "preempted": "preempted",
+    "unclean": "died",
+    "start": "no end",
+    "resume": "no end",
+}
 
 
-def add(commands: Commands, shared: ArgumentParser) -> None:
-    """Add the command to those of `ckpt`."""
-    command = commands.add_parser("ls", parents=[shared], help="list the committed checkpoints of a root")
-    command.add_argument("root", metavar="ROOT", help="path or URL of a run")
-    command.add_argument("--tiers", action="store_true", help="ask every place that tiers.json names, too")
-    command.add_argument(
-        "--tier",
-        action="append",
-        default=[],
-        metavar="URL",
-        help="ask this place, with the storage options given; may be repeated",
-    )
-    command.set_defaults(command=run)
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Column:
+    """One tier, the root itself without a record, as far as it could be listed.
+
+    Attributes:
+        survey: what it holds; None if it was not asked, or cannot be reached.
+        problem: why it cannot.
+        running: whether a job may be uploading there now.
+    """
+
+    label: str
+    record: TierRecord | None = None
+    survey: Survey | None = None
+    problem: str = ""
+    running: bool = True
+
+    def state(self, info: CheckpointInfo) -> str:
+        """Return the state of a checkpoint in this tier, "?" if it is not known."""
+        there = () if self.survey is None else self.survey.everything
+        found = next((each for each in there if each.save_id == info.save_id), None)
+        if found is not None:
+            return "committed" if found.damaged is None else "damaged"
+        if self.survey is not None and info.name in self.survey.unreadable:
+            return "damaged"
+        begun = None if self.record is None else self.record.uploading
+        if begun is not None and begun.name == info.name:
+            word = "uploading" if self.running else "waiting"
+            return f"{word} {100 * begun.done_bytes // max(begun.size_bytes, 1)} %"
+        if self.record is not None and info.name in self.record.due:
+            return "waiting"
+        return "?" if self.survey is None else "missing"
 
 
 def run(arguments: Namespace) -> Outcome:
-    """List the committed checkpoints of a root, and whatever else is there."""
     storage = open_root(arguments.root, arguments.storage_options)
     catalog, survey = Catalog(storage), Catalog(storage).survey()
-    tiers, problem = tier_columns(storage, survey, arguments)
+    tiers, problem = _tiers(storage, survey, arguments)
+    united = unite([each.survey for each in tiers if each.survey is not None]).infos
     infos, stock_aside = survey.everything, replaced(storage)
     events: list[Record] = []
     with suppress(OSError):  # a journal that cannot be read is no reason to list nothing
@@ -71,13 +103,13 @@ def run(arguments: Namespace) -> Outcome:
             "runs": around.runs,
             "children": children,
             "unlisted": around.unlisted,
-            **({} if tiers is None else {"tiers": tiers.fields}),
+            **({"tiers": list(_tier_fields(tiers[1:], united))} if tiers else {}),
         },
         parts=[
-            *_info_table(infos, tiers, why),
+            *_info_table(united if tiers else infos, tiers, why),
             *_run_table(children),
             summary,
-            *([] if tiers is None else tiers.lines),
+            *_tier_lines(storage.url, tiers[1:]),
             *([f"further tiers are not known: {problem}"] if problem else []),
             *(f"marked as damaged: {i.name}: {i.damaged}" for i in infos if i.damaged is not None),
             *(f"marked as bad: {i.name}: {i.bad}" for i in infos if i.bad is not None),
@@ -118,7 +150,8 @@ def _run_table(children: Sequence[Mapping[str, Any]]) -> list[Table]:
     rows = [
         (
             each["name"],
-            _state_text(each),
+            _ENDS.get(each["last_event"], "?")
+            + (f", {each['damaged']:,} damaged" if each["damaged"] else ""),
             "?" if each["created"] is None else time_text(each["created"]),
             "?" if each["step"] is None else f"{each['step']:,}",
             f"{each['checkpoints']:,}",
@@ -128,18 +161,6 @@ def _run_table(children: Sequence[Mapping[str, Any]]) -> list[Table]:
     ]
     columns = ("RUN", "STATE", "NEWEST (UTC)", "STEP", "CHECKPOINTS", "SIZE")
     return [Table(columns=columns, rows=rows, figures=3)] if rows else []
-
-
-def _state_text(each: Mapping[str, Any]) -> str:
-    damaged = f", {each['damaged']:,} damaged" if each["damaged"] else ""
-    words = {
-        "end": "ended",
-        "preempted": "preempted",
-        "unclean": "died",
-        "start": "no end",
-        "resume": "no end",
-    }
-    return f"{words.get(each['last_event'] or '', '?')}{damaged}"
 
 
 def _unreadable(name: str, error: Exception) -> str:
@@ -162,29 +183,97 @@ def _kept_as(info: CheckpointInfo, why: Mapping[int, Sequence[str]]) -> list[str
 
 
 def _info_table(
-    infos: Sequence[CheckpointInfo], tiers: TierColumns | None, why: Mapping[int, Sequence[str]]
+    infos: Sequence[CheckpointInfo], tiers: Sequence[_Column], why: Mapping[int, Sequence[str]]
 ) -> list[Table]:
     """Return the table of checkpoints; none without any."""
-    shown = infos if tiers is None else tiers.united.infos
-    columns = [] if tiers is None else tiers.columns
     rules = " ".join({reason for reasons in why.values() for reason in reasons})
-    table = Table(
-        columns=(
-            *("STEP", "NAME", "COMMITTED (UTC)", "SIZE", "RANKS", "METRICS", "KEPT AS"),
-            *(column.label for column in columns),
+    columns = ("STEP", "NAME", "COMMITTED (UTC)", "SIZE", "RANKS", "METRICS", "KEPT AS")
+    rows = [
+        (
+            str(info.step),
+            info.name,
+            time_text(info.created),
+            bytes_text(info.size_bytes),
+            str(info.world_size),
+            metrics_text(info.metrics, most=_MOST_METRICS, first=rules),
+            ", ".join(_kept_as(info, why)),
+            *(column.state(info) for column in tiers),
+        )
+        for info in infos
+    ]
+    return [Table(columns=(*columns, *(each.label for each in tiers)), rows=rows)] if rows else []
+
+
+def _tiers(storage: Storage, survey: Survey, arguments: Namespace) -> tuple[list[_Column], str]:
+    """List a root and its tiers, nothing without any; and why they are not known.
+
+    The writer of the root chose them. So none is asked unless the user says so, and only what the user names
+    gets options.
+    """
+    try:
+        records, problem = read_tiers(storage), ""
+    except (CheckpointError, OSError) as error:
+        records, problem = [], str(error)
+    named = {public_url(url).rstrip("/"): url for url in arguments.tier}
+    urls = {record.url.rstrip("/") for record in records}
+    records += [TierRecord(url=url) for url in named if url not in urls]
+    if not records:
+        return [], problem
+    owner = Owner.of(storage)  # no lock is taken: to look must not stop a job from starting
+    running = not owner.has_ended if owner and owner.pid else storage.lock_holder(WRITER) is not None
+    columns = [_Column(label=each.url, record=each, running=running) for each in records]
+
+    def look(number: int) -> None:
+        url = named.get(records[number].url.rstrip("/"))
+        if url is None and (not arguments.tiers or number >= _MOST_TIERS):
+            return
+        options = {} if url is None else options_for(url, arguments)
+        place = root_of(url or records[number].url)
+        try:
+            tier = open_storage(place, options, deadline_seconds=_PATIENCE_SECONDS)
+            columns[number] = replace(columns[number], survey=Catalog(tier).survey())
+        except (CheckpointError, OSError) as error:
+            columns[number] = replace(columns[number], problem=str(error))
+
+    run_all(look, range(len(columns)), _MOST_TIERS, name="ckpt-tier")
+    return [_Column(label=storage.url, survey=survey), *columns], problem
+
+
+def _tier_fields(tiers: Sequence[_Column], infos: Sequence[CheckpointInfo]) -> Iterator[dict[str, Any]]:
+    for column in tiers:
+        record = column.record or TierRecord(url=column.label)
+        states = [column.state(info) for info in infos]
+        yield {
+            "url": column.label,
+            "every": record.every,
+            "due": list(record.due),
+            "uploading": None if record.uploading is None else asdict(record.uploading),
+            "problem": column.problem or None,
+            "checkpoints": [
+                {
+                    "step": i.step,
+                    "name": i.name,
+                    "save_id": i.save_id,
+                    "state": None if state == "?" else state,
+                }
+                for i, state in zip(infos, states, strict=True)
+            ],
+        }
+
+
+def _tier_lines(root: str, tiers: Sequence[_Column]) -> list[str]:
+    """Return what is wrong with a tier, for people."""
+    waiting = [t for t in tiers if not t.running and t.record and (t.record.due or t.record.uploading)]
+    unasked = [each for each in tiers if each.survey is None and not each.problem]
+    return [
+        *(f"cannot be reached: {each.label}: {each.problem}" for each in tiers if each.problem),
+        *(
+            f"waiting, and no job uploads: {each.label}: the next run does, or "
+            f"`ckpt upload {root} --to {each.label}`"
+            for each in waiting
         ),
-        rows=[
-            (
-                str(info.step),
-                info.name,
-                time_text(info.created),
-                bytes_text(info.size_bytes),
-                str(info.world_size),
-                metrics_text(info.metrics, most=_MOST_METRICS, first=rules),
-                ", ".join(_kept_as(info, why)),
-                *(column.state(info) for column in columns),
-            )
-            for info in shown
-        ],
-    )
-    return [table] if shown else []
+        *(
+            f"not asked: {each.label}: `ckpt ls {root} --tier {each.label}`, or --tiers for all"
+            for each in unasked
+        ),
+    ]

@@ -1,36 +1,36 @@
-"""`mark`: mark a step as bad, or as good again."""
+"""`mark`, `pin` and `unpin`: what a resume passes over, and what no prune takes."""
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 
-from ckpt_core.cli._arguments import CHECKPOINT, Commands, find_step
+from ckpt_core.cli._arguments import find_step
 from ckpt_core.cli._outcome import Outcome
 from ckpt_core.commit import Catalog
 from ckpt_core.errors import CheckpointNotFoundError, ConfigError
 from ckpt_core.types import CheckpointInfo
 
 
-def add(commands: Commands, shared: ArgumentParser) -> None:
-    """Add the command to those of `ckpt`."""
-    command = commands.add_parser(
-        "mark",
-        parents=[shared],
-        help="mark a step as bad, or as good again",
-        description="A bad checkpoint is passed over by every resume and counts for nothing in retention, so "
-        "that to roll back past it is one command. It is not deleted; see `prune --bad`.",
+def pin(arguments: Namespace) -> Outcome:
+    if not arguments.reason.strip():
+        raise ConfigError("give the reason why it must stay: --reason TEXT")
+    storage, step, _ = find_step(arguments.checkpoint, arguments.storage_options)
+    Catalog(storage).pin(step, arguments.reason)
+    return Outcome(
+        fields={"root": storage.url, "step": step, "pinned": arguments.reason},
+        parts=[f"step {step} is pinned: {arguments.reason}"],
     )
-    command.add_argument("checkpoint", **CHECKPOINT)
-    command.add_argument("verdict", choices=("bad", "good"))
-    command.add_argument("--reason", help="why it is bad")
-    command.add_argument(
-        "--and-later", action="store_true", help="also every later step of the present lineage"
+
+
+def unpin(arguments: Namespace) -> Outcome:
+    storage, step, _ = find_step(arguments.checkpoint, arguments.storage_options)
+    Catalog(storage).unpin(step)
+    return Outcome(
+        fields={"root": storage.url, "step": step, "pinned": None}, parts=[f"step {step} is not pinned"]
     )
-    command.set_defaults(command=run)
 
 
 def run(arguments: Namespace) -> Outcome:
-    """Mark a step as bad or good; with `--and-later`, all that follow it, too."""
     bad = arguments.verdict == "bad"
     if bad and not (arguments.reason or "").strip():
         raise ConfigError("give the reason why it is bad: --reason TEXT")
@@ -59,10 +59,7 @@ def run(arguments: Namespace) -> Outcome:
 
 
 def _chosen(catalog: Catalog, step: int, name: str | None, *, and_later: bool) -> list[CheckpointInfo]:
-    """Return the checkpoints of a step, or of a name, and of later ones if asked for.
-
-    Those of the present lineage are preferred.
-    """
+    """Choose by name, else by step; those of the present lineage are preferred."""
     infos = catalog.committed(abandoned=True)
     present = [info for info in infos if not info.abandoned]
     of_step = [i for i in present if i.step == step] or [i for i in infos if i.step == step]

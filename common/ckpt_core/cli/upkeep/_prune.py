@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -11,13 +11,13 @@ from functools import reduce
 from operator import or_
 from typing import Final
 
-from ckpt_core.cli._arguments import Commands, claimed, none_committed, number_in, open_root
+from ckpt_core.cli._arguments import claimed, none_committed, number_in, open_root
 from ckpt_core.cli._outcome import Outcome, Table
 from ckpt_core.cli._progress_line import ProgressLine
 from ckpt_core.commit import Catalog, Inventory, Lease, Soundness, collect_orphans, look_around, remove
 from ckpt_core.errors import ConfigError, CorruptCheckpointError
 from ckpt_core.journal import add_event
-from ckpt_core.options import bytes_text
+from ckpt_core.options import CheckpointOptions, bytes_text
 from ckpt_core.retention import (
     KeepBest,
     KeepEvery,
@@ -34,67 +34,32 @@ from ckpt_core.types import CheckpointInfo
 _UNUSABLE: Final = ("damaged", "bad", "abandoned")
 
 
-def add(commands: Commands, shared: ArgumentParser) -> None:
-    """Add the command to those of `ckpt`."""
-    command = commands.add_parser(
-        "prune",
-        parents=[shared],
-        help="remove checkpoints that no policy keeps",
-        description="Keeps what at least one policy keeps, what is pinned, and always the newest. What is "
-        "marked or abandoned counts for none of that and stays: remove it with --damaged, --bad or "
-        "--abandoned. Before anything goes, one checkpoint that stays is verified; one that is damaged is "
-        "marked, and what is older stays in its place.",
-    )
-    command.add_argument("root", metavar="ROOT", help="path or URL of a run")
-    command.add_argument("--keep-latest", type=int, metavar="N", help="keep the N highest steps")
-    command.add_argument("--keep-every", type=int, metavar="STEPS", help="keep one in that many steps")
-    command.add_argument("--keep-newer-than", type=float, metavar="SECONDS", help="keep what is younger")
-    command.add_argument(
-        "--keep-best",
-        action="append",
-        default=[],
-        metavar="METRIC[:N][:min|max]",
-        help="keep the N best by a metric (1, min); may be repeated",
-    )
-    command.add_argument("--policy", metavar="FILE", help="YAML or TOML file of options with a `keep`")
-    command.add_argument(
-        "--damaged",
-        action="store_true",
-        help="instead of a policy: delete what is marked as damaged and not pinned, and nothing else; verify "
-        "first, which takes the mark from what is whole",
-    )
-    command.add_argument("--bad", action="store_true", help="the same for what is marked as bad")
-    command.add_argument(
-        "--abandoned",
-        action="store_true",
-        help="the same for what the present lineage does not continue from",
-    )
-    command.add_argument("--dry-run", action="store_true", help="only show what would be removed")
-    command.add_argument(
-        "--take-over",
-        action="store_true",
-        help="prune although writer.json names a job, where no lock shows whether it is alive",
-    )
-    command.set_defaults(command=run)
-
-
 def run(arguments: Namespace) -> Outcome:
-    """Remove what no policy keeps and leftovers of crashes, or only given kinds."""
     policy = _policy(arguments)
     storage = open_root(arguments.root, arguments.storage_options)
     if Catalog(storage).latest() is None and look_around(storage).runs:
         raise none_committed(storage)  # of a folder of roots, before anything is written there
 
     def choose(history: Sequence[CheckpointInfo]) -> PrunePlan:
-        return _plan_kinds(storage, history, arguments) if policy is None else _plan(policy, history)
+        if policy is None:
+            return _plan_kinds(storage, history, arguments)
+        return plan_prune(policy, history, time.time())
 
     if arguments.dry_run:
         torn = [] if policy is None else Catalog(storage).torn()
         return _outcome(storage, choose(Inventory(storage).history()), torn, dry_run=True)
     with claimed(storage, "ckpt prune", take_over=arguments.take_over) as lease:
         plan = _applied(storage, choose, lease)
-        kinds = ", ".join(kind for kind in _UNUSABLE if getattr(arguments, kind))
-        _note(storage, plan.drop, f"what is {kinds}" if policy is None else f"keep={policy!r}")
+        if plan.drop:
+            kinds = ", ".join(kind for kind in _UNUSABLE if getattr(arguments, kind))
+            fields = {
+                "names": [info.name for info in plan.drop],
+                "size_bytes": sum(info.size_bytes for info in plan.drop),
+                "why": f"ckpt prune, {f'what is {kinds}' if policy is None else f'keep={policy!r}'}",
+                "tier": storage.url,
+            }
+            with suppress(OSError):  # a journal that cannot be written does not matter
+                add_event(storage, "prune", time.time(), fields)
         orphans = [] if policy is None else collect_orphans(storage, keep=())
     return _outcome(storage, plan, orphans, dry_run=False)
 
@@ -112,13 +77,8 @@ def _applied(
     catalog, inventory = Catalog(storage), Inventory(storage)
     soundness = Soundness(storage, catalog.mark_damaged, watch=_watched)
     drop = soundness.droppable(inventory, droppable)
-    if drop:
-        _delete(storage, drop, inventory, lease)
-    return withheld(plans[-1], drop)
-
-
-def _delete(storage: Storage, drop: Sequence[CheckpointInfo], inventory: Inventory, lease: Lease) -> None:
-    catalog = Catalog(storage)
+    if not drop:
+        return withheld(plans[-1], drop)
     with ProgressLine("deleting", sum(info.size_bytes for info in drop)) as progress:
         for info in drop:
             lease.check()
@@ -127,26 +87,13 @@ def _delete(storage: Storage, drop: Sequence[CheckpointInfo], inventory: Invento
                 for bad in (False, True):
                     catalog.unmark(info.name, bad=bad)
             progress.add(info.size_bytes)
-
-
-def _note(storage: Storage, dropped: Sequence[CheckpointInfo], why: str) -> None:
-    """Add what went to the journal; one that cannot be written does not matter."""
-    if dropped:
-        names, size_bytes = [info.name for info in dropped], sum(info.size_bytes for info in dropped)
-        fields = {"names": names, "size_bytes": size_bytes, "why": f"ckpt prune, {why}", "tier": storage.url}
-        with suppress(OSError):
-            add_event(storage, "prune", time.time(), fields)
+    return withheld(plans[-1], drop)
 
 
 @contextmanager
 def _watched(info: CheckpointInfo) -> Generator[Callable[[int], None]]:
-    """Show how far the verification of what stays is."""
     with ProgressLine(f"verifying {info.name}, which stays", info.size_bytes) as progress:
         yield progress.add
-
-
-def _plan(policy: RetentionPolicy, history: Sequence[CheckpointInfo]) -> PrunePlan:
-    return plan_prune(policy, history, time.time())
 
 
 def _plan_kinds(storage: Storage, history: Sequence[CheckpointInfo], arguments: Namespace) -> PrunePlan:
@@ -201,10 +148,12 @@ def _given(arguments: Namespace) -> Iterator[RetentionPolicy]:
         yield KeepEvery(arguments.keep_every)
     if arguments.keep_newer_than is not None:
         yield KeepNewerThan(arguments.keep_newer_than)
-    for text in arguments.keep_best:
-        yield _keep_best(text)
+    yield from map(_keep_best, arguments.keep_best)
     if arguments.policy is not None:
-        yield _from_file(arguments.policy)
+        policy = CheckpointOptions.from_file(arguments.policy).keep
+        if policy is None:
+            raise ConfigError(f"{arguments.policy} has no `keep`")
+        yield policy
 
 
 def _keep_best(text: str) -> KeepBest:
@@ -214,15 +163,6 @@ def _keep_best(text: str) -> KeepBest:
     if len(rest) != len(numbers) + len(modes) or len(numbers) > 1 or len(modes) > 1:
         raise ConfigError(f"--keep-best takes METRIC[:N][:min|max], such as val_loss:2:min, not {text!r}")
     return KeepBest(metric, n=numbers[0] if numbers else 1, mode="max" if modes == ["max"] else "min")
-
-
-def _from_file(path: str) -> RetentionPolicy:
-    from ckpt_core.options import CheckpointOptions
-
-    policy = CheckpointOptions.from_file(path).keep
-    if policy is None:
-        raise ConfigError(f"{path} has no `keep`")
-    return policy
 
 
 def _outcome(storage: Storage, plan: PrunePlan, torn: Sequence[str], *, dry_run: bool) -> Outcome:
@@ -246,9 +186,7 @@ def _outcome(storage: Storage, plan: PrunePlan, torn: Sequence[str], *, dry_run:
             "keep": [{"step": step, "reasons": reasons} for step, reasons in plan.keep.items()],
             "drop": [asdict(info) for info in plan.drop],
             "torn": torn,
-            "damaged": [asdict(info) for info in plan.damaged],
-            "bad": [asdict(info) for info in plan.bad],
-            "abandoned": [asdict(info) for info in plan.abandoned],
+            **{kind: [asdict(info) for info in getattr(plan, kind)] for kind in _UNUSABLE},
         },
         parts=[
             *([Table(columns=("", "STEP", "WHY"), rows=rows)] if rows else []),

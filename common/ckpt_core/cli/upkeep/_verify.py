@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, final
 
 from ckpt_core.cli._arguments import (
-    ROOT_OR_CHECKPOINT,
-    Commands,
     named_checkpoint,
     none_committed,
     nothing_at,
@@ -33,8 +32,6 @@ from ckpt_core.names import DATA_SUFFIX, MANIFEST, MARKER, METADATA, can_count, 
 from ckpt_core.storage import Storage, open_storage
 
 _MOST_SHOWN: Final = 5
-_REPAIR: Final = "REPAIR"
-"""The state of a checkpoint with damage for which twins make up: it loads."""
 _NO_MANIFEST: Final = FileFailure(path=MANIFEST, problem="missing: stock DCP writes none")
 _SHA256: Final = re.compile("[0-9a-f]{64}")
 
@@ -42,14 +39,7 @@ _SHA256: Final = re.compile("[0-9a-f]{64}")
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Result:
-    """The result for one checkpoint.
-
-    Attributes:
-        strangers: paths that are in no manifest.
-        note: how it was verified, if not by its manifest.
-        damaged: the problem that a mark named.
-        mark: the change of its mark, in words; "" if none.
-    """
+    """The result for one checkpoint; `damaged` is its earlier mark, `mark` its change."""
 
     name: str
     failures: Sequence[FileFailure]
@@ -58,67 +48,12 @@ class _Result:
     damaged: str | None = None
     mark: str = ""
 
-    @property
-    def verdict(self) -> str:
-        """One word for its state."""
-        if not self.failures:
-            return "ok"
-        return "FAILED" if lost(self.failures) else _REPAIR
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """The fields for `--json`."""
-        fields: dict[str, Any] = {
-            "name": self.name,
-            "ok": not lost(self.failures),
-            "failures": [asdict(failure) for failure in self.failures],
-            "strangers": list(self.strangers),
-        }
-        return fields | ({"was_marked": self.damaged, "mark": self.mark} if self.mark else {})
-
-
-def add(commands: Commands, shared: ArgumentParser) -> None:
-    """Add the command to those of `ckpt`."""
-    command = commands.add_parser(
-        "verify",
-        parents=[shared],
-        help="read checkpoints back and compare them with what was committed",
-        description="Verifies a checkpoint, the newest of a root, a directory written by stock DCP, or what "
-        "lies below a directory: the newest of each run, and all that stock DCP wrote. One that is damaged "
-        "is marked, so that no resume relies on it; one that verifies loses its mark.",
-    )
-    command.add_argument("place", **ROOT_OR_CHECKPOINT)
-    which = command.add_mutually_exclusive_group()
-    which.add_argument("--step", type=int, help="verify this step of the root")
-    which.add_argument("--all", action="store_true", help="verify every checkpoint that lies there")
-    command.add_argument(
-        "--strict",
-        action="store_true",
-        help="fail also if a checkpoint holds what its manifest does not name",
-    )
-    command.add_argument(
-        "--manifest-sha256",
-        metavar="HEX",
-        help="fail unless this is the SHA-256 of its manifest, which `show` prints",
-    )
-    command.set_defaults(command=run)
-
 
 def run(arguments: Namespace) -> Outcome:
-    """Verify a checkpoint, chosen ones of a root, or all that lie below a directory."""
-    digest, options, strict = _digest(arguments), arguments.storage_options, arguments.strict
-    if arguments.step is not None:
-        storage = open_root(arguments.place, options)
-        return outcome(storage, [_name_of(storage, arguments.step)], strict=strict, digest=digest)
-    named = None if arguments.all else named_checkpoint(arguments.place, options)
-    if named is not None:
-        storage, name = named
-        if not storage.list(name):
-            raise nothing_at(f"{storage.url}/{name}")
-        return outcome(storage, [name], strict=strict, digest=digest)
-    storage = (open_root if arguments.all else open_place)(arguments.place, options)
-    if not arguments.all and (newest := _newest(storage)):
-        return outcome(storage, newest, strict=strict, digest=digest)
+    digest, strict = _digest(arguments), arguments.strict
+    if (named := _named(arguments)) is not None:
+        return outcome(*named, strict=strict, digest=digest)
+    storage = (open_root if arguments.all else open_place)(arguments.place, arguments.storage_options)
     found = list(_below(storage))
     roots = sorted({path.rpartition("/")[0] for path, ours in found if ours})
     if digest is not None and roots:
@@ -136,11 +71,9 @@ def run(arguments: Namespace) -> Outcome:
 
 
 def _digest(arguments: Namespace) -> str | None:
-    """Return the SHA-256 of the manifest that is wanted; None if any will do.
-
-    Raises:
-        ConfigError: it is no SHA-256, or more than one checkpoint is to have it.
-    """
+    """Return the SHA-256 of the manifest that is wanted; None if any will do."""
+    if arguments.all and arguments.step is not None:
+        raise ConfigError("--step is of one checkpoint: it does not go with --all")
     if arguments.manifest_sha256 is None:
         return None
     digest = str(arguments.manifest_sha256).lower().removeprefix("sha256:")
@@ -151,21 +84,28 @@ def _digest(arguments: Namespace) -> str | None:
     return digest
 
 
-def _name_of(storage: Storage, step: int) -> str:
-    try:
-        return Catalog(storage).name_of(step)
-    except PartialCheckpointError:
-        return step_name(step)
-
-
-def _newest(storage: Storage) -> list[str]:
-    """Return the name of the newest checkpoint of a root; none of what is no root."""
+def _named(arguments: Namespace) -> tuple[Storage, list[str]] | None:
+    """Find the one checkpoint that was named, or the newest of a root; None for many."""
+    place, options = arguments.place, arguments.storage_options
+    if arguments.step is not None:
+        storage = open_root(place, options)
+        with suppress(PartialCheckpointError):
+            return storage, [Catalog(storage).name_of(arguments.step)]
+        return storage, [step_name(arguments.step)]
+    if arguments.all:
+        return None
+    if (named := named_checkpoint(place, options)) is not None:
+        storage, name = named
+        if not storage.list(name):
+            raise nothing_at(f"{storage.url}/{name}")
+        return storage, [name]
+    storage = open_place(place, options)
     survey = Catalog(storage).survey()
     survey.log_unreadable(storage.url)
     found = survey.committed or sorted(survey.parts, key=lambda info: info.step)
     if not found and survey.unreadable:
         raise next(iter(survey.unreadable.values()))
-    return [info.name for info in found[-1:]]
+    return (storage, [found[-1].name]) if found else None
 
 
 def _below(storage: Storage, directory: str = "") -> Iterator[tuple[str, bool]]:
@@ -206,7 +146,6 @@ def _of_root(arguments: Namespace, path: str) -> Iterator[_Result]:
 
 
 def _stock(storage: Storage, path: str) -> _Result:
-    """Verify one directory that stock DCP wrote."""
     total = sum(each.size_bytes for each in storage.list(path))
     with ProgressLine(f"verifying {path or storage.url}", total) as progress:
         failures = verify_part(storage, path, seen=progress.add)
@@ -240,34 +179,32 @@ def _exchanged(storage: Storage, result: _Result, digest: str) -> Sequence[FileF
 
 
 def _verified(storage: Storage, name: str) -> _Result:
-    return replace(_compared(storage, name), strangers=_strangers(storage, name))
-
-
-def _strangers(storage: Storage, name: str) -> Sequence[str]:
+    result = _part(storage, name) or _compared(storage, name)
     try:
-        return strangers(storage, name)
+        return replace(result, strangers=strangers(storage, name))
     except CheckpointError:
-        return ()  # what is wrong with its manifest is among the failures
+        return result  # what is wrong with its manifest is among the failures
 
 
 def _compared(storage: Storage, name: str) -> _Result:
-    catalog = Catalog(storage)
-    if (part := _part(storage, name)) is not None:
-        return part
+    catalog, size = Catalog(storage), 0
+    with suppress(CheckpointError, OSError):  # `verify` reports what is wrong with it
+        size = catalog.marker(name).info(name).size_bytes
     try:
-        with ProgressLine(f"verifying {name}", _size_of(catalog, name)) as progress:
+        with ProgressLine(f"verifying {name}", size) as progress:
             failures = verify(storage, name, seen=progress.add)
     except ArchivedError as error:
         # Not damage: no mark, and the others are verified all the same.
         return _Result(name=name, failures=[FileFailure(path=name, problem=str(error))])
+    result = _Result(name=name, failures=failures)
     try:
         damaged = catalog.known_damage(name)
     except CheckpointError:
-        return _Result(name=name, failures=failures)  # it does not count as it is, so no mark is needed
+        return result  # it does not count as it is, so no mark is needed
     fatal = lost(failures)
     problem = "; ".join(map(str, fatal[:_MOST_SHOWN]))
     if problem == (damaged or ""):
-        return _Result(name=name, failures=failures)
+        return result
     try:
         if fatal:
             catalog.mark_damaged(name, problem)
@@ -275,10 +212,10 @@ def _compared(storage: Storage, name: str) -> _Result:
             catalog.unmark(name)
     except (CheckpointError, OSError) as error:
         # A user who may only read the root still gets the result.
-        stays = f"could not be marked: {error}" if fatal else f"stays, {error}"
-        return _Result(name=name, failures=failures, damaged=damaged, mark=stays)
-    became = "is marked" if fatal else "was taken away"
-    return _Result(name=name, failures=failures, damaged=damaged, mark=became)
+        became = f"could not be marked: {error}" if fatal else f"stays, {error}"
+    else:
+        became = "is marked" if fatal else "was taken away"
+    return replace(result, damaged=damaged, mark=became)
 
 
 def _part(storage: Storage, name: str) -> _Result | None:
@@ -304,34 +241,34 @@ def _part(storage: Storage, name: str) -> _Result | None:
     return None
 
 
-def _size_of(catalog: Catalog, name: str) -> int:
-    try:
-        return catalog.marker(name).info(name).size_bytes
-    except (CheckpointError, OSError):
-        return 0  # `verify` reports what is wrong with it
-
-
 def _reported(storage: Storage, results: Sequence[_Result], *, strict: bool = False) -> Outcome:
-    parts: list[str] = []
-    for result in results:
-        parts.append(f"{result.verdict:<8}{storage.url}/{result.name}".rstrip("/") + result.note)
-        parts += [f"  {failure}" for failure in result.failures]
-        if result.verdict == _REPAIR:
-            parts.append(
-                "  loads take what is whole: copy that file over the damaged one; if both are, save again"
-            )
-        parts += [f"  {path}: in no manifest, so never read" for path in result.strangers]
-        if result.mark and lost(result.failures):
-            parts.append(f"  as damaged, it {result.mark}")
-        elif result.mark:
-            parts.append(f"  was marked as damaged: {result.damaged}; the mark {result.mark}")
+    bad = any(lost(each.failures) or (strict and (each.strangers or each.failures)) for each in results)
     return Outcome(
-        fields={"root": storage.url, "checkpoints": [result.fields for result in results]},
-        parts=parts,
-        exit_code=int(
-            any(
-                lost(result.failures) or (strict and (result.strangers or result.failures))
-                for result in results
-            )
-        ),
+        fields={"root": storage.url, "checkpoints": [_fields(each) for each in results]},
+        parts=[line for each in results for line in _lines(storage, each)],
+        exit_code=int(bad),
     )
+
+
+def _fields(result: _Result) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "name": result.name,
+        "ok": not lost(result.failures),
+        "failures": [asdict(failure) for failure in result.failures],
+        "strangers": list(result.strangers),
+    }
+    return fields | ({"was_marked": result.damaged, "mark": result.mark} if result.mark else {})
+
+
+def _lines(storage: Storage, result: _Result) -> Iterator[str]:
+    fatal = bool(lost(result.failures))
+    verdict = "FAILED" if fatal else "REPAIR" if result.failures else "ok"
+    yield f"{verdict:<8}{storage.url}/{result.name}".rstrip("/") + result.note
+    yield from (f"  {failure}" for failure in result.failures)
+    if verdict == "REPAIR":  # twins make up for the damage: it loads
+        yield "  loads take what is whole: copy that file over the damaged one; if both are, save again"
+    yield from (f"  {path}: in no manifest, so never read" for path in result.strangers)
+    if result.mark and fatal:
+        yield f"  as damaged, it {result.mark}"
+    elif result.mark:
+        yield f"  was marked as damaged: {result.damaged}; the mark {result.mark}"

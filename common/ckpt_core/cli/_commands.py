@@ -1,0 +1,270 @@
+"""The commands of `ckpt` and their arguments, as one table."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, TypeAlias, final
+
+from ckpt_core._version import __version__
+from ckpt_core.cli import _completion, _cp, _plan
+from ckpt_core.cli._arguments import OPTIONS_VARIABLE, ROOT_OR_CHECKPOINT, Commands
+from ckpt_core.cli._outcome import Outcome
+from ckpt_core.cli.inspection import _diff, _du, _ls, _report, _show
+from ckpt_core.cli.upkeep import _mark, _prune, _verify
+
+_EXIT_CODES: Final = (
+    "Exit codes: 0 all is well; 1 something is wrong with a checkpoint, or the storage failed; 2 wrong usage "
+    "or option; 3 nothing there; 130 interrupted."
+)
+_Argument: TypeAlias = tuple[str, Mapping[str, Any]]
+
+
+class _Addable(Protocol):
+    def add(self, commands: Commands, shared: ArgumentParser) -> None: ...
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Command:
+    name: str
+    run: Callable[[Namespace], Outcome]
+    help: str
+    arguments: Sequence[_Argument]
+    description: str | None = None
+
+    def add(self, commands: Commands, shared: ArgumentParser) -> None:
+        parser = commands.add_parser(
+            self.name, parents=[shared], help=self.help, description=self.description
+        )
+        for name, settings in self.arguments:
+            parser.add_argument(name, **settings)
+        parser.set_defaults(command=self.run, commands=commands.choices)
+
+
+def _one(name: str, metavar: str | None, text: str | None = None, **settings: Any) -> _Argument:
+    return name, {"metavar": metavar, "help": text, **settings}
+
+
+def _many(name: str, metavar: str, text: str) -> _Argument:
+    return _one(name, metavar, text, action="append", default=[])
+
+
+def _flag(name: str, text: str) -> _Argument:
+    return name, {"action": "store_true", "help": text}
+
+
+_SHARED: Final = (
+    _flag("--json", "write JSON to standard output"),
+    _many(
+        "--storage-option",
+        "KEY=VALUE",
+        "option of the filesystem behind a URL, such as an endpoint; may be repeated. KEY=@NAME takes "
+        f"the value from the variable NAME, so that it shows in no list of processes; {OPTIONS_VARIABLE} may "
+        "hold all of them, as a mapping in YAML or JSON",
+    ),
+)
+_ROOT: Final = _one("root", "ROOT", "path or URL of a run")
+_CHECKPOINT: Final = _one("checkpoint", "CHECKPOINT", "ROOT@STEP, or the path or URL of a checkpoint")
+_PLACE: Final = ("place", ROOT_OR_CHECKPOINT)
+_OF_COPIES: Final = (
+    _one("--bandwidth", "RATE", 'the most bytes per second to send, such as "100 MB/s"'),
+    _flag(
+        "--take-over", "copy although writer.json names a job there, where no lock shows whether it is alive"
+    ),
+)
+_LOOKING: Final[Sequence[_Addable]] = (
+    _Command(
+        "ls",
+        _ls.run,
+        "list the committed checkpoints of a root",
+        (
+            _ROOT,
+            _flag("--tiers", "ask every place that tiers.json names, too"),
+            _many("--tier", "URL", "ask this place, with the storage options given; may be repeated"),
+        ),
+    ),
+    _show,
+    _diff,
+    _Command(
+        "du",
+        _du.run,
+        "show what takes the space of a root, or of one checkpoint",
+        (_PLACE,),
+        "Sums sizes by lineage (an unbroken line of saves) and by item (model, optimizer, …), "
+        "with what is damaged, bad, abandoned or pinned, and what crashes and prunes have left.",
+    ),
+    _Command(
+        "report",
+        _report.run,
+        "report what saves have cost, what failures took, and what would cost less",
+        (_ROOT, _one("--html", "FILE", "write the page to this file")),
+        "Reports on a root from its journal and its manifests: goodput and its parts, stalls, "
+        "lost work, retention, and the interval that would have cost least. As text, JSON, or one HTML page "
+        "that needs no network.",
+    ),
+    _Command(
+        "verify",
+        _verify.run,
+        "read checkpoints back and compare them with what was committed",
+        (
+            _PLACE,
+            _one("--step", None, "verify this step of the root", type=int),
+            _flag("--all", "verify every checkpoint that lies there; not with --step"),
+            _flag("--strict", "fail also if a checkpoint holds what its manifest does not name"),
+            _one(
+                "--manifest-sha256", "HEX", "fail unless its manifest has this SHA-256, which `show` prints"
+            ),
+        ),
+        "Verifies a checkpoint, the newest of a root, a directory written by stock DCP, or what "
+        "lies below a directory: the newest of each run, and all that stock DCP wrote. One that is damaged "
+        "is marked, so that no resume relies on it; one that verifies loses its mark.",
+    ),
+)
+_COPYING: Final[Sequence[_Addable]] = (
+    _Command(
+        "cp",
+        _cp.run,
+        "copy checkpoints or a run to another root",
+        (
+            _one(
+                "sources",
+                "SRC",
+                "ROOT@STEP, a CHECKPOINT, or a ROOT: all committed ones of its present lineage",
+                nargs="+",
+            ),
+            _one("target", "DST", "path or URL of the root to copy to"),
+            _flag("--all", "of a root also the abandoned checkpoints"),
+            _many(
+                "--to-storage-option",
+                "KEY=VALUE",
+                "option of the filesystem behind DST, if others than for SRC are needed; may be repeated",
+            ),
+            _flag("--mixed", "copy into a root that holds another run; nothing resumes there"),
+            *_OF_COPIES,
+        ),
+        "Copies checkpoints as they are, between any two places, and compares every byte with "
+        "their manifests before it commits them. After an interruption the same command continues: what is "
+        "there is not sent again. Files that a manifest does not list are not copied.",
+    ),
+    _Command(
+        "upload",
+        _cp.upload,
+        "upload what a job that ended has left in its local root",
+        (
+            _one("root", "ROOT", "path of a run"),
+            _one("--to", "URL", "the place to upload to; tiers.json need not name it"),
+            _flag("--all", "everything of the present lineage"),
+            *_OF_COPIES,
+        ),
+        "Uploads what was due for a place and is not there, and the newest. Verified and "
+        "resumable as `cp`. A live job uploads by itself.",
+    ),
+)
+_KEEPING: Final[Sequence[_Addable]] = (
+    _Command(
+        "prune",
+        _prune.run,
+        "remove checkpoints that no policy keeps",
+        (
+            _ROOT,
+            _one("--keep-latest", "N", "keep the N highest steps", type=int),
+            _one("--keep-every", "STEPS", "keep one in that many steps", type=int),
+            _one("--keep-newer-than", "SECONDS", "keep what is younger", type=float),
+            _many(
+                "--keep-best",
+                "METRIC[:N][:min|max]",
+                "keep the N best by a metric (1, min); may be repeated",
+            ),
+            _one("--policy", "FILE", "YAML or TOML file of options with a `keep`"),
+            _flag(
+                "--damaged",
+                "instead of a policy: delete what is marked as damaged and not pinned, and nothing else; "
+                "verify first, which takes the mark from what is whole",
+            ),
+            _flag("--bad", "the same for what is marked as bad"),
+            _flag("--abandoned", "the same for what the present lineage does not continue from"),
+            _flag("--dry-run", "only show what would be removed"),
+            _flag(
+                "--take-over",
+                "prune although writer.json names a job, where no lock shows whether it is alive",
+            ),
+        ),
+        "Keeps what at least one policy keeps, what is pinned, and always the newest. What is "
+        "marked or abandoned counts for none of that and stays: remove it with --damaged, --bad or "
+        "--abandoned. Before anything goes, one checkpoint that stays is verified; one that is damaged is "
+        "marked, and what is older stays in its place.",
+    ),
+    _Command(
+        "pin",
+        _mark.pin,
+        "protect a step from pruning",
+        (_CHECKPOINT, _one("--reason", None, "why it must stay", required=True)),
+    ),
+    _Command("unpin", _mark.unpin, "let a step be pruned again", (_CHECKPOINT,)),
+    _Command(
+        "mark",
+        _mark.run,
+        "mark a step as bad, or as good again",
+        (
+            _CHECKPOINT,
+            _one("verdict", None, choices=("bad", "good")),
+            _one("--reason", None, "why it is bad"),
+            _flag("--and-later", "also every later step of the present lineage"),
+        ),
+        "A bad checkpoint is passed over by every resume and counts for nothing in retention, so "
+        "that to roll back past it is one command. It is not deleted; see `prune --bad`.",
+    ),
+)
+_OTHERS: Final[Sequence[_Addable]] = (
+    _Command(
+        "plan",
+        _plan.run,
+        "plan what checkpoints will cost: bytes, stall, interval, overhead, money",
+        (
+            _one(
+                "model",
+                "MODEL",
+                "number of parameters (70B), a config.json of Hugging Face or its directory, or "
+                "package.module:function, whose model is built on the meta device",
+            ),
+            _one(
+                "--keep",
+                "POLICY",
+                "retention policy as in options: '{latest: 3, every: 1000}'; may be repeated, to compare",
+                action="append",
+            ),
+            *_plan.options(),
+        ),
+        "Plans the checkpoints of a training that need not run yet: bytes by component and by "
+        "rank, times of a save and a restore, the interval that loses least, expected goodput, and bytes and "
+        "money in a month of 30 days. All that is assumed is printed, with its source and its option.",
+    ),
+    _Command(
+        "completion",
+        _completion.run,
+        "write a script with which a shell completes this command",
+        (_one("shell", None, choices=("bash", "zsh", "fish")),),
+        'Writes a script for the shell: eval "$(ckpt completion bash)", the same for zsh, and '
+        "`ckpt completion fish | source`.",
+    ),
+)
+
+
+def parser() -> ArgumentParser:
+    top = ArgumentParser(
+        prog="ckpt",
+        description="Look at, compare, verify, copy, pin and prune checkpoints.",
+        epilog=_EXIT_CODES,
+    )
+    top.add_argument("--version", action="version", version=f"ckpt-suite {__version__}")
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+    shared = ArgumentParser(add_help=False)
+    for name, settings in _SHARED:
+        shared.add_argument(name, **settings)
+    for each in (*_LOOKING, *_COPYING, *_KEEPING, *_OTHERS):
+        each.add(commands, shared)
+    for command in commands.choices.values():
+        command.epilog = command.epilog or _EXIT_CODES
+    return top
