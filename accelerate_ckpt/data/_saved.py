@@ -81,6 +81,11 @@ class Saved:
             and (before is None or LoaderLayout(**before) == self.layout)
         )
 
+    def drawn_from(self, skipped: int) -> Mapping[str, Any] | None:
+        """Return what the samples in hand were drawn from, if just those before them are skipped."""
+        as_seen = self.as_saved and skipped == self.batches
+        return self.position.get("before") if as_seen else None
+
     @property
     def has_state(self) -> bool:
         """Whether a stateful loader can go on from its own state."""

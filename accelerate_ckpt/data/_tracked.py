@@ -11,7 +11,7 @@ from itertools import zip_longest
 from typing import Any, final
 from weakref import WeakKeyDictionary
 
-from accelerate.data_loader import DataLoaderDispatcher
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from torch.utils.data import IterableDataset
 
 from accelerate_ckpt.data._layout import (
@@ -34,7 +34,7 @@ from accelerate_ckpt.data._starts import (
     set_generator,
     start_here,
 )
-from ckpt_core.data import batches_in
+from ckpt_core.data import Draws, batches_in
 from ckpt_core.disclosure import logger_of
 from ckpt_core.hosting import shadow
 from ckpt_core.state import load_rng_state, rng_state
@@ -92,6 +92,7 @@ class TrackedLoader:
         self._loader = loader
         self._layout = LoaderLayout.of(loader)
         self._epoch = LoaderEpoch(loader=loader)
+        self._draws = Draws()
         self._interrupted: LoaderEpoch | None = None
         self._saved: Saved | None = None
         self._reentry: Reentry | None = None
@@ -201,7 +202,13 @@ class TrackedLoader:
         ended = epoch.active and bool(epoch.loader.end_of_dataloader)
         within = epoch.active and not ended
         fetched = epoch.skipped + epoch.count * layout.fetches if within else 0
-        start = epoch.start
+        start, left = epoch.start, within and epoch.iterator() is None
+        before = self._draws.before if within and not left else None
+        exact = type(self._loader) is DataLoaderShard and not (
+            _is_stateful(self._loader) or isinstance(self._loader.dataset, IterableDataset)
+        )
+        if within:
+            self._draws.tell(self._loader, ahead=before is not None and not exact)
         if not within:
             start = self._prepared or start_here(self._loader, made=self._made)
         return {
@@ -217,7 +224,8 @@ class TrackedLoader:
             "layout": asdict(layout),
             "order": order_of(self._loader),
             "ended": ended,
-            "left": within and epoch.iterator() is None,
+            "left": left,
+            "before": before if exact else None,
             "generator": generator_state(self._loader),
         }
 
@@ -291,6 +299,7 @@ class TrackedLoader:
             epoch.skipped, epoch.before = 0, saved.taken
             saved.set_remainder(loader, self._loader)
         else:
+            self._draws.first = saved.drawn_from(epoch.skipped)
             self._tell_of_another_position(epoch, saved)
 
     def _load_own_state(self, saved: Saved) -> None:
@@ -346,10 +355,12 @@ class TrackedLoader:
             return per_batch(*args, **kwargs)
 
         def watched_iterator() -> Any:
-            iterator = iterate()
+            base = watched().base_dataloader
+            with self._draws.seen_of(base):
+                iterator = iterate()
             if self._epoch.loader is watched():
                 self._epoch.iterator = weakref.ref(iterator)
-            return iterator
+            return self._draws.watch(iterator)
 
         shadow(loader, {seam: watched_batch})
         shadow(base, {_ITERATOR: watched_iterator})

@@ -14,7 +14,7 @@ the resumed epoch from wherever the generators are. So that a resumed run sees t
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
@@ -40,7 +40,7 @@ from accelerate_ckpt.trainer._cuts import (
     order_made_by,
     sampler_of,
 )
-from ckpt_core.data import batches_in, draw_seed, keeps_iterator
+from ckpt_core.data import Draws, batches_in, draw_seed, keeps_iterator
 from ckpt_core.disclosure import logger_of
 from ckpt_core.state import load_rng_state, rng_state
 
@@ -113,6 +113,7 @@ class TrainerData:
         self._loader: Any = None
         self._exhausted = False
         self._again: str | None = None
+        self._draws = Draws()
         self.epoch_ended = True
 
     def shadows(self) -> dict[str, Callable[..., Any]]:
@@ -157,6 +158,8 @@ class TrainerData:
         position = replace(found.position, step=trainer.state.global_step)
         if position.batches == 0:  # between epochs
             found = replace(found, start=rng_state(), **_order_of(self._loader, "initial_seed"))
+        elif not position.complete:
+            self._draws.tell(self._loader, ahead=self._draws.before is not None)
         alive = getattr(trainer, "_eval_dataloaders", {}) if trainer.args.dataloader_num_workers else {}
         loss = (trainer._tr_loss.detach().cpu(), trainer._globalstep_last_logged)
         return replace(found, position=position, evaluated=sorted(alive), loss=loss)
@@ -281,6 +284,7 @@ class TrainerData:
                         self._trainer._load_rng_state(self._resumed.checkpoint)
                     return None
                 call["num_update_steps_per_epoch"] = 0  # its end alone is still to come
+            undo.enter_context(self._draws.seen_of(getattr(loader, "base_dataloader", loader)))
             self._progress, self._drawn = self._begin(call, entry) if _can_follow(loader) else None, 0
             return self._stock["_run_epoch"](**call)
 
@@ -361,7 +365,9 @@ class TrainerData:
         found = self._progress
         if checkpoint is not None and found is not None:
             load_rng_state(found.start)  # where nothing is skipped, the Trainer loads the later ones first
-        result = self._stock["get_batch_samples"](iterator, count, *args, **kwargs)
+        # With the first batch the order is drawn.
+        with self._draws.fetching() if self._drawn else nullcontext():
+            result = self._stock["get_batch_samples"](iterator, count, *args, **kwargs)
         if checkpoint is not None:
             self._trainer._load_rng_state(checkpoint)
         self._exhausted = len(result[0]) < count

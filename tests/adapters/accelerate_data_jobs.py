@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import accelerate
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
@@ -23,14 +25,26 @@ EPOCHS = 2
 
 
 class Items(torch.utils.data.Dataset[torch.Tensor]):
-    def __init__(self, samples: int = SAMPLES) -> None:
-        self.samples = samples
+    def __init__(self, samples: int = SAMPLES, draws: Callable[[], float] | None = None) -> None:
+        self.samples, self.draws = samples, draws
 
     def __len__(self) -> int:
         return self.samples
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([float(index)])
+        return torch.tensor([float(index)] if self.draws is None else [index, self.draws()])
+
+
+def of_torch() -> float:
+    return torch.rand(()).item()
+
+
+def of_all() -> float:
+    return random.random() + np.random.rand() + of_torch()
+
+
+def collated(samples: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(samples) + torch.rand(())
 
 
 class Stream(IterableDataset[torch.Tensor]):
@@ -76,8 +90,6 @@ class NumpyOrder(Sampler[int]):
         return SAMPLES
 
     def __iter__(self) -> Iterator[int]:
-        import numpy as np
-
         return iter(np.random.permutation(SAMPLES).tolist())
 
 
@@ -125,6 +137,8 @@ class Run:
     enabled: bool = True
     steps: int = 100
     accumulation: int = 1
+    draws: Callable[[], float] | None = None
+    collate: Callable[[Any], Any] | None = None
 
     def but(self, **changes: Any) -> Run:
         return replace(self, **changes)
@@ -152,15 +166,16 @@ def _loader(run: Run) -> DataLoader[Any]:
         "num_workers": run.workers,
         "persistent_workers": run.persistent,
         "multiprocessing_context": "fork" if run.workers else None,
+        "collate_fn": run.collate,
     }
     if run.kind == "blocks":
-        return DataLoader(Items(), batch_sampler=Blocks(), **options)
+        return DataLoader(Items(draws=run.draws), batch_sampler=Blocks(), **options)
     options |= {"batch_size": run.batch, "drop_last": run.drop_last}
     if run.kind in {"stream", "shuffled_stream"}:
         generator = torch.Generator().manual_seed(5) if run.kind == "shuffled_stream" else None
         return DataLoader(Stream(generator), **options)
     if run.kind in {"default", "in_order"}:
-        return DataLoader(Items(run.samples), shuffle=run.kind == "default", **options)
+        return DataLoader(Items(run.samples, run.draws), shuffle=run.kind == "default", **options)
     if run.kind == "generator":
         return DataLoader(Items(), shuffle=True, generator=torch.Generator().manual_seed(3), **options)
     samplers = {
@@ -169,7 +184,7 @@ def _loader(run: Run) -> DataLoader[Any]:
         "replacement": lambda: RandomSampler(Items(), replacement=True),
         "drawn_early": lambda: DrawnEarly(Items()),
     }
-    return DataLoader(Items(), sampler=samplers[run.kind](), **options)
+    return DataLoader(Items(draws=run.draws), sampler=samplers[run.kind](), **options)
 
 
 def prepared(run: Run) -> tuple[Any, ...]:
@@ -178,10 +193,12 @@ def prepared(run: Run) -> tuple[Any, ...]:
     accelerate.utils.set_seed(1 if run.same_seed else 1 + made.process_index)
     if run.enabled:
         accelerate_ckpt.enable(made, run.root)
-    net = nn.Linear(1, 1)
+    net = nn.Linear(1 if run.draws is None else 2, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
-    return made, *made.prepare(net, optimizer, schedule, _loader(run), DataLoader(Items(), batch_size=12))
+    return made, *made.prepare(
+        net, optimizer, schedule, _loader(run), DataLoader(Items(draws=run.draws and float), batch_size=12)
+    )
 
 
 def loop(run: Run) -> dict[str, Any]:
@@ -192,7 +209,10 @@ def loop(run: Run) -> dict[str, Any]:
         made.load_state(run.load)
     trace = list(_steps(run, made, tuple(rest)))
     made.end_training()
-    return {"trace": trace, "weights": [value.item() for value in rest[0].parameters()]}
+    return {
+        "trace": trace,
+        "weights": [value.item() for part in rest[0].parameters() for value in part.flatten()],
+    }
 
 
 def _evaluate(net: nn.Module, held_out: Any) -> float:

@@ -13,7 +13,16 @@ from torchdata.stateful_dataloader.sampler import RandomSampler
 
 import accelerate_ckpt
 from accelerate_ckpt.data._layout import Rest
-from tests.adapters.accelerate_data_jobs import SAMPLES, STREAMED, Run, loops, prepared
+from tests.adapters.accelerate_data_jobs import (
+    SAMPLES,
+    STREAMED,
+    Run,
+    collated,
+    loops,
+    of_all,
+    of_torch,
+    prepared,
+)
 from tests.kit.ranks import run_ranks
 from tests.unit.data.test_hidden import in_background
 
@@ -31,6 +40,10 @@ ONE_PROCESS = {
     "stateful, drawn early": Run(stateful=True, kind="drawn_early"),
     "evaluation at the end": Run(evaluate=True),
     "evaluation at both ends": Run(evaluate=True, evaluate_first=True),
+    "samples that draw": Run(draws=of_all),
+    "samples that draw, a sampler of numpy, the function": Run(draws=of_all, kind="numpy", by_function=True),
+    "samples that draw, batches of the user's, evaluation": Run(draws=of_torch, kind="blocks", evaluate=True),
+    "drawn where batches are made": Run(collate=collated, seedable=True),
 }
 ONE_PROCESS_SLOWLY = {
     "persistent workers": Run(workers=1, persistent=True, evaluate=True),
@@ -47,6 +60,7 @@ TWO_RANKS = {
     "a dispatcher": Run(dispatch=True),
     "a dispatcher, the function": Run(dispatch=True, by_function=True),
     "a sampler with epochs": Run(kind="by_epoch"),
+    "samples that draw": Run(draws=of_torch),
     "stateful, persistent workers": Run(stateful=True, workers=1, persistent=True),
 }
 ELASTIC = {
@@ -142,6 +156,31 @@ def test_a_loop_that_goes_on_behind_a_load_keeps_its_data(tmp_path: Path) -> Non
                 made.load_state(f"{tmp_path}/checkpoint_0")
         assert Counter(seen) == Counter(dict.fromkeys(range(SAMPLES), epoch + 1))
     made.end_training()
+
+
+TOLD = {
+    "no draws": (Run(), None),
+    "no draws, a worker": (Run(workers=1), None),
+    "exact": (Run(draws=of_torch), None),
+    "in a worker": (Run(draws=of_torch, workers=1), "in its workers"),
+    "in persistent workers": (Run(draws=of_all, workers=2, persistent=True), "in its workers"),
+    "where workers make batches": (Run(collate=collated, workers=1), "in its workers"),
+    "stateful": (Run(draws=of_torch, stateful=True), "ahead of the loop"),
+    "a dispatcher": (Run(draws=of_all, dispatch=True), "ahead of the loop"),
+}
+
+
+@pytest.mark.parametrize("case", TOLD)
+def test_random_numbers_that_will_be_others_are_told_once_at_the_first_save_within_an_epoch(
+    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, told = TOLD[case]
+    loops([run.but(root=str(tmp_path), save_at=(PER_EPOCH,) if told else (2,), steps=PER_EPOCH)])
+    if told:
+        assert "draw random numbers" not in caplog.text, "at the end of an epoch all is exact"
+        loops([run.but(root=str(tmp_path / "within"), save_at=(2, 3), steps=3)])
+    assert caplog.text.count("draw random numbers") == (told is not None)
+    assert (told or "") in caplog.text
 
 
 @pytest.mark.parametrize(("skips", "told"), [(5, "skips 5 batches"), (None, "begins this epoch again")])

@@ -79,6 +79,22 @@ def test_a_resume_within_any_epoch_and_at_its_last_batch_is_exact(tmp_path: Path
         assert_same_from_there(resumed(job, step), whole)
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_random_numbers_that_will_be_others_are_told_once_at_the_first_save_within_an_epoch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, workers: int, persistent: bool
+) -> None:
+    arguments = {
+        "dataloader_num_workers": workers,
+        "dataloader_persistent_workers": persistent and workers > 0,
+        "max_steps": 8,
+    }
+    for data, steps, told in [("map", [2, 3], 0), ("augmented", [6], 0), ("augmented", [2, 3, 8], 1)]:
+        run(DataJob(root=f"{tmp_path}/{data}{told}", data=data, save_at=steps, arguments=arguments))
+        assert caplog.text.count("draw random numbers") == told, (data, steps)
+    assert ("in its workers" if workers else "ahead of the loop") in caplog.text
+
+
 def samples_by_epoch(batches: list[list[int]], size: int) -> list[Counter[int]]:
     order = [index for batch in batches for index in batch]
     return [Counter(order[start : start + size]) for start in range(0, len(order), size)]

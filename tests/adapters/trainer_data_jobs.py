@@ -60,6 +60,13 @@ class Numbered(Dataset[dict[str, torch.Tensor]]):
         return sample(index)
 
 
+class Augmented(Numbered):
+    """Draws for each sample, also in workers."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {**super().__getitem__(index), "input_ids": torch.rand(index % 5 + 1)}
+
+
 class Stream(IterableDataset[dict[str, torch.Tensor]]):
     """Shuffled when an epoch begins, from the global generators, and shared by the workers."""
 
@@ -108,7 +115,7 @@ def data_trainer(job: DataJob) -> Any:
     from transformers import Trainer, TrainingArguments
 
     torch.manual_seed(0)
-    kinds = {"map": Numbered, "stream": Stream, "sized": SizedStream}
+    kinds = {"map": Numbered, "augmented": Augmented, "stream": Stream, "sized": SizedStream}
     arguments = {
         "output_dir": job.root,
         "save_strategy": "no",

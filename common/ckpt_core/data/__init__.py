@@ -17,9 +17,10 @@ from ckpt_core.data._hidden import batches_in, is_stateful, keeps_iterator, tell
 from ckpt_core.data._order import EpochOrder
 from ckpt_core.data._position import LoaderPosition, await_training
 from ckpt_core.data._samplers import draw_seed
-from ckpt_core.data._tracking import hidden_position, track
+from ckpt_core.data._tracking import Draws, hidden_position, track
 
 __all__ = [
+    "Draws",
     "EpochOrder",
     "LoaderPosition",
     "await_training",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, final
@@ -26,6 +26,7 @@ from ckpt_core._torch_internals import (
     fetch_ahead,
     kept_iterator,
     let_draw_from,
+    when_first_drawn,
 )
 from ckpt_core.data._drawing import draw_and_drop
 from ckpt_core.data._generators import global_state, load_global_state, same_values
@@ -443,6 +444,61 @@ def _seated(loader: DataLoader[Any], replay: Replay | None) -> AbstractContextMa
         return nullcontext()
     seat = Seat(loader, () if replay is None else replay.drawn)
     return _lent(loader, {"worker_init_fn": seat.begin, "collate_fn": seat.collate})
+
+
+@final
+class Draws:
+    """Whether samples draw from global generators, of a loader that its host reads ahead of the loop.
+
+    Attributes:
+        before: the generators before the last fetch, if it drew from them in this process.
+        first: the generators to draw the next iterator's first batch from; None for the present ones.
+    """
+
+    def __init__(self) -> None:
+        self.before: Mapping[str, Any] | None = None
+        self.first: Mapping[str, Any] | None = None
+        self._in_workers = torch.zeros((), dtype=torch.bool).share_memory_()
+        self._told = False
+
+    def seen_of(self, loader: DataLoader[Any]) -> AbstractContextManager[None]:
+        """See the draws of workers that the loader begins meanwhile."""
+        if not loader.num_workers or isinstance(loader.dataset, IterableDataset):
+            return nullcontext()
+        seat = Seat(loader, (), self._in_workers)
+        return _lent(loader, {"worker_init_fn": seat.begin, "collate_fn": seat.collate})
+
+    def watch(self, iterator: Any) -> Iterator[Any]:
+        """Return what to read in place of an iterator that was just made."""
+        self.before, first, self.first = None, self.first, None
+        if first is not None:
+            when_first_drawn(iterator, lambda: load_global_state(first))
+
+        with suppress(StopIteration):
+            yield next(iterator)  # with which the order is drawn
+            while True:
+                with self.fetching():
+                    fetched = [next(iterator)]
+                yield fetched.pop()
+
+    @contextmanager
+    def fetching(self) -> Generator[None]:
+        """Note whether what is fetched meanwhile draws in this process."""
+        here = global_state()
+        yield
+        self.before = None if same_values(here, global_state()) else here
+
+    def tell(self, loader: Any, *, ahead: bool) -> None:
+        """Warn once, before a save, of draws that a resume does not repeat."""
+        if self._told or not (ahead or self._in_workers):
+            return
+        self._told = True
+        _log.warning(
+            "samples of a %s draw random numbers %s: after a resume in the middle of an epoch they draw "
+            "others. Seed them by sample, or save between epochs",
+            type(loader).__name__,
+            "where it fetches ahead of the loop" if ahead else "in its workers",
+        )
 
 
 @contextmanager

@@ -39,12 +39,15 @@ class Seat:
     Args:
         loader: has those.
         states: of the workers' generators, where each goes on from one.
+        flag: in shared memory; set in place of what would be sent.
     """
 
-    def __init__(self, loader: DataLoader[Any], states: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], states: Sequence[Mapping[str, Any]], flag: torch.Tensor | None = None
+    ) -> None:
         self._init: Any = loader.worker_init_fn
         self._collate: Any = loader.collate_fn
-        self._states = states
+        self._states, self._flag = states, flag
         self._seeded: Mapping[str, Any] = {}
 
     def begin(self, worker: int) -> None:
@@ -59,6 +62,9 @@ class Seat:
         """Make a batch; send with it what comes next, if a sample has drawn from it."""
         batch, info, now = self._collate(samples), get_worker_info(), _numbers()
         if info is None or same_values(now, self._seeded):
+            return batch
+        if self._flag is not None:
+            self._flag.fill_(True)  # noqa: FBT003 - torch's signature
             return batch
         return _Sent(batch, _Numbers(info.id, now))
 

@@ -22,9 +22,9 @@ MAX_VALUES: Final = 10_000
 _DEEPEST: Final = 20
 _HUMP: Final = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|\W+")
 _SECRET: Final = re.compile(
-    r"secret|passw|passphrase|passcode|credential|(?:private|access|api)_?key|conn(?:ection)?_?str|bearer"
-    r"|(?:^|_)(?:auth|creds?|dsn|jwt|pwd|psk|cookies?|(?:db|database)_ur[il])(?:_|$)"
-    r"|(?:^|_)(?:pins?|pass|pat|otp|sas|sig)$|(?:token|key|auth|pwd)s?$"
+    r"secret|passw|passphrase|passcode|credential|(?:private|access|api)_?key|conn(?:ection)?_?str|bearer|web_?hook"
+    r"|(?:^|_)(?:auth|creds?|dsn|jwt|pwd|psk|sas|cookies?|(?:db|database|sas|(?:pre)?signed)_?ur[il]s?)(?:_|$)"
+    r"|(?:^|_)(?:pins?|pass|pat|otp|sig)$|(?:token|key|auth|pwd)s?$"
 )
 _COUNT: Final = re.compile(
     r"(?:^|_)(?:max|min|num|n|total|new|train|eval|context|batch|warmup|per)_.*(?:tokens|keys)$"

@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state import _fsdp1, _groups
 from ckpt_core.state._groups import is_flat, nested, probe
@@ -19,6 +20,7 @@ from ckpt_core.state._nested import leaves, rekeyed
 from ckpt_core.state._packed import PACKED, packed_state, speaker
 from ckpt_core.state._parameter_names import ParameterNames
 
+_logger = logger_of(__name__)
 _CLASS: Final = "optimizer_class"
 """Key of the names of its classes, beside `PACKED`."""
 
@@ -150,6 +152,12 @@ def check_groups(
     optimizer = unwrap_optimizer(optimizer)
     if state is not None and _CLASS in state and fit != "any":
         _groups.check_class(optimizer, state[_CLASS])
+    elif state is not None and state.get("state") and fit != "any":
+        _logger.warning(
+            "the checkpoint does not record the class of its optimizer, as none of stock DCP does: that it "
+            "was %s is not known, only that names fit, as those of Adam, AdamW and RAdam do to one another",
+            type(optimizer).__name__,
+        )
     if state is None or _fsdp1.is_fsdp1(model):
         return  # `load_optimizer_state` checks it; under FSDP1 a check is a collective
     names = ParameterNames.of(model)

@@ -690,6 +690,17 @@ def test_show_of_a_root_is_of_its_newest_or_of_one_step(ckpt, ckpt_json, root):
     assert ckpt_json("show", root)[1]["step"] == 200
 
 
+def test_show_of_a_root_says_how_one_checkpoint_alone_is_shown(ckpt, root):
+    one = ckpt("show", f"{root}@300")[1].splitlines()
+    for place in (f"{root}", f"{root}/"):
+        *shown, last = ckpt("show", place)[1].splitlines()
+        assert f"`ckpt show {root}@STEP`" in last
+        assert shown == one
+    assert "@STEP" in ckpt("show", root, "--tensors")[1]
+    for arguments in ((f"{root}@200",), (root, "--step", "200"), (root / "step-000000200",)):
+        assert "@STEP" not in ckpt("show", *arguments)[1]
+
+
 def test_show_of_what_is_no_checkpoint_says_what_it_is(ckpt, tmp_path, root):
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "model.safetensors").write_text("x")

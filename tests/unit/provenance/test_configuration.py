@@ -84,6 +84,15 @@ NAMES = [
     *("api_keys", "tokens", "secrets", "passwords", "pwd", "pin", "passcode", "connection_string", "db_uri"),
     *("private_key_pem", "credential_json", "aws_secret_access_key_id", "api_token", "wandb_api_key"),
     *("hfToken", "DB_PASS", "conn-str", "auth_header", "creds", "jwt", "session cookies", "sentry_dsn"),
+    *(
+        "sas_url",
+        "connectionstring",
+        "webhook_url",
+        "slackWebhook",
+        "storage-sas-uri",
+        "SASUrl",
+        "presigned_urls",
+    ),
     *("proxyPwds", "bearerValue", "azure_sas", "secretKeys", "otp", "passphrase2", "ACCESS_KEYS_OLD"),
 ]
 
@@ -100,6 +109,7 @@ def test_a_secret_is_known_by_plurals_prefixes_and_short_forms_of_its_name(name,
     [
         *("max_tokens", "num_keys", "tokenizer", "key_dim", "pin_memory", "author", "bypass_weights", "spin"),
         *("n_train_tokens", "passes", "signal", "keyboard", "token_budget", "credit", "opinion", "pattern"),
+        *("signed", "sasquatch", "url", "unsigned_url", "hooks", "data_urls"),
     ],
 )
 def test_what_only_sounds_like_a_secret_counts(name):

@@ -243,6 +243,28 @@ def test_without_a_record_of_the_class_the_names_of_the_state_tell_the_kind(
                 loads(checkpoints, 1, state(model, optimizer), model, optimizer)
 
 
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [(ADAM, ADAMW), (ADAMW, torch.optim.RAdam), (ADAM, ADAM), (partial(SGD, momentum=0.9), SGD), (SGD, SGD)],
+)
+@pytest.mark.parametrize("ours", [False, True])
+def test_that_the_class_of_an_optimizer_is_not_recorded_is_told_once(
+    checkpoints, tmp_path, caplog, then, now, ours
+):
+    model, optimizer = made(then, 1)
+    if ours:
+        checkpoints.save(1, of(model, optimizer))
+    else:
+        parts = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.save(parts, checkpoint_id=tmp_path / "run" / "step-000000001")
+    if ours and then in {ADAM, ADAMW} and now is not then:
+        return  # refused, as tested above
+    has_state = bool(optimizer.state) and any(optimizer.state.values())
+    model, optimizer = made(now, 0)
+    loads(checkpoints, 1, of(model, optimizer), model, optimizer)
+    assert caplog.text.count("does not record the class") == (has_state and not ours)
+
+
 @pytest.mark.skipif(not low_bit.is_installed(), reason="make setup installs them")
 def test_a_quantised_optimizer_is_of_another_kind_than_torchs(checkpoints, monkeypatch):
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")

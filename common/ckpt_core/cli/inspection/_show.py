@@ -33,7 +33,8 @@ def add(commands: Commands, shared: ArgumentParser) -> None:
         "show",
         parents=[shared],
         help="show what one checkpoint holds",
-        description="Shows a checkpoint: the one named, or of a root the newest that can be used.",
+        description="Shows a checkpoint: the one named, or of a root the newest that can be used, for "
+        "which all markers are read.",
     )
     command.add_argument("place", **ROOT_OR_CHECKPOINT)
     command.add_argument("--step", type=int, help="show this step of the root")
@@ -53,6 +54,11 @@ def run(arguments: Namespace) -> Outcome:
         if storage.exists(f"{name}/{MARKER}")
         else _uncommitted(arguments, storage, name)
     )
+    a_root = arguments.step is None and name not in arguments.place and "@" not in arguments.place
+    if a_root and not found.exit_code:
+        place = arguments.place.rstrip("/")
+        text = f"the newest that can be used; `ckpt show {place}@STEP` reads and shows one alone"
+        found = Outcome(fields=found.fields, parts=[*found.parts, text])
     if not arguments.tensors:
         return found
     tensors = _tensors(storage, name)
