@@ -41,6 +41,8 @@ class Project:
 
 PROJECTS: Mapping[str, Project] = {
     "nanogpt": Project(checkout="nanoGPT"),
+    "nanogpt_ddp": Project(checkout="nanoGPT", ranks=2),
+    "imagenet": Project(packages=["torchvision"], checkout="pytorch-examples", kill=10),
     "fsdp2": Project(checkout="pytorch-examples", ranks=2, kill=7),
     "litgpt": Project(packages=["litgpt"]),
     "trl_sft": Project(packages=["trl", "datasets"]),
@@ -48,6 +50,13 @@ PROJECTS: Mapping[str, Project] = {
     "sentence_transformers": Project(packages=["sentence_transformers", "datasets"]),
     "diffusers_unconditional": Project(
         packages=["diffusers", "datasets", "torchvision"], checkout="diffusers"
+    ),
+    "diffusers_ddp": Project(
+        packages=["diffusers", "datasets", "torchvision"],
+        checkout="diffusers",
+        ranks=2,
+        kill=5,
+        documented="of a save by the main process alone, the others' random numbers are unknown",
     ),
     "pytorch_forecasting": Project(packages=["pytorch_forecasting"]),
     "neuralforecast": Project(packages=["neuralforecast"]),
