@@ -3,6 +3,19 @@
 A case is a driver in `cases/`, which runs the project as its user would. It is run three times or more: stock
 and whole; with ours and whole, which must change nothing; with ours, killed by SIGKILL in the middle and
 started again under another seed, which must go on bit for bit.
+
+On 2026-11-24, with torch 2.13.0, lightning 2.6.6, accelerate 1.15.0 and transformers 5.23.0:
+
+    nanogpt                          exact, also on two ranks (nanogpt_ddp), each with its own batch ahead
+    imagenet (torchvision 0.29.1)    exact, with random crops and flips in two workers
+    fsdp2, two ranks                 exact
+    litgpt 0.5.13                    exact
+    trl_sft, trl_dpo 1.16.0          exact
+    sentence_transformers 6.2.0      exact
+    diffusers_unconditional 0.42.1   exact
+    diffusers_ddp, two ranks         as documented: only the random numbers of rank 1 are not its own
+    pytorch_forecasting 1.8.0        exact
+    neuralforecast 3.3.0             exact
 """
 
 from __future__ import annotations
@@ -41,6 +54,8 @@ class Project:
 
 PROJECTS: Mapping[str, Project] = {
     "nanogpt": Project(checkout="nanoGPT"),
+    "nanogpt_ddp": Project(checkout="nanoGPT", ranks=2),
+    "imagenet": Project(packages=["torchvision"], checkout="pytorch-examples", kill=10),
     "fsdp2": Project(checkout="pytorch-examples", ranks=2, kill=7),
     "litgpt": Project(packages=["litgpt"]),
     "trl_sft": Project(packages=["trl", "datasets"]),
@@ -48,6 +63,13 @@ PROJECTS: Mapping[str, Project] = {
     "sentence_transformers": Project(packages=["sentence_transformers", "datasets"]),
     "diffusers_unconditional": Project(
         packages=["diffusers", "datasets", "torchvision"], checkout="diffusers"
+    ),
+    "diffusers_ddp": Project(
+        packages=["diffusers", "datasets", "torchvision"],
+        checkout="diffusers",
+        ranks=2,
+        kill=5,
+        documented="of a save by the main process alone, the others' random numbers are unknown",
     ),
     "pytorch_forecasting": Project(packages=["pytorch_forecasting"]),
     "neuralforecast": Project(packages=["neuralforecast"]),

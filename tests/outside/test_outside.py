@@ -36,6 +36,9 @@ def test_a_difference_that_no_page_documents_is_one_to_mend():
     assert suites.Difference(test="a", message=told.message, door="trainer").documented is None, (
         "of Lightning"
     )
+    lineage = "E   AssertionError: best_model_path"
+    doors = {door: suites.Difference(test="c", message=lineage, door=door) for door in ("callback", "plugin")}
+    assert [door for door, each in doors.items() if each.documented] == ["callback"]
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,7 @@ class SaveThread:
         self._heartbeat = _Heartbeat("nothing", deadline_seconds)
         self._thread: threading.Thread | None = None
         self._last: Task | None = None
+        self._watchers: list[threading.Thread] = []
 
     def submit(self, task: Task) -> Task:
         """Run `task` after every task submitted before."""
@@ -87,7 +88,9 @@ class SaveThread:
         self._last = task
         self._tasks.put(task)
         # Not a daemon: a process whose main thread ends waits for its last save, but not forever.
-        threading.Thread(target=self._watch, args=(task,), name="ckpt-save-watch").start()
+        watcher = threading.Thread(target=self._watch, args=(task,), name="ckpt-save-watch")
+        watcher.start()
+        self._watchers = [*(each for each in self._watchers if each.is_alive()), watcher]
         return task
 
     def heartbeat(self, doing: str, limit_seconds: float | None = None) -> None:
@@ -125,6 +128,8 @@ class SaveThread:
         self._tasks.put(None)
         if self._thread is not None and self._last is not None and self._last.ended.is_set():
             self._thread.join()
+        for watcher in self._watchers if self.idle else ():
+            watcher.join()
 
     def _loop(self) -> None:
         while (task := self._tasks.get()) is not None:

@@ -22,9 +22,10 @@ images = Path("images")
 images.mkdir(exist_ok=True)
 pixels = np.random.default_rng(2)
 for number in range(16):
-    shape = (16, 16, 3)
-    Image.fromarray(pixels.integers(0, 255, shape, dtype=np.uint8)).save(images / f"{number}.png")
-config = Path("config.json")
+    image = Path(f"{os.environ.get('RANK', '0')}.png")
+    Image.fromarray(pixels.integers(0, 255, (16, 16, 3), dtype=np.uint8)).save(image)
+    image.replace(images / f"{number}.png")
+config = Path(f"config_{os.environ.get('RANK', '0')}.json")
 sizes = {"sample_size": 16, "layers_per_block": 1, "block_out_channels": [8, 16], "norm_num_groups": 4}
 blocks = {
     "down_block_types": ["DownBlock2D", "AttnDownBlock2D"],

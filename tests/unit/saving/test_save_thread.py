@@ -112,3 +112,32 @@ def test_a_farewell_that_hangs_is_not_waited_for(caplog):
 
     assert run_with_timeout(LONG, fail)
     assert "while cleaning up" in caplog.text
+
+
+class _LateWaker(threading.Event):
+    """Its waiters come to run some time after it is set, as on a busy machine."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        woken = super().wait(timeout)
+        if threading.current_thread().name == "ckpt-save-watch":
+            threading.Event().wait(SHORT)
+        return woken
+
+
+def _fail() -> None:
+    raise OSError("no space")
+
+
+@pytest.mark.parametrize("works", [["save"], ["save"] * 3, ["fail"], ["hang"], ["save", "fail", "save"]])
+def test_closing_leaves_no_thread_that_watches_a_save(works):
+    before, gate = set(threading.enumerate()), threading.Event()
+    runs = {"save": lambda: None, "fail": _fail, "hang": lambda: gate.wait(LONG) and None}
+    background = SaveThread(SHORT)
+    for work in works:
+        each = Task(runs[work], lambda _: None, lambda _: None)
+        each.over = _LateWaker()
+        background.submit(each)
+    background.until_idle()
+    background.close()
+    assert not [left for left in set(threading.enumerate()) - before if left.name == "ckpt-save-watch"]
+    gate.set()
