@@ -82,7 +82,7 @@ class Saved:
         )
 
     def drawn_from(self, skipped: int) -> Mapping[str, Any] | None:
-        """Return what the samples in hand were drawn from, if just those before them are skipped."""
+        """Return what the samples in hand were drawn from, if just those are not skipped."""
         as_seen = self.as_saved and skipped == self.batches
         return self.position.get("before") if as_seen else None
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import zip_longest
-from typing import Any, final
+from typing import Any, cast, final
 from weakref import WeakKeyDictionary
 
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
@@ -355,7 +355,7 @@ class TrackedLoader:
             return per_batch(*args, **kwargs)
 
         def watched_iterator() -> Any:
-            base = watched().base_dataloader
+            base = cast("Any", watched()).base_dataloader
             with self._draws.seen_of(base):
                 iterator = iterate()
             if self._epoch.loader is watched():

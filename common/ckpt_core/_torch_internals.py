@@ -196,7 +196,7 @@ def let_draw_from(iterator: Any, sampler: Any, indices: Any = None) -> None:
 
 
 def when_first_drawn(iterator: Any, act: Callable[[], object]) -> None:
-    """Act when an iterator without workers has drawn its first indices, before it fetches."""
+    """Act once an iterator without workers has its first indices, and fetches."""
 
     def draw(indices: Iterator[Any]) -> Iterator[Any]:
         for first in indices:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, final
+from typing import Any, cast, final
 from weakref import WeakSet, ref
 
 import torch
@@ -448,7 +448,7 @@ def _seated(loader: DataLoader[Any], replay: Replay | None) -> AbstractContextMa
 
 @final
 class Draws:
-    """Whether samples draw from global generators, of a loader that its host reads ahead of the loop.
+    """Whether samples draw from global generators, of a loader read ahead.
 
     Attributes:
         before: the generators before the last fetch, if it drew from them in this process.
@@ -458,7 +458,7 @@ class Draws:
     def __init__(self) -> None:
         self.before: Mapping[str, Any] | None = None
         self.first: Mapping[str, Any] | None = None
-        self._in_workers = torch.zeros((), dtype=torch.bool).share_memory_()
+        self._in_workers = cast("Any", torch.zeros((), dtype=torch.bool)).share_memory_()
         self._told = False
 
     def seen_of(self, loader: DataLoader[Any]) -> AbstractContextManager[None]:
