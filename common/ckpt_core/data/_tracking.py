@@ -461,9 +461,10 @@ class Draws:
         self._in_workers = cast("Any", torch.zeros((), dtype=torch.bool)).share_memory_()
         self._told = False
 
-    def seen_of(self, loader: DataLoader[Any]) -> AbstractContextManager[None]:
+    def seen_of(self, loader: Any) -> AbstractContextManager[None]:
         """See the draws of workers that the loader begins meanwhile."""
-        if not loader.num_workers or isinstance(loader.dataset, IterableDataset):
+        workers = isinstance(loader, DataLoader) and loader.num_workers
+        if not workers or isinstance(loader.dataset, IterableDataset):
             return nullcontext()
         seat = Seat(loader, (), self._in_workers)
         return _lent(loader, {"worker_init_fn": seat.begin, "collate_fn": seat.collate})
