@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_core.cli._main import _parser
+from ckpt_core.cli._commands import parser
 from tests.judges.figures import ROOT, sources, walked
 
 PAGES = sorted(
@@ -23,7 +23,7 @@ SPAN = re.compile(r"`ckpt ([^`]+)`")
 
 @pytest.fixture(scope="module")
 def commands() -> dict[str, argparse.ArgumentParser]:
-    (found,) = (each.choices for each in _parser()._actions if isinstance(each.choices, dict))
+    (found,) = (each.choices for each in parser()._actions if isinstance(each.choices, dict))
     return dict(found)
 
 
