@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from pathlib import Path
 
 import psutil
 import pytest
@@ -16,14 +17,15 @@ SAVES = 80
 WARM_UP = 20
 
 
-def resources():
+def resources(root: Path):
     gc.collect()
     process = psutil.Process()
-    return len(threads_of_ours()), process.num_fds(), process.memory_info().rss
+    files = [each for each in process.open_files() if Path(each.path).is_relative_to(root)]
+    return len(threads_of_ours()), len(files), process.memory_info().rss
 
 
 def threads_of_ours():
-    """Others of this process, such as the test runner, may start threads meanwhile."""
+    """Others of this process, such as the test runner, may start threads, and open files, meanwhile."""
     return {each for each in threading.enumerate() if each.name.startswith("ckpt-")}
 
 
@@ -36,10 +38,10 @@ def test_no_growth_over_many_saves(tmp_path):
         for step in range(SAVES):
             if step == WARM_UP:
                 checkpoints.wait()
-                threads, files, memory = resources()
+                threads, files, memory = resources(tmp_path)
             checkpoints.save(step, state)
         checkpoints.wait()
-        threads_after, files_after, memory_after = resources()
+        threads_after, files_after, memory_after = resources(tmp_path)
     assert threads_after <= threads + 1  # the watch of a save that has just ended may be ending, too
     assert files_after <= files
     # One state is 516 KiB: had each of 60 saves left its copy or its files behind, it would show.
