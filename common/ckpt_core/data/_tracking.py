@@ -474,7 +474,6 @@ class Draws:
         self.before, first, self.first = None, self.first, None
         if first is not None:
             when_first_drawn(iterator, lambda: load_global_state(first))
-
         with suppress(StopIteration):
             yield next(iterator)  # with which the order is drawn
             while True:
