@@ -245,7 +245,7 @@ class Tracker:
 
     def begin(self, loader: DataLoader[Any], make: Callable[[], Any]) -> Any:
         """Make an iterator; note or replay what its order is made from."""
-        with self._beginning(loader) as replay, _seated(loader, replay):
+        with self._beginning(loader) as replay, _seated(loader, () if replay is None else replay.drawn):
             if replay is None:
                 here = starting_state(loader)
                 loaded = getattr(loader, "next_iter_state", None) is not None
@@ -438,11 +438,13 @@ def _put(loader: DataLoader[Any], sampler: Any) -> AbstractContextManager[None]:
     return _lent(loader, {"sampler" if loader.batch_sampler is None else "batch_sampler": sampler})
 
 
-def _seated(loader: DataLoader[Any], replay: Replay | None) -> AbstractContextManager[None]:
-    """Let workers send what random numbers come next, or go on from some."""
+def _seated(
+    loader: DataLoader[Any], drawn: Sequence[Mapping[str, Any]] = (), flag: torch.Tensor | None = None
+) -> AbstractContextManager[None]:
+    """Let workers of map-style data have a `Seat` while they are made."""
     if not loader.num_workers or isinstance(loader.dataset, IterableDataset):
         return nullcontext()
-    seat = Seat(loader, () if replay is None else replay.drawn)
+    seat = Seat(loader, drawn, flag)
     return _lent(loader, {"worker_init_fn": seat.begin, "collate_fn": seat.collate})
 
 
@@ -463,11 +465,7 @@ class Draws:
 
     def seen_of(self, loader: Any) -> AbstractContextManager[None]:
         """See the draws of workers that the loader begins meanwhile."""
-        workers = isinstance(loader, DataLoader) and loader.num_workers
-        if not workers or isinstance(loader.dataset, IterableDataset):
-            return nullcontext()
-        seat = Seat(loader, (), self._in_workers)
-        return _lent(loader, {"worker_init_fn": seat.begin, "collate_fn": seat.collate})
+        return _seated(loader, flag=self._in_workers) if isinstance(loader, DataLoader) else nullcontext()
 
     def watch(self, iterator: Any) -> Iterator[Any]:
         """Return what to read in place of an iterator that was just made."""
