@@ -12,10 +12,11 @@ import os
 import secrets
 import shutil
 import stat
+import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, Final, final
+from typing import IO, Any, Final, cast, final
 
 from ckpt_core.names import aside_name
 from ckpt_core.storage._keys import ends_early
@@ -25,6 +26,7 @@ _UNSUPPORTED: Final = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP}
 _AT_FDCWD: Final = -100
 _NOREPLACE: Final = 1
 _EXCHANGE: Final = 2
+_ON_ERROR: Final = "onexc" if sys.version_info >= (3, 12) else "onerror"  # 3.14 drops this one
 _renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
 
 
@@ -161,7 +163,7 @@ def delete(path: Path) -> None:
             path.unlink()
             return
         try:
-            shutil.rmtree(path, onerror=_tell_where)
+            cast("Any", shutil.rmtree)(path, **{_ON_ERROR: _tell_where})
         except RecursionError:
             message = "directories are nested too deeply in it; delete it with `rm -r`"
             raise OSError(errno.ENAMETOOLONG, message, str(path)) from None
@@ -214,9 +216,9 @@ def _in_one_step(source: Path, target: Path, flags: int) -> int:
     return ctypes.get_errno() if failed else 0
 
 
-def _tell_where(_function: object, path: str, information: Any) -> None:
+def _tell_where(_function: object, path: str, found: Any) -> None:
     """Raise an error of `shutil.rmtree` with the whole path; pass over what is gone."""
-    error = information[1]
+    error = found[1] if isinstance(found, tuple) else found
     if not isinstance(error, FileNotFoundError):
         error.filename = path
         raise error

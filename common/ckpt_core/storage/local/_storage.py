@@ -33,7 +33,6 @@ from ckpt_core.storage.local._paths import (
 _NO_ROOM: Final = (
     "no room for this small file: free some, as by `ckpt prune`, which needs none, then try again"
 )
-
 _SPARE_BYTES: Final = 4096
 
 
@@ -238,10 +237,9 @@ class LocalStorage(Storage):
 
     def lock_holder(self, key: str) -> int | None:
         """Ask the kernel which process of this machine holds the lock."""
-        try:
+        with suppress(OSError):
             return holder_of(self._path(f"{file_key(key)}.lock"))
-        except OSError:
-            return None
+        return None
 
     def other_owner(self, key: str) -> str | None:
         """Return the owner by user id, of a link itself, if it is another user."""
