@@ -164,7 +164,7 @@ def test_a_file_that_stays_as_an_earlier_call_left_it_is_made_durable(storage, r
     assert recorder.synced == [(storage.local_path("a"), 10)]
 
 
-@pytest.mark.parametrize("kind", ["directory", "link", "hard link", "pipe"])
+@pytest.mark.parametrize("kind", ["directory", "link", "hard link", "pipe", "the user's file"])
 def test_on_a_full_disk_no_spare_is_used_that_is_no_file_of_its_own(storage, tmp_path, kind):
     precious = tmp_path / "precious"
     precious.write_bytes(b"the user's")
@@ -174,6 +174,8 @@ def test_on_a_full_disk_no_spare_is_used_that_is_no_file_of_its_own(storage, tmp
             (spare / "mine").write_bytes(b"the user's")
         elif kind == "pipe":
             os.mkfifo(spare)
+        elif kind == "the user's file":
+            spare.write_bytes(b"the user's")
         else:
             (os.symlink if kind == "link" else os.link)(precious, spare)
     full = Fault(method="create", error=OSError(errno.ENOSPC, "No space left on device"))

@@ -273,8 +273,8 @@ def _replace(path: Path, content: bytes, *, spare: Path | None = None) -> None:
     try:
         if spare is not None:
             status = spare.lstat()
-            if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
-                raise FileExistsError(errno.EEXIST, "no file, or one with another name", str(spare))
+            if not stat.S_ISREG(status.st_mode) or (status.st_nlink, status.st_size) != (1, _SPARE_BYTES):
+                raise FileExistsError(errno.EEXIST, "not a file of ours, or one more name of it", str(spare))
             spare.replace(draft)  # nobody else has it then
         with open(draft, "xb" if spare is None else "r+b") as stream:
             stream.write(content)
