@@ -17,8 +17,9 @@ from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, CorruptCheckpointError, FileFailure, IncompatibleCheckpointError
 from ckpt_core.formats.checksums import crc32
 from ckpt_core.names import FORMAT_VERSION
-from ckpt_core.state._groups import check_entries
-from ckpt_core.state._nested import leaves, rekeyed, with_empties
+from ckpt_core.state._groups import Fit, check_class, check_entries, class_names
+from ckpt_core.state._nested import get, leaves, rekeyed, with_empties
+from ckpt_core.state._optimizer import CLASS, unwrap_optimizer
 from ckpt_core.state._packed import PACKED
 from ckpt_core.state._tensors import is_sharded, local_bytes, template
 from ckpt_core.state._value_codec import NotEncodableError, decode, encode
@@ -84,6 +85,24 @@ def function_free(state: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in state.items() if not isinstance(value, FunctionType | MethodType)}
 
 
+def item_state(item: Any) -> Any:
+    """Return an object's state; an optimizer's with the names of its classes."""
+    state = item.state_dict()
+    if isinstance(item, torch.optim.Optimizer) and isinstance(state, Mapping) and state.keys() >= PACKED:
+        return {**state, CLASS: class_names(unwrap_optimizer(item))}
+    return state
+
+
+def check_kind(item: Any, state: Any, *, fit: Fit) -> None:
+    """Refuse the state of another kind of optimizer, where `item_state` recorded it.
+
+    Raises:
+        IncompatibleCheckpointError: it is.
+    """
+    if fit != "any" and isinstance(item, torch.optim.Optimizer) and (saved := get(state, (CLASS,))):
+        check_class(unwrap_optimizer(item), saved)
+
+
 def _keys(item: Any) -> Any:
     """Return a state with the keys that `item` expects."""
     state = item.state_dict()
@@ -119,6 +138,7 @@ def load_item(name: str, item: Any, state: Any, *, of_tree: bool = False) -> Non
     """
     if isinstance(item, torch.optim.Optimizer):
         check_entries(item, {path: None for path, _ in leaves(state)})
+        state = {key: value for key, value in state.items() if key != CLASS}
     try:
         live = _keys(item)
         state = rekeyed(state, live)

@@ -21,7 +21,7 @@ from ckpt_core.state._packed import PACKED, packed_state, speaker
 from ckpt_core.state._parameter_names import ParameterNames
 
 _logger = logger_of(__name__)
-_CLASS: Final = "optimizer_class"
+CLASS: Final = "optimizer_class"
 """Key of the names of its classes, beside `PACKED`."""
 
 
@@ -106,7 +106,7 @@ def _complete(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[s
         }
         for group in state["param_groups"]
     ]
-    return {**state, "param_groups": groups, _CLASS: _groups.class_names(optimizer)}
+    return {**state, "param_groups": groups, CLASS: _groups.class_names(optimizer)}
 
 
 def load_optimizer_state(
@@ -129,7 +129,7 @@ def load_optimizer_state(
         if _fsdp1.is_fsdp1(model)
         else _index_form(model, inner, state, fit=fit)
     )
-    beside = {key: value for key, value in state.items() if key not in {*PACKED, _CLASS}}
+    beside = {key: value for key, value in state.items() if key not in {*PACKED, CLASS}}
     try:
         speaker(optimizer, inner).load_state_dict({**beside, **indexed})
     except (ValueError, TypeError, KeyError) as error:
@@ -150,8 +150,8 @@ def check_groups(
         IncompatibleCheckpointError: it is not.
     """
     optimizer = unwrap_optimizer(optimizer)
-    if state is not None and _CLASS in state and fit != "any":
-        _groups.check_class(optimizer, state[_CLASS])
+    if state is not None and CLASS in state and fit != "any":
+        _groups.check_class(optimizer, state[CLASS])
     elif state is not None and state.get("state") and fit != "any":
         _logger.warning(
             "the checkpoint does not record the class of its optimizer, as none of stock DCP does: that it "

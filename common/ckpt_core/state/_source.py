@@ -10,7 +10,8 @@ from torch import nn
 
 from ckpt_core.data import is_stateful
 from ckpt_core.errors import ConfigError
-from ckpt_core.state._items import item_target, load_item
+from ckpt_core.state._groups import Fit, fit_of
+from ckpt_core.state._items import check_kind, item_state, item_target, load_item
 from ckpt_core.state._nested import Path, get, is_leaf, under
 from ckpt_core.state._tensors import template
 from ckpt_core.state._train_state import TrainState
@@ -112,8 +113,9 @@ _PART = ""
 class DictState:
     """A nested mapping of tensors, plain values and stateful objects, loaded in place.
 
-    Keys are the same as `dcp.save(mapping)` writes, so either reads the other's checkpoints. As with
-    `dcp.load`, the mapping selects what is loaded; other entries of the checkpoint are ignored.
+    Keys are those that `dcp.save(mapping)` writes (and beside an optimizer's, the names of its classes), so
+    either reads the other's checkpoints. As with `dcp.load`, the mapping selects what is loaded; other
+    entries of the checkpoint are ignored.
     """
 
     def __init__(self, mapping: Mapping[str, Any]) -> None:
@@ -126,6 +128,15 @@ class DictState:
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
         """Return the mapping's tensors, None for plain values, and the objects' entries."""
         return {_PART: _targets(self._mapping, saved.sharded.get(_PART, {}))}
+
+    def begin(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Callable[[], None]:
+        """Refuse the state of another kind of optimizer; nothing is put back yet.
+
+        Raises:
+            IncompatibleCheckpointError: there is one.
+        """
+        _check(self._mapping, loaded.get(_PART, {}), fit_of(saved))
+        return lambda: None
 
     def apply(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> list[str]:
         """Set plain values and load the objects; tensors were loaded in place.
@@ -143,7 +154,7 @@ def _states(value: Any) -> Any:
         _check_keys(value)
         return {str(key): _states(each) for key, each in value.items()}
     if is_stateful(value):
-        return value.state_dict()
+        return item_state(value)
     return value if is_leaf(value) else [_states(each) for each in value]
 
 
@@ -173,6 +184,14 @@ def _own(live: Mapping[str, Any], saved: SavedEntries) -> dict[str, Any]:
     """Build the load target of a module: its own names, without other stages' names."""
     found = {path: entry for path, entry in saved.items() if path[0] in live}
     return {**dict.fromkeys(live), **template(live, found)}
+
+
+def _check(live: Any, loaded: Any, fit: Fit) -> None:
+    if is_stateful(live):
+        check_kind(live, loaded, fit=fit)
+    elif isinstance(live, Mapping):
+        for key, value in live.items():
+            _check(value, get(loaded, (str(key),)), fit)
 
 
 def _apply(live: Any, loaded: Any, name: str) -> None:

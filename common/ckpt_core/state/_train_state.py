@@ -17,10 +17,12 @@ from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state._groups import fit_of
 from ckpt_core.state._items import (
     Counters,
+    check_kind,
     check_placed,
     check_stateful,
     function_free,
     is_large,
+    item_state,
     item_target,
     load_item,
 )
@@ -186,7 +188,7 @@ class TrainState:
         bases = list(shared)
         shared |= {name: function_free(each.state_dict()) for name, each in self._shared.items()}
         for name, item in self._items.items():
-            state = item.state_dict()
+            state = item_state(item)
             check_placed(name, item, state)
             if is_large(state):
                 put(tree, ("items", name), state)
@@ -352,6 +354,9 @@ class TrainState:
         try:
             for name, optimizer in self._loaded_optimizers(tree, saved):
                 check_groups(self._model, optimizer, get(tree, _path(name)), fit=fit_of(saved))
+            for name, item in self._items.items():
+                state = saved.shared.get(name, get(tree, ("items", name)))
+                check_kind(item, state, fit=fit_of(saved))
             notes = [*self._apply_shared(tree, saved, undo), *self._apply_dataloaders(saved, undo)]
         except BaseException:
             roll_back()

@@ -243,6 +243,68 @@ def test_without_a_record_of_the_class_the_names_of_the_state_tell_the_kind(
                 loads(checkpoints, 1, state(model, optimizer), model, optimizer)
 
 
+FORMS: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "mapping": lambda model, optimizer: {"model": model, "optim": optimizer},
+    "nested": lambda model, optimizer: {"model": model, "parts": {"optims": {"of all": optimizer}}},
+    "item": lambda model, optimizer: TrainState(model=model, opt=optimizer),
+    "wrapped": lambda model, optimizer: {
+        "model": model,
+        "optim": Fabric(accelerator="cpu", devices=1).setup_optimizers(optimizer),
+    },
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("then", "now", "fits"),
+    [
+        (ADAM, ADAMW, False),
+        (ADAMW, ADAM, False),
+        (ADAMW, torch.optim.RAdam, False),
+        (Own, Unrelated, False),
+        (MyAdamW, YourAdamW, True),
+        (partial(SGD, momentum=0.9), partial(SGD, momentum=0.9), True),
+        (Own, Other, True),
+    ],
+)
+def test_an_optimizer_kept_as_an_object_is_of_the_kind_that_was_saved(checkpoints, form, then, now, fits):
+    state = FORMS[form]
+    checkpoints.save(1, state(*made(then, 1)))
+    for steps in (0, 1):
+        model, optimizer = made(now, steps)
+        if fits:
+            loads(checkpoints, 1, state(model, optimizer), model, optimizer)
+            continue
+        with pytest.raises(IncompatibleCheckpointError, match="another kind of optimizer"):
+            loads(checkpoints, 1, state(model, optimizer), model, optimizer)
+
+
+def test_a_large_optimizer_kept_as_an_item_is_of_the_kind_that_was_saved(checkpoints):
+    def large(kind: Callable[..., Any], steps: int) -> tuple[nn.Module, Any]:
+        model = nn.Linear(512, 512)
+        optimizer = kind(model.parameters())
+        step(model, optimizer, steps)
+        return model, optimizer
+
+    model, optimizer = large(ADAM, 1)
+    checkpoints.save(1, TrainState(model=model, opt=optimizer))
+    for kind, steps in ((ADAMW, 0), (torch.optim.RAdam, 1)):
+        model, optimizer = large(kind, steps)
+        with pytest.raises(IncompatibleCheckpointError, match="another kind of optimizer"):
+            loads(checkpoints, 1, TrainState(model=model, opt=optimizer), model, optimizer)
+    model, optimizer = large(ADAM, 0)
+    loads(checkpoints, 1, TrainState(model=model, opt=optimizer), model, optimizer)
+
+
+def test_stock_loads_an_optimizer_that_says_of_what_class_it_is(checkpoints, tmp_path):
+    _, optimizer = made(ADAMW, 1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    checkpoints.save(1, {"optim": optimizer}).result()
+    _, other = made(ADAMW, 2)
+    dcp.load({"optim": other}, checkpoint_id=tmp_path / "run" / "step-000000001")
+    assert_equal(other.state_dict(), saved)
+
+
 @pytest.mark.parametrize(
     ("then", "now"),
     [(ADAM, ADAMW), (ADAMW, torch.optim.RAdam), (ADAM, ADAM), (partial(SGD, momentum=0.9), SGD), (SGD, SGD)],

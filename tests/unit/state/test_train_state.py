@@ -356,7 +356,9 @@ def test_a_mapping_loads_in_place_as_with_dcp(tmp_path):
     }
     written = save(DictState(mapping), tmp_path / "ours")
     dcp.save(mapping, checkpoint_id=tmp_path / "stock")
-    assert saved_state(written).sharded == saved_state(stock(tmp_path / "stock")).sharded
+    entries = dict(saved_state(written).sharded[""])
+    del entries["optimizer", "optimizer_class"]  # in which stock has no interest
+    assert {"": entries} == saved_state(stock(tmp_path / "stock")).sharded
     for each in (written, stock(tmp_path / "stock")):
         fresh = model(1)
         again = torch.optim.AdamW(fresh.parameters())
