@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.buckets.bare import BareObstore, BareObstoreWhole, S3fsFile, S5cmd
 from benchmarks.buckets.clients import BucketClient, BucketTask
-from benchmarks.buckets.formats import DcpFsspec, DcpS3Torch, OursDefault, OursFsspec, OursRead
+from benchmarks.buckets.formats import DcpFsspec, DcpS3Torch, OursDefault, OursRead
 from benchmarks.buckets.peak import peak_mib
 from benchmarks.buckets.results import Peaks, report_objects
 from benchmarks.buckets.turns import one_turn
@@ -28,7 +28,7 @@ from benchmarks.state import state_shape
 
 _DESCRIPTION = "How long saves to an object store and loads from it take, and what they cost."
 CLIENTS: Sequence[type[BucketClient]] = (
-    OursDefault, OursRead, OursFsspec, BareObstore, BareObstoreWhole, DcpFsspec, DcpS3Torch, S3fsFile,
+    OursDefault, OursRead, BareObstore, BareObstoreWhole, DcpFsspec, DcpS3Torch, S3fsFile,
     S5cmd,
 )  # fmt: skip
 _BY_KEY: Mapping[str, type[BucketClient]] = {each.key: each for each in CLIENTS}

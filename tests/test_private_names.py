@@ -205,14 +205,9 @@ TRANSFORMERS = {
 # Set by `_inner_training_loop`, and by `_get_dataloader`.
 TRAINER = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_eval_dataloaders")
 FSSPEC = {
-    "adlfs:AzureBlobFile._upload_chunk": None,
     "fsspec.asyn:AsyncFileSystem": None,
     "fsspec.asyn:sync": "loop func args timeout",
     "fsspec.spec:AbstractBufferedFile.closed": None,
-    "adlfs.spec:AzureBlobFile._upload_chunk": None,
-    "gcsfs:GCSFileSystem.call": None,
-    "s3fs:S3FileSystem.abort_mpu": None,
-    "s3fs:S3FileSystem.call_s3": None,
 }
 # Of objects that tests of their own make; and what other languages than Python's privacy means by "_".
 ELSEWHERE = {

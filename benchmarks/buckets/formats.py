@@ -22,7 +22,6 @@ class _Ours(BucketClient):
 
     kind: ClassVar[Kind] = "ours"
     copies: ClassVar[int] = 1
-    client: ClassVar[str | None] = None
     verify: ClassVar[str | None] = None
 
     def __init__(self, task: BucketTask) -> None:
@@ -30,10 +29,7 @@ class _Ours(BucketClient):
         tensors = task.live.tensors
         self._captured = CapturedState(sharded={"": {"model": tensors}}, stable=list(tensors.values()))
         root = f"s3://{task.server.bucket}/{self.key}"
-        storage_options = dict(task.server.storage_options)
-        if self.client is not None:
-            storage_options["client"] = self.client
-        options = {"storage_options": storage_options, "verify": self.verify}
+        options = {"storage_options": dict(task.server.storage_options), "verify": self.verify}
         try:
             self._manager = CheckpointManager(root, options=CheckpointOptions.from_mapping(options))
         except ConfigError as error:
@@ -69,15 +65,6 @@ class OursDefault(_Ours):
 
     key = "ours"
     name = "ckpt-suite"
-
-
-@final
-class OursFsspec(_Ours):
-    """Through s3fs."""
-
-    key = "ours-fsspec"
-    name = "ckpt-suite, fsspec"
-    client = "fsspec"
 
 
 @final

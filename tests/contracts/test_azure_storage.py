@@ -11,12 +11,11 @@ pytestmark = pytest.mark.emulator
 MIB = 2**20
 
 
-@pytest.mark.parametrize("client", ["obstore", "fsspec"])
 class TestAzureStorage(StorageTests):
     @pytest.fixture
-    def storage(self, azure_endpoint: str, client: str) -> Storage:
+    def storage(self, azure_endpoint: str) -> Storage:
         self.cloud = Cloud.fresh("azure", azure_endpoint)
-        return self.cloud.storage("runs/llama", client=client, write_block_bytes=MIB // 4)
+        return self.cloud.storage("runs/llama", write_block_bytes=MIB // 4)
 
     def raw_read(self, storage: Storage, key: str) -> bytes:
         return self.cloud.read(f"runs/llama/{key}")
@@ -41,10 +40,12 @@ class TestAzureStorage(StorageTests):
             write_and_fail()
         assert self.cloud.names() == []
 
-    def test_a_container_that_does_not_exist_is_named(self, azure_endpoint: str, client: str) -> None:
+    def test_a_container_that_does_not_exist_is_named(self, azure_endpoint: str) -> None:
         nowhere = Cloud(kind="azure", endpoint=azure_endpoint, bucket="no-such-container")
         with pytest.raises(FileNotFoundError, match="'no-such-container' does not exist"):
-            nowhere.storage("runs", client=client).check_root()
+            nowhere.storage(
+                "runs",
+            ).check_root()
 
 
 def test_a_url_may_name_container_and_account(azure_endpoint: str) -> None:

@@ -24,22 +24,15 @@ def cloud(request):
     cloud.control.release()
 
 
-@pytest.fixture(params=["obstore", "fsspec"])
-def client(request):
-    return request.param
-
-
 @pytest.fixture
-def storage(cloud, client):
-    return cloud.storage("run", client=client, write_block_bytes=CHUNK, request_seconds=20.0)
+def storage(cloud):
+    return cloud.storage("run", write_block_bytes=CHUNK, request_seconds=20.0)
 
 
-def on_creation(cloud, client, action, size):
+def on_creation(cloud, action, size):
     """A fault of the request that makes an object appear."""
-    if cloud.kind == "azure" and (size > CHUNK or client == "fsspec"):
+    if cloud.kind == "azure" and size > CHUNK:
         cloud.fault(action, "PUT", "*/run/a[?]comp=blocklist", count=1)
-    elif cloud.kind == "gcs" and client == "fsspec":
-        cloud.fault(action, "POST", "/upload/*upload_id=*", nth=0 if size < CHUNK else 1, count=1)
     elif size > CHUNK:
         cloud.fault(action, "POST", "*/run/a/compose[?]*", count=1)
     else:
@@ -53,7 +46,7 @@ def until(holds):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_an_upload_begun_before_another_ended_is_refused(storage, cloud, client, size):
+def test_an_upload_begun_before_another_ended_is_refused(storage, cloud, size):
     def upload_late():
         with storage.create("a") as stream:
             stream.write(b"l" * size)
@@ -65,9 +58,9 @@ def test_an_upload_begun_before_another_ended_is_refused(storage, cloud, client,
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_of_two_uploads_at_the_same_time_one_wins(storage, cloud, client, size):
+def test_of_two_uploads_at_the_same_time_one_wins(storage, cloud, size):
     begun = len(cloud.control.log())
-    on_creation(cloud, client, "hang", size)
+    on_creation(cloud, "hang", size)
     with ThreadPoolExecutor(1) as pool:
         late = pool.submit(storage.write_bytes, "a", b"l" * size)
         until(lambda: any(request.faults for request in cloud.control.log(begun)))
@@ -78,9 +71,9 @@ def test_of_two_uploads_at_the_same_time_one_wins(storage, cloud, client, size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_an_upload_whose_answer_was_lost_is_known_to_be_there(storage, cloud, client, size):
+def test_an_upload_whose_answer_was_lost_is_known_to_be_there(storage, cloud, size):
     begun = len(cloud.control.log())
-    on_creation(cloud, client, "lose", size)
+    on_creation(cloud, "lose", size)
     storage.write_bytes("a", b"m" * size)
     assert any(request.faults for request in cloud.control.log(begun))
     assert cloud.read("run/a") == b"m" * size

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -29,8 +29,6 @@ MIB = 2**20
 
 
 class TestS3Storage(StorageTests):
-    options: ClassVar = {"client": "botocore"}
-
     @pytest.fixture
     def client(self, s3_endpoint: str) -> Any:
         boto3 = pytest.importorskip("boto3")
@@ -45,7 +43,7 @@ class TestS3Storage(StorageTests):
         return self.open(f"s3://{bucket}/runs/llama", s3_endpoint)
 
     def open(self, url: str, endpoint: str) -> ObjectStorage:
-        return _storage(url, endpoint, **self.options)
+        return _storage(url, endpoint)
 
     def raw_read(self, storage: Storage, key: str) -> bytes:
         try:
@@ -105,10 +103,6 @@ class TestS3Storage(StorageTests):
     def _uploads(self, storage: Storage) -> list[Any]:
         bucket = _address(storage, "")["Bucket"]
         return self.client.list_multipart_uploads(Bucket=bucket).get("Uploads", [])
-
-
-class TestS3StorageThroughFsspec(TestS3Storage):
-    options: ClassVar = {"client": "fsspec"}
 
 
 class _File:
@@ -326,12 +320,10 @@ def test_an_answer_that_ends_early_is_asked_for_again_from_there(bucket: _Bucket
 
 
 def test_options_without_a_translation_are_refused_by_name(s3_endpoint: str) -> None:
-    with pytest.raises(ConfigError, match=r"version_aware; leave them out, or choose .*'client': 'fsspec'"):
+    with pytest.raises(ConfigError, match=r"version_aware; leave them out"):
         ObjectStorage("s3://bucket/run", version_aware=True)
     with pytest.raises(ConfigError, match=r"botocore cannot open this .*no_such_thing.*config_kwargs"):
         ObjectStorage("s3://bucket/run", config_kwargs={"no_such_thing": 1}, secret="hidden-away")
-    with pytest.raises(ConfigError, match=r"client='obstore': for s3:// it is 'botocore' or 'fsspec'"):
-        ObjectStorage("s3://bucket/run", client="obstore")
     with pytest.raises(ConfigError, match=r"s3_additional_kwargs ChecksumAlgorithm; leave"):
         ObjectStorage("s3://bucket/run", s3_additional_kwargs={"ChecksumAlgorithm": "SHA256"})
     with pytest.raises(ConfigError, match=r"config_kwargs s3 payload_signing_enabled; leave"):
@@ -341,7 +333,6 @@ def test_options_without_a_translation_are_refused_by_name(s3_endpoint: str) -> 
     )
     with pytest.raises(ConfigError, match="s3_additional_kwargs ServerSideEncrypton"):
         misspelt.check_root()
-    ObjectStorage("s3://bucket/run", version_aware=True, client="fsspec")
 
 
 def _storage(url: str, endpoint: str, **options: Any) -> ObjectStorage:

@@ -35,7 +35,6 @@ class Service:
     """An emulator with faults, and a bucket in it."""
 
     endpoint: str
-    client: str = "botocore"
 
     @property
     def control(self) -> ServiceControl:
@@ -51,7 +50,6 @@ class Service:
             endpoint_url=self.endpoint,
             write_block_bytes=5 * MIB,
             request_seconds=request_seconds,
-            client=self.client,
             config_kwargs={"retries": {"mode": "standard", "total_max_attempts": 2}},
         )
 
@@ -60,7 +58,7 @@ class Service:
 def service() -> Generator[Service]:
     """A fresh emulator with an empty bucket, for as long as the context."""
     # Every child needs it, and it starts no thread.
-    import s3fs  # noqa: F401
+    import botocore.session  # noqa: F401
 
     with emulator("s3") as endpoint:
         started = Service(endpoint=endpoint)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
@@ -24,7 +24,6 @@ from tests.reliability.objects.jobs import (
 from tests.reliability.outcome import Choice, Outcome, seen
 
 _STEPS: Final = (1, 2)
-_CLIENTS: Final = ("botocore", "fsspec")
 _READS: Final = {"GET", "HEAD"}  # after one of them the store is as it was before
 _DEADLINE_SECONDS: Final = 6.0
 
@@ -75,15 +74,11 @@ class _Point:
 
 
 def run(choice: Choice, folder: Path) -> Iterator[Outcome]:
-    """Kill at every request of every sweep, and meet every fault; or at the chosen ones of each.
-
-    The long run does so with each client.
-    """
+    """Kill at every request of every sweep, and meet every fault; or at the chosen ones of each."""
     del folder
     with service() as found:
-        for client in _CLIENTS if choice.count is None else _CLIENTS[:1]:
-            yield from _kills(replace(found, client=client), choice)
-            yield from faults(replace(found, client=client), choice)
+        yield from _kills(found, choice)
+        yield from faults(found, choice)
 
 
 def _kills(found: Service, choice: Choice) -> Iterator[Outcome]:
@@ -114,7 +109,7 @@ def _points(found: Service, sweep: Sweep) -> list[_Point]:
             sweep=sweep,
             number=number,
             when=when,
-            label=f"{found.client}, {when} {number}, {request.method} {request.target}",
+            label=f"{when} {number}, {request.method} {request.target}",
         )
         for number, request in enumerate(log)
         for when in (("before",) if request.method in _READS else ("before", "after"))

@@ -66,7 +66,12 @@ def test_an_unknown_protocol_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("packages", "protocol", "extra"), [(["s3fs", "botocore"], "s3", "s3"), (["gcsfs"], "gs", "gcs")]
+    ("packages", "protocol", "extra"),
+    [
+        (["botocore"], "s3", "s3"),
+        (["gcsfs"], "gs", "gcs"),
+        (["obstore"], "gs", "gcs"),
+    ],
 )
 def test_a_missing_extra_says_what_to_install(packages, protocol, extra):
     program = (

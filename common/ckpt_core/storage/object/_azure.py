@@ -195,8 +195,7 @@ class _Account:
         credential = options.get("credential") or (None if plain else _identity(options))
         if credential is not None and not _is_synchronous(credential):
             raise ConfigError(
-                f"{url}: obstore takes a credential of azure.identity that is not asynchronous; give such a "
-                "one, or choose storage_options={'client': 'fsspec'}"
+                f"{url}: storage_options credential must be one of azure.identity that is not asynchronous"
             )
         return cls(endpoint=endpoint.rstrip("/"), name=name, key=key, sas=sas, credential=credential)
 

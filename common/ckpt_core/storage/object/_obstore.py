@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from obstore.store import AzureStore, GCSStore
 
 _TRIES: Final = 6
-_MISSING: Final = "gs:// and az:// need obstore; {fix}, or choose storage_options={{'client': 'fsspec'}}"
 _UNFINISHED: Final = ".ckpt-uploads"
 """Where the parts of unfinished objects lie on GCS, in the root; listings leave it out."""
 
@@ -90,14 +89,11 @@ class ObstoreClient(PartClient):
             raise ConfigError(
                 f"{self.url}: leave out storage_options conditional_writes=False, which is for stores like S3"
             )
-        kind, extra = (GcsBucket, "gcs") if protocol in {"gs", "gcs"} else (AzureContainer, "azure")
+        kind = GcsBucket if protocol in {"gs", "gcs"} else AzureContainer
         limits = _limits(request_seconds)
         self._try_seconds = request_seconds / 2
-        try:
-            with translated_errors(self.url, self.redaction):
-                self._place: Container = kind(url, self.bucket, storage_options, request_seconds, **limits)
-        except ImportError:
-            raise ConfigError(_MISSING.format(fix=f'pip install "ckpt-suite[{extra}]"')) from None
+        with translated_errors(self.url, self.redaction):
+            self._place: Container = kind(url, self.bucket, storage_options, request_seconds, **limits)
 
     def size_and_token(self, path: str) -> tuple[int, str | None]:
         """Ask for size and metadata of an object."""

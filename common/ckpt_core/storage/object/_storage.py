@@ -43,7 +43,6 @@ class ObjectStorage(Storage):
         self,
         url: str,
         *,
-        client: str | None = None,
         write_block_bytes: int | None = None,
         request_seconds: float = REQUEST_SECONDS,
         conditional_writes: bool = True,
@@ -53,8 +52,6 @@ class ObjectStorage(Storage):
 
         Args:
             url: any URL that fsspec knows, with or without a trailing slash.
-            client: the library that sends the requests: "botocore" for S3, "obstore" for GCS and Azure,
-                "fsspec" for any URL; None for the fastest that is installed.
             write_block_bytes: size of the parts of an upload, on S3 at least 5 MiB; None for the client's.
             request_seconds: the time limit of one request, retries included.
             conditional_writes: whether to create objects only if there is none; a store that speaks S3 but
@@ -71,7 +68,6 @@ class ObjectStorage(Storage):
             require(public_url(url), integer("write_block_bytes", write_block_bytes, minimum=least))
         self._client = connect(
             url,
-            client,
             storage_options,
             request_seconds=request_seconds,
             conditional_writes=conditional_writes,
@@ -159,8 +155,7 @@ class ObjectStorage(Storage):
     def delete(self, key: str) -> None:
         """Delete an object, or all objects under a prefix.
 
-        One by one: fsspec's bulk deletions expand wildcards in keys, and that of s3fs hides refused
-        deletions.
+        One by one: fsspec's bulk deletions expand wildcards in keys.
         """
         path = self._client.path(file_key(key))
         # A key that is no valid path is not ours; see `list`.

@@ -11,22 +11,19 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from http import HTTPStatus
-from typing import Final, cast
+from typing import Final, TypeAlias, cast
 
 from ckpt_core.disclosure import Redaction
 from ckpt_core.errors import ArchivedError
 
 _LIBRARIES = {
-    "aiobotocore",
     "aiohttp",
     "azure",
     "botocore",
     "ftplib",
-    "gcsfs",
     "google",
     "obstore",
     "requests",
-    "s3fs",
     "urllib3",
 }
 _NO_CREDENTIALS = {
@@ -39,7 +36,6 @@ _NO_CREDENTIALS = {
     "TokenRetrievalError",
     "UnauthorizedSSOTokenError",
 }
-_EXPIRED = {"ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired"}
 _NO_ANSWER = {
     "ConnectTimeoutError",
     "FSTimeoutError",
@@ -47,16 +43,12 @@ _NO_ANSWER = {
     "ServiceRequestTimeoutError",
     "ServiceResponseTimeoutError",
 }
-_ARCHIVED = {"InvalidObjectState"}
-_CONFLICTS = {"PreconditionFailed", "ConditionalRequestConflict"}
 _DENIED = {401, 403, "401", "403"}
 # Not EIO, which means a lost block on a local disk: here the next try may succeed.
 _STORE_FAILED = errno.EPROTO
 _NOTHING_SECRET = Redaction({})
 _IN_OUR_WORDS = "_in_our_words"
 """Attribute of translated errors: a short secret, such as "job", may be a word of ours."""
-# Errors named in the contract of `Storage` stay as they are.
-_NAMED = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
 
 
 @contextmanager
@@ -115,18 +107,8 @@ def _translation(error: Exception, url: str, redaction: Redaction) -> OSError | 
     """Translate an error, with the library's text; None if it needs no translation."""
     text = redaction.text(f"{type(error).__name__}: {_brief(error)}")
     if isinstance(error, OSError) and type(error).__module__ != "requests.exceptions":
-        # gcsfs reports 403 as a plain OSError, s3fs answers of all kinds as the nearest OSError.
-        if str(error).startswith("Forbidden"):
-            return _denied(text, url)
-        answer = _answer_behind(error)
-        if answer is None or isinstance(error, _NAMED):
-            return None
-        return _of_answer(error, answer, redaction.text(str(answer)), url)
-    # adlfs gives the errors of Azure's library other types while it uploads.
-    origin = error.__cause__ if isinstance(error, RuntimeError) else error
-    if _library(origin) not in _LIBRARIES or not isinstance(origin, Exception):
         return None
-    return _of_library(origin, text, url)
+    return _of_library(error, text, url) if _library(error) in _LIBRARIES else None
 
 
 def _brief(error: Exception) -> str:
@@ -156,36 +138,20 @@ def answer_ended(url: str) -> OSError:
     return OSError(_STORE_FAILED, "the object store's answers end too early, further tries included", url)
 
 
-def _of_status(error: Exception, text: str, url: str) -> OSError | None:
-    """Translate an error of botocore by its status; None if it has none."""
-    response = getattr(error, "response", None)
-    if not isinstance(response, dict):
-        return None
-    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    if status == HTTPStatus.NOT_FOUND:
-        return FileNotFoundError(errno.ENOENT, text, url)
-    if status == HTTPStatus.PRECONDITION_FAILED or _code(error) in _CONFLICTS:
-        return FileExistsError(errno.EEXIST, text, url)
-    refused = PermissionError if status in _DENIED else OSError
-    return _of_answer(refused(_STORE_FAILED, text), error, text, url)
-
-
 def _library(error: object) -> str:
     return type(error).__module__.partition(".")[0]
 
 
 def _of_library(error: Exception, text: str, url: str) -> OSError:
-    if _library(error) == "botocore" and (found := _of_status(error, text, url)):
+    if _library(error) == "botocore" and (found := _of_s3(error, text, url)):
         return found
     if type(error).__name__ in _AS_OS_ERRORS:
         return _AS_OS_ERRORS[type(error).__name__](text, url)
-    if _code(error) in _ARCHIVED:
-        return _archived(text, url)
     if _status(error) == HTTPStatus.UNAUTHORIZED:
         return _expired(text, url)
     if _is_denied(error):
         return _denied(text, url)
-    return OSError(_STORE_FAILED, f"the object store failed ({text})", url)
+    return _failed(text, url)
 
 
 def _status(error: Exception) -> int | None:
@@ -194,32 +160,18 @@ def _status(error: Exception) -> int | None:
     return getattr(answer, "status_code", None)
 
 
-def _answer_behind(error: OSError) -> Exception | None:
-    """Return the error of botocore that s3fs has wrapped."""
-    cause = error.__cause__
-    if isinstance(cause, Exception) and _library(cause) == "botocore":
-        return cause
-    return None
-
-
-def _of_answer(error: OSError, answer: Exception, text: str, url: str) -> OSError:
-    code = _code(answer)
-    if code in _ARCHIVED:
-        return _archived(text, url)
-    if code in _EXPIRED:
-        return _expired(text, url)
-    if code == "400" and getattr(answer, "operation_name", "").startswith("Head"):
+def _of_s3(error: Exception, text: str, url: str) -> OSError | None:
+    """Translate an answer of S3; None for an error of botocore without one."""
+    response = getattr(error, "response", None)
+    if not isinstance(response, dict):
+        return None
+    status, code = response.get("ResponseMetadata", {}).get("HTTPStatusCode"), _code(error)
+    if make := _OF_S3.get(code) or _OF_STATUS.get(status):
+        return make(text, url)
+    if code == "400" and getattr(error, "operation_name", "").startswith("Head"):
         # An answer to HEAD has no body with the reason; with a correct client it is this one.
         return _expired(f"{text}; this answer comes without a reason", url)
-    if isinstance(error, PermissionError):
-        return _denied(text, url)
-    if code in {"NotImplemented", "501"}:
-        advice = (
-            "if it does not know conditional writes: storage_options={'conditional_writes': False}; if it "
-            "does not know x-amz-checksum-crc32: {'checksums': False}"
-        )
-        return OSError(errno.ENOSYS, f"the object store cannot do that ({text}); {advice}", url)
-    return OSError(_STORE_FAILED, f"the object store failed ({text})", url)
+    return _failed(text, url)
 
 
 def _code(answer: Exception) -> str:
@@ -260,12 +212,51 @@ def _expired(text: str, url: str) -> PermissionError:
     )
 
 
-# Of botocore, of Azure's library, of obstore.
-_AS_OS_ERRORS: Final[dict[str, Callable[[str, str], OSError]]] = {
-    "ResourceNotFoundError": lambda text, url: FileNotFoundError(errno.ENOENT, text, url),
-    "ResourceExistsError": lambda text, url: FileExistsError(errno.EEXIST, text, url),
-    "AlreadyExistsError": lambda text, url: FileExistsError(errno.EEXIST, text, url),
-    "PreconditionError": lambda text, url: FileExistsError(errno.EEXIST, text, url),
+def _failed(text: str, url: str) -> OSError:
+    return OSError(_STORE_FAILED, f"the object store failed ({text})", url)
+
+
+def _unknown(text: str, url: str) -> OSError:
+    advice = (
+        "if it does not know conditional writes: storage_options={'conditional_writes': False}; if it does "
+        "not know x-amz-checksum-crc32: {'checksums': False}"
+    )
+    return OSError(errno.ENOSYS, f"the object store cannot do that ({text}); {advice}", url)
+
+
+def _absent(text: str, url: str) -> OSError:
+    return FileNotFoundError(errno.ENOENT, text, url)
+
+
+def _taken(text: str, url: str) -> OSError:
+    return FileExistsError(errno.EEXIST, text, url)
+
+
+_Make: TypeAlias = Callable[[str, str], OSError]
+# By S3's code.
+_OF_S3: Final[dict[str, _Make]] = {
+    "ConditionalRequestConflict": _taken,
+    "ExpiredToken": _expired,
+    "ExpiredTokenException": _expired,
+    "InvalidObjectState": _archived,
+    "NotImplemented": _unknown,
+    "501": _unknown,
+    "PreconditionFailed": _taken,
+    "RequestExpired": _expired,
+    "TokenRefreshRequired": _expired,
+}
+_OF_STATUS: Final[dict[int, _Make]] = {
+    HTTPStatus.NOT_FOUND: _absent,
+    HTTPStatus.PRECONDITION_FAILED: _taken,
+    HTTPStatus.UNAUTHORIZED: _denied,
+    HTTPStatus.FORBIDDEN: _denied,
+}
+# By type: of Azure's library, of obstore.
+_AS_OS_ERRORS: Final[dict[str, _Make]] = {
+    "ResourceNotFoundError": _absent,
+    "ResourceExistsError": _taken,
+    "AlreadyExistsError": _taken,
+    "PreconditionError": _taken,
     "PermissionDeniedError": _denied,
     "UnauthenticatedError": _expired,
 }

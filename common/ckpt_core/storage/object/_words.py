@@ -1,4 +1,4 @@
-"""Options of fsspec's filesystems that another client understands too."""
+"""Options in the words of fsspec's filesystems, refused by their names."""
 
 from __future__ import annotations
 
@@ -30,6 +30,5 @@ def refuse_others(
     others = sorted(name for name in options if name not in known)
     if others:
         raise ConfigError(
-            f"{url}: {library} has nothing like storage_options {', '.join(others)}; leave them out, or "
-            "choose storage_options={'client': 'fsspec'}"
+            f"{url}: {library} has nothing like storage_options {', '.join(others)}; leave them out"
         )

@@ -1,0 +1,173 @@
+"""Any other filesystem of fsspec, which promises less than S3, GCS and Azure do."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from typing import IO, Any, Final, cast, final
+
+from ckpt_core.disclosure import Redaction, logger_of, public_url
+from ckpt_core.errors import ConfigError
+from ckpt_core.storage._putting import PutSource
+from ckpt_core.storage.object._client import Found, ObjectClient
+from ckpt_core.storage.object._reader import ObjectRanges
+from ckpt_core.storage.object._translation import translated_errors
+from ckpt_core.storage.object._words import refused
+
+_BLOCK_BYTES: Final = 64 * 2**20
+
+_logger = logger_of(__name__)
+
+
+@final
+class FsspecClient(ObjectClient):
+    """A filesystem of fsspec.
+
+    Files may show before they are complete, and two writers may overwrite each other.
+
+    Args:
+        url: of the root.
+        storage_options: for the filesystem.
+        request_seconds: the time limit of one request, where the filesystem takes one.
+        conditional_writes: has no effect.
+        block_bytes: size of the parts of an upload, one such buffer per open stream; None for the default.
+
+    Raises:
+        ConfigError: the protocol is unknown, its package is not installed, or it refuses an option.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        storage_options: dict[str, Any],
+        *,
+        request_seconds: float,
+        conditional_writes: bool,
+        block_bytes: int | None,
+    ) -> None:
+        from fsspec.asyn import AsyncFileSystem
+
+        del conditional_writes
+        self.url = public_url(url).rstrip("/")
+        self.redaction = Redaction.of(url, storage_options)
+        self._options = tuple(sorted(storage_options))
+        self.filesystem, path = self._connect(url, storage_options)
+        self.base = path.rstrip("/")
+        self.bucket = path.strip("/").partition("/")[0]
+        self._block_bytes = block_bytes or _BLOCK_BYTES
+        takes_limit = isinstance(self.filesystem, AsyncFileSystem) and not self.filesystem.asynchronous
+        self._limit = {"timeout": request_seconds} if takes_limit else {}
+
+    def size(self, path: str) -> int:
+        """Return the size of an object in bytes."""
+        self.filesystem.invalidate_cache()
+        info = self._call("info", path)
+        if info["type"] != "file":
+            raise FileNotFoundError(errno.ENOENT, "a prefix, not an object", self.shown(path))
+        return int(info["size"])
+
+    def children(self, path: str) -> list[Found]:
+        """List the names below a prefix, up to the next slash."""
+        try:
+            self.filesystem.invalidate_cache()
+            found = self._call("ls", path, detail=True)
+        except FileNotFoundError:
+            return []
+        prefix = path.strip("/") + "/"
+        children = [(str(info["name"]).strip("/"), info) for info in found]
+        return [_found(name, info) for name, info in children if name.startswith(prefix)]
+
+    def below(self, path: str) -> list[str]:
+        """List an object, even one that no listing shows yet, and all below it."""
+        self.filesystem.invalidate_cache()
+        found = [str(name) for name in self._call("find", path)]
+        return [name for name in found if name == path or name.startswith(path + "/")]
+
+    def remove(self, path: str) -> None:
+        """Delete an object by its name; no-op if there is none."""
+        with suppress(FileNotFoundError):
+            self._call("rm_file", path)
+
+    def replace(self, path: str, content: bytes) -> None:
+        """Write a small object, over an existing one."""
+        self._call("pipe_file", path, content)
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
+        """Read a range in one request."""
+        content: bytes = self._call("cat_file", path, start=offset, end=offset + len(buffer))
+        buffer[: len(content)] = content
+        return len(content)
+
+    @contextmanager
+    def create(self, path: str) -> Generator[IO[bytes]]:
+        """Open a stream into a new object; what a failed one leaves is deleted."""
+        if self._call("exists", path):
+            raise FileExistsError(errno.EEXIST, "the object exists already", self.shown(path))
+        with translated_errors(self.url, self.redaction):
+            stream = self.filesystem.open(path, "wb", block_size=self._block_bytes)
+            try:
+                yield cast("IO[bytes]", stream)
+                stream.close()
+            except BaseException:
+                self._abandon(stream, path)
+                raise
+
+    def put_file(self, path: str, source: PutSource, identity: str) -> None:
+        """Send a file whole, unless it is there."""
+        del identity
+        with suppress(FileNotFoundError):
+            size = self.size(path)
+            if size != source.size_bytes:
+                self.remove(path)  # it may be one that was never completed
+            elif source.equals(ObjectRanges(self, path, size)):
+                source.progress(size)
+                return
+        with self.create(path) as stream:
+            for piece in source.counted():
+                stream.write(piece)
+
+    def _connect(self, url: str, options: dict[str, Any]) -> tuple[Any, str]:
+        from fsspec.core import url_to_fs
+
+        try:
+            with translated_errors(self.url, self.redaction):
+                # Listings are never cached: other ranks and other jobs write to the same prefix.
+                filesystem, path = url_to_fs(  # type: ignore[no-untyped-call]
+                    url, **{"use_listings_cache": False, "skip_instance_cache": True, **options}
+                )
+        except (ValueError, TypeError) as error:
+            raise self._refused(error) from None
+        return filesystem, str(path)
+
+    def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the filesystem; translate its errors."""
+        act: Callable[..., Any] = getattr(self.filesystem, method)
+        with translated_errors(self.url, self.redaction):
+            try:
+                return act(*args, **self._limit, **kwargs)
+            except (ValueError, TypeError) as error:
+                raise self._refused(error) from None
+
+    def _refused(self, error: Exception) -> ConfigError:
+        return refused(self.url, "fsspec", self._options, error=error, redaction=self.redaction)
+
+    def _abandon(self, stream: Any, path: str) -> None:
+        """Remove the traces of a failed upload; the error that ended it is on its way."""
+        from fsspec.spec import AbstractBufferedFile
+
+        try:
+            if hasattr(stream, "discard"):
+                stream.discard()
+            self.remove(path)
+        except Exception as failure:  # noqa: BLE001
+            shown = self.shown(path), type(failure).__name__, self.shown(failure)
+            _logger.warning("%s: could not clean up after a failed upload: %s: %s", *shown)
+        finally:
+            if isinstance(stream, AbstractBufferedFile):
+                stream.closed = True  # to close it, as the garbage collector does, completes the upload
+
+
+def _found(path: str, info: dict[str, Any]) -> Found:
+    is_directory = info["type"] == "directory"
+    return Found(path.rpartition("/")[2], is_directory, 0 if is_directory else int(info["size"]))
