@@ -172,6 +172,7 @@ def outcomes(suite: Suite, sources: Path, *, door: str, extra: Sequence[str] = (
                 "-q",
                 "-p",
                 "no:cacheprovider",
+                "--color=no",  # the causes are read
                 "-p",
                 "injection",  # not below `tests`, which is a package of some hosts, too
             ),
