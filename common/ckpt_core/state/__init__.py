@@ -1,5 +1,6 @@
 """Training state as items: captured as live tensors and values, restored exactly."""
 
+from ckpt_core.state._gradients import Gradients
 from ckpt_core.state._groups import fit_of
 from ckpt_core.state._items import (
     PICKLED,
@@ -29,6 +30,7 @@ from ckpt_core.state._optimizer import (
     stable_tensors,
     unwrap_optimizer,
 )
+from ckpt_core.state._override import Override
 from ckpt_core.state._rank_buffers import BufferKey, RankBuffers, decode_buffers, put_buffers
 from ckpt_core.state._rng import derive_rng, load_rng_state, rng_seed, rng_state
 from ckpt_core.state._source import (
@@ -56,8 +58,6 @@ from ckpt_core.state.contents import (
     saves_base,
     supplied,
 )
-from ckpt_core.state.gradients import Gradients
-from ckpt_core.state.overriding import Override
 
 __all__ = [
     "PICKLED",

@@ -13,9 +13,9 @@ from ckpt_core.errors import ConfigError
 from ckpt_core.state._groups import Fit, fit_of
 from ckpt_core.state._items import check_kind, item_state, item_target, load_item
 from ckpt_core.state._nested import Path, get, is_leaf, under
+from ckpt_core.state._override import Override
 from ckpt_core.state._tensors import template
 from ckpt_core.state._train_state import TrainState
-from ckpt_core.state.overriding import Override
 from ckpt_core.types import CapturedState, SavedEntries, SavedState
 
 

@@ -14,6 +14,7 @@ from ckpt_core.coordination import place_in_job
 from ckpt_core.data import LoaderPosition, await_training, tell_of_missing
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
+from ckpt_core.state._gradients import Gradients
 from ckpt_core.state._groups import fit_of
 from ckpt_core.state._items import (
     Counters,
@@ -42,13 +43,12 @@ from ckpt_core.state._optimizer import (
     stable_tensors,
     unwrap_optimizer,
 )
+from ckpt_core.state._override import Override
 from ckpt_core.state._parameter_names import ParameterNames
 from ckpt_core.state._rng import derive_rng, load_rng_state, rng_seed, rng_state
 from ckpt_core.state._template import optimizer_target
 from ckpt_core.state._tensors import template
 from ckpt_core.state.contents import Contents, base_names, begin, saved_part, supplied
-from ckpt_core.state.gradients import Gradients
-from ckpt_core.state.overriding import Override
 from ckpt_core.types import CapturedState, SavedEntries, SavedState
 from ckpt_core.validation import boolean, require
 

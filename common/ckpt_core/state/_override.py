@@ -1,20 +1,22 @@
-"""`Override`: hyperparameters to change, by their names in a checkpoint."""
+"""`Override`: hyperparameters that a resume changes, and the schedules of learning rates with them."""
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, Final, Self, final
 
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointNotFoundError, ConfigError
-from ckpt_core.state.overriding._schedules import Schedules
 from ckpt_core.validation import mapping, require
 
 _logger = logger_of(__name__)
@@ -29,9 +31,10 @@ _NAME: Final = re.compile(
 _NOT_HYPERPARAMETERS: Final = frozenset(
     {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 )
-_MAKE_STATE: Final = frozenset({"amsgrad", "centered"})
-"""Switches of torch's optimizers that need a state which an optimizer made without them does not have."""
 _RATE: Final = "lr"
+# From what a schedule computes a learning rate: keys of its group, and its own lists.
+_OF_GROUP: Final = frozenset({"initial_lr", "max_lr", "min_lr", "swa_lr"})
+_OF_SCHEDULER: Final = ("base_lrs", "max_lrs", "_last_lr")
 
 
 @final
@@ -41,7 +44,8 @@ class Override:
 
     A name is a key of parameter groups, such as `lr`, of all groups that have it; or of some, as a checkpoint
     names them: `param_groups.1.lr`, `optimizer.generator.lr`, `optimizer.0.param_groups.1.lr`. The narrower
-    name wins. A learning rate takes its schedule along: see `Schedules`.
+    name wins. The schedule of a learning rate continues from the new one: the rates from which it computes
+    change in proportion; of a schedule that falls to a given least rate, `eta_min`, the distances from that.
 
     Attributes:
         values: name -> plain value.
@@ -60,7 +64,8 @@ class Override:
         require("override", mapping("override", given))
         values = {str(name): _plain(value) for name, value in given.items()}
         for name, value in values.items():
-            if not _is_storable(value):
+            numbers = value if isinstance(value, list) else [value]
+            if not isinstance(value, bool) and not all(map(_is_number, numbers)):
                 raise ConfigError(
                     f"override: {name} must be a finite number, true or false, or a list of numbers, "
                     f"not {value!r:.80}"
@@ -154,54 +159,45 @@ class Override:
             if not found:
                 raise ConfigError(f"override: no optimizer has {name}; {_there_are(name, optimizers)}")
             for _, group, option in found:
-                if not _is_like(group[option], value):
-                    raise ConfigError(
-                        f"override: {name} is {group[option]!r}, which {value!r} cannot replace"
-                    )
-                if not _is_in_range(option, value):
-                    raise ConfigError(f"override: {value!r} is out of range for {name}")
-                if _needs_state(option, group, value):
-                    raise ConfigError(
-                        f"override: {name}={value!r} needs a state that this optimizer, made with "
-                        f"{group[option]!r}, does not have"
-                    )
+                if problem := _problem(name, group, option, value):
+                    raise ConfigError(f"override: {problem}")
 
     def apply(self, optimizers: Mapping[str, torch.optim.Optimizer], schedulers: Iterable[Any]) -> None:
         """Change live groups, and the schedules of those whose learning rate changes."""
-        schedules = Schedules(schedulers)
+        outer = [_unwrapped(each, "scheduler") for each in schedulers]
         groups = {name: each.param_groups for name, each in optimizers.items()}
-        new: dict[tuple[str, int, str], Any] = {}
+        new: dict[tuple[str, int], dict[str, Any]] = {}
         # The narrower a name, the longer the places that it gives.
         for name in sorted(self.values, key=_narrowness):
-            for (optimizer, number), _, option in _found(name, groups):
-                new[optimizer, number, option] = self.values[name]
-        before = schedules.next_values(optimizers.values())
-        changed: list[tuple[str, int, str]] = []
-        for (name, number, option), value in new.items():
-            if not _equal(groups[name][number][option], value):
-                changed.append((name, number, option))
-            if option == _RATE:
-                given = {each for of, at, each in new if (of, at) == (name, number)}
-                schedules.rescale(optimizers[name], number, float(value), keep=given)
-            set_option(groups[name][number], option, value)
-        after = schedules.next_values(optimizers.values())
-        for name, number, option in changed:
-            place = id(optimizers[name]), number
-            if place in after and _is_undone(option, groups[name][number], before[place], after[place]):
+            for place, _, option in _found(name, groups):
+                new.setdefault(place, {})[option] = self.values[name]
+        before = _next_groups(outer, optimizers.values())
+        changed: list[tuple[str, dict[str, Any], tuple[int, int]]] = []
+        for (name, number), options in new.items():
+            group, at = groups[name][number], (id(optimizers[name]), number)
+            changed += [(each, group, at) for each in options if not _equal(group[each], options[each])]
+            if _RATE in options:
+                _rescale(outer, optimizers[name], number, float(options[_RATE]))
+            _fill(group, options)
+        after = _next_groups(outer, optimizers.values())
+        for option, group, at in changed:
+            if at not in after or _equal(coming := after[at][option], group[option]):
+                continue
+            if option != _RATE or _equal(coming, before[at][option]):  # else it goes on from the new one
                 _logger.warning(
                     "override: a scheduler sets %s of parameter group %d to %s at its next step, whatever "
                     "was given: change it where the scheduler is made",
-                    option, number, _text(after[place][option]),
+                    option, at[1], _text(coming),
                 )  # fmt: skip
 
 
-def set_option(group: dict[str, Any], option: str, value: Any) -> None:
-    """Set a hyperparameter; tensors stay tensors, tuples stay tuples."""
-    live = group[option]
-    if isinstance(live, torch.Tensor):
-        live.fill_(value)
-    else:
-        group[option] = tuple(value) if isinstance(live, tuple) else value
+def _fill(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    for option, value in options.items():
+        live = group[option]
+        if isinstance(live, torch.Tensor):
+            live.fill_(value)
+        else:
+            group[option] = tuple(value) if isinstance(live, tuple) else value
 
 
 def _found(
@@ -212,11 +208,10 @@ def _found(
     if match is None or match["option"] in _NOT_HYPERPARAMETERS:
         return
     for optimizer, groups in optimizers.items():
-        if match["optimizer"] not in {None, optimizer}:
-            continue
-        for number, group in enumerate(groups):
-            if match["group"] in {None, str(number)} and match["option"] in group:
-                yield (optimizer, number), group, match["option"]
+        if match["optimizer"] in {None, optimizer}:
+            for number, group in enumerate(groups):
+                if match["group"] in {None, str(number)} and match["option"] in group:
+                    yield (optimizer, number), group, match["option"]
 
 
 def _narrowness(name: str) -> tuple[bool, bool]:
@@ -231,12 +226,12 @@ def _there_are(name: str, optimizers: Mapping[str, Sequence[Mapping[str, Any]]])
         return "the state has no optimizer"
     near = get_close_matches(name.rpartition(".")[2], options, n=1)
     meant = f" (did you mean {near[0]}?)" if near and near[0] not in name else ""
-    places = [
-        f"{f'optimizer.{each}.' if each else ''}param_groups.{number}."
+    *others, last = [
+        f"{f'optimizer.{each}.' if each else ''}param_groups.{number}.lr"
         for each, groups in optimizers.items()
         for number in range(len(groups))
     ]
-    of_some = f", each also of some groups, as {places[-1]}lr" if len(places) > 1 else ""
+    of_some = f", each also of some groups, as {last}" if others else ""
     return f"there are {', '.join(sorted(options))}{of_some}{meant}"
 
 
@@ -246,53 +241,119 @@ def _plain(value: Any) -> Any:
         return [_plain(each) for each in value]
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
-
-
-def _is_storable(value: Any) -> bool:
-    if isinstance(value, list):
-        return all(map(_is_number, value))
-    return isinstance(value, bool) or _is_number(value)
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _is_like(live: Any, value: Any) -> bool:
-    if isinstance(live, bool) or isinstance(value, bool):
-        return isinstance(live, bool) and isinstance(value, bool)
+def _problem(name: str, group: Mapping[str, Any], option: str, value: Any) -> str | None:
+    """Return why a value cannot replace the one of a group, or None."""
+    live, numbers = group[option], value if isinstance(value, list) else [value]
     if isinstance(live, tuple | list):
-        return isinstance(value, list) and len(value) == len(live)
-    if isinstance(live, str) or isinstance(value, list):
-        return False
-    return not isinstance(live, torch.Tensor) or live.numel() == 1
+        fits = isinstance(value, list) and len(value) == len(live)
+    elif isinstance(live, bool) or isinstance(value, bool):
+        fits = isinstance(live, bool) and isinstance(value, bool)
+    else:
+        is_one = not isinstance(live, torch.Tensor) or live.numel() == 1
+        fits = is_one and not isinstance(live, str) and not isinstance(value, list)
+    if not fits:
+        return f"{name} is {live!r}, which {value!r} cannot replace"
+    if min(numbers) < 0 or (option == "betas" and max(numbers) >= 1):  # as torch's optimizers refuse them
+        return f"{value!r} is out of range for {name}"
+    # RMSprop, which can be centered, makes the buffer of a momentum at its first step only.
+    makes_state = option in {"amsgrad", "centered"} or (option == "momentum" and "centered" in group)
+    if makes_state and value and not live:
+        return f"{name}={value!r} needs a state that this optimizer, made with {live!r}, does not have"
+    return None
 
 
-def _is_in_range(option: str, value: Any) -> bool:
-    """Return whether torch's optimizers could be made with a value."""
-    values = value if isinstance(value, list) else [value]
-    return all(each >= 0 for each in values) and (option != "betas" or all(each < 1 for each in values))
+def _rescale(outer: Iterable[Any], optimizer: torch.optim.Optimizer, number: int, rate: float) -> None:
+    """Change what the schedules of one parameter group compute its rate from."""
+    group = optimizer.param_groups[number]
+    before = float(group[_RATE])
+    for name in group.keys() & _OF_GROUP:
+        group[name] = _like(group[name], _scaled(group[name], before, rate, 0.0))
+    for scheduler in (inner for each in outer for inner in _with_parts(each)):
+        if _optimizer_of(scheduler) is not optimizer:
+            continue
+        # The rate to which the schedule falls, if the present rate is on it.
+        least, last = getattr(scheduler, "eta_min", 0), getattr(scheduler, "_last_lr", [])
+        falls = isinstance(least, int | float) and number < len(last) and float(last[number]) == before
+        for name in _OF_SCHEDULER:
+            rates = getattr(scheduler, name, None)
+            if isinstance(rates, list) and number < len(rates):
+                new = _scaled(rates[number], before, rate, float(least) if falls else 0.0)
+                if name == "base_lrs":
+                    _logger.info(
+                        "override: the %s of parameter group %d computes from %.6g, not %.6g",
+                        type(scheduler).__name__, number, new, float(rates[number]),
+                    )  # fmt: skip
+                rates[number] = _like(rates[number], new)
 
 
-def _needs_state(option: str, group: Mapping[str, Any], value: Any) -> bool:
-    if option == "momentum" and "centered" in group:  # RMSprop makes its buffer at its first step only
-        return bool(value) and not group[option]
-    return option in _MAKE_STATE and bool(value) and not group[option]
+def _next_groups(
+    outer: Iterable[Any], optimizers: Iterable[torch.optim.Optimizer]
+) -> dict[tuple[int, int], Mapping[str, Any]]:
+    """Return, by id of an optimizer and number, the groups after the next step of their schedulers.
+
+    Copies make that step. A schedule that cannot be copied, or waits for a metric, is left out.
+    """
+    found: dict[tuple[int, int], Mapping[str, Any]] = {}
+    copies = {id(each): _without_parameters(each) for each in optimizers}
+    for scheduler in outer:
+        origin, wrapped = _optimizer_of(scheduler), [*_with_parts(scheduler)]
+        known = {id(each.optimizer): copies.get(id(origin)) for each in wrapped if hasattr(each, "optimizer")}
+        if id(origin) not in copies or isinstance(scheduler, ReduceLROnPlateau):
+            continue
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                copy.deepcopy(scheduler, copies | known).step()
+        except Exception:  # noqa: BLE001, S112 - code of a user's own scheduler: then nothing is foretold
+            continue
+        found |= {(id(origin), number): g for number, g in enumerate(copies[id(origin)].param_groups)}
+    return found
 
 
-def _is_undone(
-    option: str, group: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]
-) -> bool:
-    """Return whether the next step of a schedule takes no notice of a new value."""
-    if option != _RATE:
-        return not _equal(after[option], group[option])
-    return _equal(after[option], before[option]) and not _equal(after[option], group[option])
+def _without_parameters(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return a stand-in that has the groups of an optimizer, for schedulers only."""
+    double = object.__new__(type(optimizer))
+    groups = [{**group, "params": []} for group in optimizer.param_groups]
+    double.__dict__.update(optimizer.__dict__, param_groups=copy.deepcopy(groups), state={})
+    return double
+
+
+def _with_parts(scheduler: Any) -> Iterator[Any]:
+    """Yield a scheduler, and those that it is made of."""
+    yield scheduler
+    for each in getattr(scheduler, "_schedulers", ()):
+        yield from _with_parts(each)
+
+
+def _unwrapped(wrapper: Any, name: str, kind: type = object) -> Any:
+    """Return what a host's wrappers hold under an attribute."""
+    while isinstance(inner := getattr(wrapper, name, None), kind) and inner is not None:
+        wrapper = inner
+    return wrapper
+
+
+def _optimizer_of(scheduler: Any) -> Any:
+    return _unwrapped(getattr(scheduler, "optimizer", None), "optimizer", torch.optim.Optimizer)
+
+
+def _scaled(value: Any, before: float, rate: float, least: float) -> float:
+    if before == least:
+        return rate
+    return least + (float(value) - least) * ((rate - least) / (before - least))
+
+
+def _like(live: Any, value: float) -> Any:
+    return torch.full_like(live, value) if isinstance(live, torch.Tensor) else value
 
 
 def _equal(one: Any, other: Any) -> bool:

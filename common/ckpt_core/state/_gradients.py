@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from ckpt_core._torch_internals import holds_unreduced_gradients
 from ckpt_core.coordination import place_in_job
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
-from ckpt_core.messages import decode, encode
 from ckpt_core.state import _fsdp1
 from ckpt_core.state._model import model_state
 from ckpt_core.state._parameter_names import ParameterNames
@@ -186,21 +185,12 @@ def _differing(of_ranks: Sequence[Mapping[str, bytes | None]]) -> set[str]:
 
 
 def _gathered(value: Any) -> list[Any]:
-    """Return the plain values of all ranks, without pickles. Collective."""
     _, size = place_in_job()
     if size == 1:
         return [value]
-    devices = dict(each.split(":") for each in dist.get_backend_config().split(","))
-    device = "cpu" if "cpu" in devices else next(iter(devices))
-    content = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8).to(device)
-    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
-    dist.all_gather(lengths, torch.tensor([len(content)], device=device))
-    longest = max(int(each) for each in lengths)
-    padded = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in range(size)]
-    dist.all_gather(padded, nn.functional.pad(content, (0, longest - len(content))))
-    return [
-        decode(bytes(each[: int(length)].cpu().numpy())) for each, length in zip(padded, lengths, strict=True)
-    ]
+    values = [None] * size
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
