@@ -99,7 +99,9 @@ def costs_of(job: Job, saves: int) -> SaveCosts:
     policy=st.one_of(
         st.builds(EverySteps, st.integers(15, 60), offset=st.integers(0, 20)),
         st.integers(20, 90).map(lambda number: EverySeconds(number + 0.3)),  # no sum of steps and stalls
-        st.sampled_from([Optimal("1h"), Optimal(200, max_seconds=50), MaxOverhead(0.02), MaxOverhead(0.2)]),
+        st.sampled_from(
+            [Optimal("1h"), Optimal(200, max_seconds=50), MaxOverhead(0.0213), MaxOverhead(0.2137)]
+        ),
         st.builds(
             lambda first, second: first | second,
             st.builds(EverySteps, st.integers(15, 60)),
