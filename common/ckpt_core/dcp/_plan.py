@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal, TypeAlias, cast, final
+from typing import Any, Literal, TypeAlias, cast, final
 
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
@@ -19,8 +18,9 @@ from ckpt_core.dcp._dedup import Meshes, Replicas, assign_writers
 from ckpt_core.dcp._fingerprints import Written
 from ckpt_core.dcp._image import ShardSpec, specs_of
 from ckpt_core.dcp._leaves import Kinds, Leaves, check_kind
-from ckpt_core.dcp._metadata_build import describe
+from ckpt_core.dcp._metadata import describe
 from ckpt_core.dcp._rank_names import GroupNames, kept_name, kept_path, renumber
+from ckpt_core.dcp._torch_zip import is_plain, value_entry
 from ckpt_core.formats.checksums import crc32
 from ckpt_core.messages import message
 
@@ -93,7 +93,6 @@ class Part:
         self._shard_items: list[_Item] = []
         self._value_items: list[_Item] = []
         self._replicas: dict[int, list[_Replica]] = {}
-        self._serialised: dict[MetadataIndex, tuple[str, bytes]] = {}
         self.specs: list[ShardSpec] = []
         self.records: dict[MetadataIndex, bytes] = {}
         self.value_indices: list[MetadataIndex] = []
@@ -163,7 +162,7 @@ class Part:
             ]
             for group, places in task.replicas.items()
         }
-        self._serialised, self._plan = {}, SavePlan([])
+        self._plan = SavePlan([])
         self.value_indices = [new for _, _, new in self._value_items]
 
     def _lay_out(self, places: Sequence[int]) -> dict[int, int]:
@@ -191,8 +190,8 @@ class Part:
         return found
 
     def values(self) -> list[bytes]:
-        """Serialise the byte entries that this rank writes, as DCP does."""
-        return [self._serialise(self._leaves[at], new) for at, _, new in self._value_items]
+        """Serialise the byte entries that this rank writes."""
+        return [value_entry(self._leaves[at]) for at, _, _ in self._value_items]
 
     def replicas(self, choose: Callable[[int], Iterable[int]], *, whole: bool) -> dict[int, list[Any]]:
         """Return live replicas: of each group of n, those at the positions `choose(n)`.
@@ -219,39 +218,11 @@ class Part:
 
     def odd_values(self) -> list[MetadataIndex]:
         """List the entries of `values` that a load may refuse without pickle."""
-        return [new for at, _, new in self._value_items if not _is_plain(self._leaves[at])]
+        return [new for at, _, new in self._value_items if not is_plain(self._leaves[at])]
 
     def release(self) -> None:
         """Drop the references to the live state, which can then be freed."""
         self._leaves, self._tree = (), {}
-
-    def _serialise(self, value: Any, index: MetadataIndex) -> bytes:
-        # Most entries are hyperparameters that never change, and `torch.save` is slow.
-        text = repr(value) if type(value) in _SCALARS else None
-        before = self._serialised.get(index)
-        if text is not None and before is not None and before[0] == text:
-            return before[1]
-        buffer = io.BytesIO()
-        torch.save(value, buffer)
-        if text is not None:
-            self._serialised[index] = text, buffer.getvalue()
-        return buffer.getvalue()
-
-
-_SCALARS = frozenset({bool, int, float, str, type(None)})
-"""Types whose `repr` differs for any two different values."""
-
-
-_PLAIN: Final = _SCALARS | {bytes, torch.Size, torch.dtype}
-_MOST_PLAIN: Final = 100_000
-
-
-def _is_plain(value: Any) -> bool:
-    if type(value) in _PLAIN:
-        return True
-    if type(value) not in {list, tuple} or len(value) > _MOST_PLAIN:
-        return False
-    return _PLAIN.issuperset(map(type, value)) or all(map(_is_plain, value))
 
 
 def decide(
