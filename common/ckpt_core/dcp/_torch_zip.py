@@ -1,4 +1,4 @@
-"""Tensors and values in the layouts of `torch.save`: built ahead, read without trust.
+"""Entries in the layouts of `torch.save`: built ahead, read without trust.
 
 Large ones as a zip; small ones in the layout that torch wrote before it, which has a quarter of the bytes.
 """

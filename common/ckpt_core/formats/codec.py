@@ -81,16 +81,18 @@ class Fields:
 
     @classmethod
     @contextmanager
-    def parse(cls, content: bytes, *, source: str, newest: int = FORMAT_VERSION) -> Generator[Fields]:
+    def parse(
+        cls, content: bytes, *, source: str, oldest: int = 1, newest: int = FORMAT_VERSION
+    ) -> Generator[Fields]:
         """Read one object; turn errors inside the block into ours.
 
         Raises:
-            IncompatibleCheckpointError: it was written by a newer version.
+            IncompatibleCheckpointError: it was written by a newer version, or is of a format before `oldest`.
             CorruptCheckpointError: it is malformed.
         """
         try:
             fields = cls(_object(content))
-            fields._check_version(source, newest)
+            fields._check_version(source, oldest, newest)
             yield fields
         except (ValueError, TypeError, LookupError, RecursionError, OverflowError) as error:
             raise corrupt(source, f"is malformed: {error}") from error
@@ -106,7 +108,12 @@ class Fields:
         """The format version that the object states."""
         return self.count("format_version", least=1)
 
-    def _check_version(self, source: str, newest: int) -> None:
+    def _check_version(self, source: str, oldest: int, newest: int) -> None:
+        if self.format_version < oldest:
+            raise IncompatibleCheckpointError(
+                f"{source} is of an older format ({self.format_version}), not readable by this version of "
+                "ckpt-suite"
+            )
         if self.format_version > newest:
             raise IncompatibleCheckpointError(
                 f"{source} was written by a newer ckpt-suite (format {self.format_version}), "

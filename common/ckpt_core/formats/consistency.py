@@ -118,7 +118,7 @@ def _check_tensor(key: str, entry: _Tensor, entries: _Entries) -> int:
 
 
 def check_chunks(key: str, shape: Sequence[int], chunks: Sequence[_Chunk]) -> int:
-    """Check that chunks make up a tensor; return how many there are, equal empty ones once.
+    """Check that chunks make up a tensor; return how many, empty ones at a place once.
 
     Raises:
         ImpossibleError: they overlap, leave holes, or are not inside it.

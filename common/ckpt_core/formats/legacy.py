@@ -1,4 +1,4 @@
-"""Small tensors and plain values in the layout that torch wrote before it wrote zips.
+"""Small tensors and plain values in the layout that torch had before zips.
 
 Stock `torch.load`, and so DCP, reads it: a magic number, a version, a value that readers ignore, the pickle
 of the tensor, the keys of its storages, the number of elements, and the payload. The ignored value is an
