@@ -29,6 +29,8 @@ ENTRY_BYTES = 4096
 Meshes: TypeAlias = Mapping[str, tuple[int, int]]
 """Name of a DTensor -> the number of ranks in its mesh, and a number that identifies the mesh."""
 
+Share: TypeAlias = tuple[int, ...] | None
+
 # Two `MetadataIndex` are equal if name and offset are; their own hash runs Python code for every item.
 # There may be millions of items: no object that the garbage collector must visit is kept for each.
 _Offset: TypeAlias = tuple[int, ...] | None
@@ -40,7 +42,7 @@ _key = cast("Callable[[WriteItem], _Key]", attrgetter("index.fqn", "index.offset
 
 @final
 @dataclass(kw_only=True, slots=True)
-class _Chunk:
+class _SharedChunk:
     """A chunk as its lowest holder describes it; its place among the replicas, if any."""
 
     item: WriteItem
@@ -54,12 +56,7 @@ class _Chunk:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replicas:
-    """Chunks with the same holders, one copy per holder.
-
-    Attributes:
-        ranks: the holders.
-        items: the chunks, as the lowest holder describes them.
-    """
+    """Chunks with the same holders, one copy per holder, as the lowest describes them."""
 
     ranks: tuple[int, ...]
     items: list[WriteItem]
@@ -72,16 +69,18 @@ class Division:
 
     Attributes:
         plans: each rank's writes.
+        shares: their positions in its plan; None for all of them.
         groups: chunks that several ranks hold, and that are equal by name only.
         places: for each rank, group -> positions of its chunks in the local plan.
     """
 
     plans: list[SavePlan]
+    shares: list[Share]
     groups: list[Replicas]
     places: list[dict[int, list[int]]]
 
 
-_Chunks: TypeAlias = dict[_Key, _Chunk]
+_Chunks: TypeAlias = dict[_Key, _SharedChunk]
 
 
 def assign_writers(
@@ -111,24 +110,26 @@ def assign_writers(
     """
     repeated = _repeated_names(plans)
     if not repeated:
-        return Division(plans=list(plans), groups=[], places=[{} for _ in plans])
+        return Division(plans=list(plans), shares=[None] * len(plans), groups=[], places=[{} for _ in plans])
     chunks, loads = _gather(plans, repeated, rank_local)
     _check_meshes(chunks, meshes, rank_local)
     _choose(chunks, loads, rank_local if spread else repeated)
     groups = _group(chunks, rank_local)
-    division = Division(plans=[], groups=groups, places=[{} for _ in plans])
+    division = Division(plans=[], shares=[], groups=groups, places=[{} for _ in plans])
     for number, group in enumerate(groups):
         for rank in group.ranks:
             division.places[rank][number] = [0] * len(group.items)
     for rank, plan in enumerate(plans):
-        own: list[WriteItem] = []
+        own: list[int] = []
         for position, item in enumerate(plan.items):
             chunk = chunks.get(_key(item))
             if chunk is None or chunk.writer == rank:
-                own.append(item)
+                own.append(position)
             if chunk is not None and chunk.group >= 0:
                 division.places[rank][chunk.group][chunk.at] = position
-        division.plans.append(plan if len(own) == len(plan.items) else replace(plan, items=own))
+        whole = len(own) == len(plan.items)
+        division.plans.append(plan if whole else replace(plan, items=[plan.items[at] for at in own]))
+        division.shares.append(None if whole else tuple(own))
     return division
 
 
@@ -155,7 +156,7 @@ def _gather(
             if key[0] not in repeated:
                 loads[rank] += _size_bytes(item)
             elif (chunk := chunks.get(key)) is None:
-                chunks[key] = _Chunk(item=item, size_bytes=_size_bytes(item), ranks=[rank])
+                chunks[key] = _SharedChunk(item=item, size_bytes=_size_bytes(item), ranks=[rank])
             elif key[0] in rank_local or _form(item) == _form(chunk.item):
                 chunk.ranks.append(rank)
             else:
@@ -194,7 +195,7 @@ def _choose(chunks: _Chunks, loads: list[int], fixed: Collection[str]) -> None:
 
     The bytes of every rank in `loads` grow accordingly.
     """
-    free: list[_Chunk] = []
+    free: list[_SharedChunk] = []
     for (name, _), chunk in chunks.items():
         if len(chunk.ranks) > 1 and name not in fixed:
             free.append(chunk)

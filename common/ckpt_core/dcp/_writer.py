@@ -96,10 +96,8 @@ class ShardWriter:
     """Writer of one rank's share of one part, in files that stock `dcp.load` reads.
 
     Args:
-        storage: the root.
-        directory: key of the checkpoint directory.
+        storage: the root, with the checkpoint in `directory`.
         part: sub-directory of this part, "" for the checkpoint directory itself.
-        rank: this one.
         pace: limits the rate of tensor writes; None for full speed.
         hashing: sees all files; None for CRC-32 alone.
 

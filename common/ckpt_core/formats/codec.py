@@ -77,6 +77,8 @@ class Fields:
     """The fields of an untrusted JSON object; getters raise ValueError for bad values."""
 
     def __init__(self, fields: dict[str, Any]) -> None:
+        if type(fields) is not dict:
+            raise ValueError("not a JSON object")
         self._fields = fields
 
     @classmethod
@@ -91,8 +93,17 @@ class Fields:
             CorruptCheckpointError: it is malformed.
         """
         try:
-            fields = cls(_object(content))
-            fields._check_version(source, oldest, newest)
+            fields = cls(json.loads(content))
+            version = fields.format_version
+            if version < oldest:
+                raise IncompatibleCheckpointError(
+                    f"{source} is of an older format ({version}), not readable by this version of ckpt-suite"
+                )
+            if version > newest:
+                raise IncompatibleCheckpointError(
+                    f"{source} was written by a newer ckpt-suite (format {version}), "
+                    f"this one reads up to {newest}: upgrade ckpt-suite"
+                )
             yield fields
         except (ValueError, TypeError, LookupError, RecursionError, OverflowError) as error:
             raise corrupt(source, f"is malformed: {error}") from error
@@ -107,18 +118,6 @@ class Fields:
     def format_version(self) -> int:
         """The format version that the object states."""
         return self.count("format_version", least=1)
-
-    def _check_version(self, source: str, oldest: int, newest: int) -> None:
-        if self.format_version < oldest:
-            raise IncompatibleCheckpointError(
-                f"{source} is of an older format ({self.format_version}), not readable by this version of "
-                "ckpt-suite"
-            )
-        if self.format_version > newest:
-            raise IncompatibleCheckpointError(
-                f"{source} was written by a newer ckpt-suite (format {self.format_version}), "
-                f"this one reads up to {newest}: upgrade ckpt-suite"
-            )
 
     def get(self, name: str, kind: type[T]) -> T:
         """Return a field of exactly that type."""
@@ -196,9 +195,3 @@ def _is_relative_path(value: object) -> bool:
         return False
     return len(value.encode()) <= _MAX_PATH_BYTES
 
-
-def _object(content: bytes) -> dict[str, Any]:
-    value = json.loads(content)
-    if type(value) is not dict:
-        raise ValueError("not a JSON object")
-    return value
