@@ -32,7 +32,7 @@ _LATER_SAVES: Final = 20
 Sample: TypeAlias = tuple[float, float, float]
 _NOTHING: Final[Callable[..., None]] = lambda *_, **__: None  # noqa: E731 - stands for any function
 CHECKS: Final[Sequence[tuple[str, str, Callable[..., Any]]]] = (
-    ("ckpt_core.dcp._leaves", "_expanded", _NOTHING),
+    ("ckpt_core.dcp._leaves", "is_expanded", _NOTHING),
     ("ckpt_core.saving._reports", "_check_loadable", _NOTHING),
     ("ckpt_core.saving._checks", "LoadNotes.log", _NOTHING),
     ("ckpt_core.state._optimizer", "packed_state", lambda _, inner: inner.state_dict()),

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
+from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Final, Literal, TypeVar, Union, cast, final, get_args, get_origin, get_type_hints
 
@@ -20,12 +22,10 @@ from ckpt_core.types import CheckpointInfo, Lineage
 
 C = TypeVar("C", bound=type)
 T = TypeVar("T")
-Check = Callable[[Any], bool]
 
 _SCALARS: Final = frozenset({str, int, float, bool, NoneType})
 _LENGTH_BYTES: Final = 8
 _TUPLE, _MAPPING, _SET, _BYTES, _OBJECT, _ERROR = "tuple", "mapping", "set", "bytes", "object", "error"
-_SHOWN_CHARS: Final = 80
 _OS_ERROR: Final = "OSError"
 _ERRORS: Final[Mapping[str, type[CheckpointError]]] = {
     name: kind
@@ -61,13 +61,9 @@ def register(
     *,
     names: Sequence[str] | None = None,
 ) -> None:
-    """Register a class of messages between ranks.
+    """Register a class of messages: how it becomes plain values or messages, and back.
 
-    Args:
-        kind: the class.
-        pack: converts an object to plain values or messages.
-        unpack: converts such values, which may be malformed, to an object; raises errors of `_MALFORMED`.
-        names: of the values, if there are several.
+    `unpack` is given values that may be malformed, and then raises errors of `_MALFORMED`.
     """
     form = _Form(f"{kind.__module__}.{kind.__qualname__}", pack, unpack, names)
     if form.name in _BY_NAME:
@@ -90,9 +86,7 @@ def message(kind: C) -> C:
 
     def unpack(values: Any) -> Any:
         given = dict(zip(names, _expect(values, tuple), strict=True))
-        for name, check in _field_checks(kind).items():
-            if not check(given[name]):
-                raise TypeError(f"{name} of {kind.__qualname__} is a {type(given[name]).__name__}")
+        _check_fields(kind, given)
         return made_by(**given)
 
     register(made_by, pack, unpack, names=names)
@@ -220,14 +214,12 @@ def _pack_error(error: CheckpointError | OSError, place: str, blobs: list[bytes]
 
 def _sendable(kind: type, attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield an error's attributes that can be sent; others are dropped."""
-    checks = _field_checks(kind)
+    hints = _hints(kind)
     for name, value in attributes.items():
-        try:
+        with suppress(MessageError):
             encode(value)
-        except MessageError:
-            continue
-        if name not in checks or checks[name](value):
-            yield name, value
+            if name not in hints or _fits(value, hints[name]):
+                yield name, value
 
 
 def _unpack(found: Any, blobs: _Blobs) -> Any:
@@ -265,9 +257,7 @@ def _unpack_error(content: list[Any], blobs: _Blobs) -> BaseException:
     text, attributes = said
     attributes = _expect(_unpack(attributes, blobs), dict)
     kind = _ERRORS[name]
-    for attribute, check in _field_checks(kind).items():
-        if attribute in attributes and not check(attributes[attribute]):
-            raise TypeError(f"{attribute} of {name} is a {type(attributes[attribute]).__name__}")
+    _check_fields(kind, attributes)
     if any(_expect(attribute, str)[:1] in {"", "_"} for attribute in attributes):
         raise ValueError(f"attributes of {name} that no error has")
     return kind(_expect(text, str), **attributes)
@@ -289,67 +279,56 @@ def _expect(value: Any, kind: type[T]) -> T:
     return value
 
 
-_CHECKS: Final[dict[type, Mapping[str, Check]]] = {}
+@cache
+def _hints(kind: type) -> Mapping[str, Any]:
+    """Return the declared type of every field of a class."""
+    return {name: hint for name, hint in get_type_hints(kind).items() if name[0] != "_"}
 
 
-def _field_checks(kind: type) -> Mapping[str, Check]:
-    """Return, for every declared field of a class, a check of a value's type."""
-    if (known := _CHECKS.get(kind)) is None:
-        hints = get_type_hints(kind)
-        known = _CHECKS[kind] = {name: _check_of(hint) for name, hint in hints.items() if name[0] != "_"}
-    return known
+def _check_fields(kind: type, given: Mapping[str, Any]) -> None:
+    for name, hint in _hints(kind).items():
+        if name in given and not _fits(given[name], hint):
+            raise TypeError(f"{name} of {kind.__qualname__} is a {type(given[name]).__name__}")
 
 
-def _check_of(hint: Any) -> Check:
+def _fits(value: Any, hint: Any) -> bool:
+    """Return whether a value is of a declared type; numbers and text exactly."""
     origin, of = get_origin(hint), get_args(hint)
     if kinds := _scalars_of(hint):
-        return lambda value: type(value) in kinds
+        return type(value) in kinds
     if origin in {Union, UnionType}:
-        checks = [_check_of(each) for each in of]
-        return lambda value: any(check(value) for check in checks)
+        return any(_fits(value, each) for each in of)
     if origin is Literal:
-        return lambda value: value in of
+        return value in of
     if isinstance(origin, type) and issubclass(origin, Collection):
-        return _check_container(origin, of)
-    return _check_plain(hint)
+        return _fits_container(value, origin, of)
+    return not isinstance(hint, type) or isinstance(value, hint)
 
 
-def _check_container(origin: type, of: tuple[Any, ...]) -> Check:
+def _fits_container(value: Any, origin: type, of: tuple[Any, ...]) -> bool:
     if issubclass(origin, Mapping):
-        keys, values = map(_check_all, of)
-        return lambda value: isinstance(value, Mapping) and keys(value) and values(value.values())
+        return isinstance(value, Mapping) and _all_fit(value, of[0]) and _all_fit(value.values(), of[1])
+    if not isinstance(value, origin if origin in {list, tuple, frozenset} else (list, tuple, frozenset)):
+        return False
     if origin is tuple and of[-1] is not Ellipsis:
-        checks = [_check_of(each) for each in of]
-        return lambda value: (
-            type(value) is tuple
-            and len(value) == len(checks)
-            and all(check(each) for check, each in zip(checks, value, strict=True))
-        )
-    holds = _check_all(of[0])
-    kinds = (origin,) if origin in {list, tuple, frozenset} else (list, tuple, frozenset)
-    return lambda value: isinstance(value, kinds) and holds(value)
+        return len(value) == len(of) and all(map(_fits, value, of))
+    return _all_fit(value, of[0])
 
 
-def _check_plain(kind: Any) -> Check:
-    if isinstance(kind, type):
-        return lambda value: isinstance(value, kind)
-    return lambda _: True
-
-
-def _check_all(hint: Any) -> Callable[[Collection[Any]], bool]:
+def _all_fit(values: Collection[Any], hint: Any) -> bool:
     if kinds := _scalars_of(hint):
-        return lambda values: kinds.issuperset(map(type, values))
-    check = _check_of(hint)
-    return lambda values: all(map(check, values))
+        return kinds.issuperset(map(type, values))
+    return all(_fits(value, hint) for value in values)
 
 
+@cache
 def _scalars_of(hint: Any) -> frozenset[type]:
     """Return the exact types of values of this type, if they are scalars; else none."""
-    if hint is None:
+    if hint in {None, NoneType}:
         return frozenset({NoneType})
     if hint is float:
         return frozenset({int, float})
-    if isinstance(hint, type) and hint in _SCALARS:
+    if hint in _SCALARS:
         return frozenset({hint})
     if get_origin(hint) in {Union, UnionType}:
         found = [_scalars_of(each) for each in get_args(hint)]

@@ -6,7 +6,7 @@ import os
 import re
 from functools import lru_cache
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 EVERY_GROUP = -1  # instead of the number of a filesystem group: the file is on the disk of each of them
 MARKER = "COMMITTED"
 MANIFEST = "manifest.json"

@@ -96,7 +96,7 @@ def test_a_file_damaged_on_the_disk_of_one_node_is_replaced_and_the_mark_removed
 
 
 def test_the_copy_in_one_place_is_a_checkpoint_for_older_readers(found: Found):
-    assert both(found, "format of the copy") == [1, 1]
+    assert both(found, "format of the copy") == [2, 2]
 
 
 def test_the_disk_of_one_node_is_called_a_part_and_not_damaged(found: Found, base: Path, capsys: Any):
@@ -124,7 +124,7 @@ def test_a_reader_that_knows_no_parts_refuses_one(found: Found, base: Path):
     assert Marker.from_bytes(content).groups == 2
     with pytest.raises(IncompatibleCheckpointError, match="upgrade"), Fields.parse(content, source="x"):
         pass
-    assert json.loads(content)["format_version"] == 2
+    assert json.loads(content)["format_version"] == 3
     assert Catalog(LocalStorage(base / "alone")).committed() == []
 
 

@@ -140,7 +140,7 @@ FEATURES: Final = {
     "installed is not asked for": """
         test_hosts_are_as_they_were_whatever_of_ours_is_imported
         test_the_package_registers_nothing_with_a_host""",
-    "golden files of the format": "test_the_table_of_format_version_1_is_frozen",
+    "golden files of the format": "test_the_table_of_format_version_2_is_frozen",
     "damage is found": """
         test_no_damage_loads_wrong_values test_files_that_are_cut_lost_or_exchanged_are_noticed""",
     "faults of storage": """

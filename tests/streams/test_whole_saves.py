@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ckpt_core import CheckpointManager, TrainState
-from ckpt_core.dcp import _leaves, _plan
+from ckpt_core.dcp import _plan
 from tests.streams.explore import simulated
 from tests.streams.world import SimTensor, World
 
@@ -27,7 +27,7 @@ class OnDevice(nn.Module):
 def _like_those_of_torch(monkeypatch):
     """Let a simulated tensor pass for one of torch's own classes, as that of a device is."""
     monkeypatch.setattr(_plan, "PLAIN", _plan.PLAIN | {SimTensor})
-    monkeypatch.setattr(_leaves, "_problem", lambda plain: None)
+    monkeypatch.setattr(_plan, "check_kind", lambda *_: None)
 
 
 @pytest.mark.parametrize("seed", range(4))

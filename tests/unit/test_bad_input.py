@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -22,7 +24,7 @@ import torch
 from torch import nn
 
 from ckpt_core import CheckpointManager, CheckpointOptions, KeepLatest, TrainState
-from ckpt_core.commit import Marker, verify
+from ckpt_core.commit import Manifest, Marker, verify
 from ckpt_core.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -452,7 +454,7 @@ def test_a_fenced_job_leaves_the_same_step_of_the_newer_one_alone(bucket):
 
 
 def test_a_newer_format_is_not_passed_over_and_asks_for_an_upgrade(run):
-    change_marker(run, 2, format_version=3)
+    change_marker(run, 2, format_version=4)
     state = train_state()
     with untouched(run, state), CheckpointManager(run) as checkpoints:
         loads = [
@@ -462,13 +464,42 @@ def test_a_newer_format_is_not_passed_over_and_asks_for_an_upgrade(run):
             lambda: checkpoints.load(state, name="step-000000002"),
         ]
         for load in loads:
-            told = rf"{run}/step-000000002.*newer ckpt-suite \(format 3\).*upgrade ckpt-suite"
+            told = rf"{run}/step-000000002.*newer ckpt-suite \(format 4\).*upgrade ckpt-suite"
             with pytest.raises(IncompatibleCheckpointError, match=told):
                 load()
 
 
-def test_an_old_checkpoint_of_a_newer_format_is_no_obstacle(run):
-    change_marker(run, 1, format_version=3)
+def test_a_checkpoint_of_an_older_format_is_called_that_and_never_damaged(run):
+    change_marker(run, 2, format_version=1)
+    (run / "step-000000002" / "chunks-00000.json.z").rename(run / "step-000000002" / "chunks-00000.json")
+    state = train_state()
+    told = r"is of an older format \(1\), not readable by this version of ckpt-suite"
+    with untouched(run, state), CheckpointManager(run) as checkpoints:
+        loads = [
+            lambda: checkpoints.resume(state),
+            lambda: checkpoints.load(state),
+            lambda: checkpoints.load(state, step=2),
+            lambda: checkpoints.load(state, name="step-000000002"),
+        ]
+        for load in loads:
+            with pytest.raises(IncompatibleCheckpointError, match=rf"{run}/step-000000002.*{told}"):
+                load()
+        (failure,) = verify(checkpoints.storage, "step-000000002")
+    assert re.search(told, str(failure))
+    assert "damaged" not in str(failure)
+    assert not (run / "damaged.json").exists()
+
+
+def test_a_manifest_of_an_older_format_is_called_that_without_its_marker():
+    content = json.dumps({"format_version": 1, "files": "of another shape"}).encode()
+    for read in (Manifest.from_bytes, Manifest.check_bytes):
+        with pytest.raises(IncompatibleCheckpointError, match="of an older format"):
+            read(content)
+
+
+@pytest.mark.parametrize("version", [1, 4], ids=["older", "newer"])
+def test_an_old_checkpoint_of_another_format_is_no_obstacle(run, version):
+    change_marker(run, 1, format_version=version)
     with CheckpointManager(run) as checkpoints:
         assert checkpoints.resume(train_state()) == 2
 

@@ -16,7 +16,7 @@ from ckpt_core.types import ChunkEntry
 
 SOURCE = "chunks-00000.json.z"
 GOLDEN = (
-    b'{"format_version":1,"block_bytes":1048576,"files":[{"path":"part/__0_0.distcp","size_bytes":4000000,'
+    b'{"format_version":2,"block_bytes":1048576,"files":[{"path":"part/__0_0.distcp","size_bytes":4000000,'
     b'"chunks":{"key":["model.w","opt"],"shard_offsets":[[0,8],null],"offset":[0,3000000],'
     b'"size_bytes":[3000000,512],"payload_offset":[4096,null],"payload_bytes":[1048577,null],'
     b'"dtype":["bfloat16",null]},"crc32":"0100000002000000","block_crc32":"0a0000000b00000f"}]}'
@@ -78,7 +78,7 @@ def test_a_table_reads_back_as_it_was_written(first, second):
     assert [len(chunks) for chunks in table.files.values()] == [len(first[1]), len(second[1])]
 
 
-def test_the_table_of_format_version_1_is_frozen():
+def test_the_table_of_format_version_2_is_frozen():
     table = ChunkTable.from_bytes(zlib.compress(GOLDEN), source=SOURCE)
     first, second = table
     assert first == ChunkEntry(
@@ -107,7 +107,7 @@ def test_the_table_of_format_version_1_is_frozen():
 
 
 def test_a_newer_table_asks_for_an_upgrade():
-    newer = json.dumps(json.loads(GOLDEN) | {"format_version": 2, "files": "of another shape"}).encode()
+    newer = json.dumps(json.loads(GOLDEN) | {"format_version": 3, "files": "of another shape"}).encode()
     with pytest.raises(IncompatibleCheckpointError, match=r"chunks-00000.*newer.*upgrade"):
         ChunkTable.from_bytes(zlib.compress(newer), source=SOURCE)
 

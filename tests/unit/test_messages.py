@@ -257,7 +257,7 @@ def test_what_holds_itself_is_refused():
 @pytest.mark.parametrize("form", list(messages._BY_NAME), ids=str)
 def test_every_declared_class_says_of_what_types_its_fields_are(form):
     kind = next(kind for kind, found in messages._BY_CLASS.items() if found.name == form)
-    assert isinstance(messages._field_checks(kind), dict)
+    assert isinstance(messages._hints(kind), dict)
 
 
 def test_a_field_of_another_type_is_refused():

@@ -81,8 +81,8 @@ def test_a_persons_own_directory_is_not_mistaken_for_ours(name):
     assert not names.is_trash(name)
 
 
-def test_file_names_are_those_of_format_version_1():
-    assert names.FORMAT_VERSION == 1
+def test_file_names_are_those_of_format_version_2():
+    assert names.FORMAT_VERSION == 2
     assert (names.MARKER, names.MANIFEST, names.METADATA) == ("COMMITTED", "manifest.json", ".metadata")
     assert (names.SHARED, names.PINS, names.DAMAGED) == ("shared.json", "pins.json", "damaged.json")
     assert names.step_name(1000) == "step-000001000"

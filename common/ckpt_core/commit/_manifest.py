@@ -74,8 +74,8 @@ MAX_MARKER_BYTES: Final = 1 << 20
 MAX_MANIFEST_BYTES: Final = 64 << 20
 """Enough for 400,000 files; a larger manifest is neither read nor written."""
 
-_NEWEST_MARKER: Final = 2
-"""A marker of one group has the format version 1. A reader that knows no groups must refuse one of several:
+_NEWEST_MARKER: Final = FORMAT_VERSION + 1
+"""A marker of one group has the `FORMAT_VERSION`. A reader that knows no groups must refuse one of several:
 it would take files on other nodes' disks for lost."""
 _MARKER: Final = "the commit marker"
 _KINDS: Final = frozenset(get_args(ItemKind))
@@ -180,7 +180,7 @@ class Manifest:
             IncompatibleCheckpointError: it was written by a newer version.
             CorruptCheckpointError: it is malformed, or holds impossible values.
         """
-        with codec.Fields.parse(content, source=MANIFEST) as fields:
+        with codec.Fields.parse(content, source=MANIFEST, oldest=FORMAT_VERSION) as fields:
             found = cls._read(fields, from_columns(fields.get("files", dict)))
             return replace(found, groups=_groups(fields, len(found.files)))
 
@@ -190,7 +190,7 @@ class Manifest:
 
         Raises the same errors.
         """
-        with codec.Fields.parse(content, source=MANIFEST) as fields:
+        with codec.Fields.parse(content, source=MANIFEST, oldest=FORMAT_VERSION) as fields:
             check_columns(fields.get("files", dict))
             _groups(fields, len(fields.get("files", dict)["path"]))
             cls._read(fields, ())
@@ -345,7 +345,8 @@ class Marker:
         """
         # First: a flipped bit in the version number must not pass for a newer format.
         has_checksum = codec.has_checksum(content, source=_MARKER)
-        with codec.Fields.parse(content, source=_MARKER, newest=_NEWEST_MARKER) as fields:
+        oldest = FORMAT_VERSION if has_checksum else 1  # without one, it is no marker of any format
+        with codec.Fields.parse(content, source=_MARKER, oldest=oldest, newest=_NEWEST_MARKER) as fields:
             if not has_checksum:
                 raise ValueError("it does not name its checksum")
             return cls(

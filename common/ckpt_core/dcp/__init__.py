@@ -6,9 +6,8 @@ from ckpt_core.dcp._dedup import Meshes, Replicas
 from ckpt_core.dcp._fingerprints import Fingerprints, sample
 from ckpt_core.dcp._image import Image, ImageLayout, ShardSpec, spec_of
 from ckpt_core.dcp._leaves import is_expanded
-from ckpt_core.dcp._metadata import entries, load_metadata
-from ckpt_core.dcp._plan import Decision, Part, WriteTask, decide
-from ckpt_core.dcp._rank_names import GroupNames, held_by_this_rank, kept_name
+from ckpt_core.dcp._metadata import encode_metadata, entries, load_metadata, places_in
+from ckpt_core.dcp._plan import Decision, GroupNames, Part, WriteTask, decide, held_by_this_rank, kept_name
 from ckpt_core.dcp._reader import (
     SafeLoadPlanner,
     check_stock,
@@ -19,8 +18,8 @@ from ckpt_core.dcp._reader import (
 )
 from ckpt_core.dcp._tensor_reads import TensorRead, TensorTarget
 from ckpt_core.dcp._torch_zip import checked_zip, load_chunk
-from ckpt_core.dcp._writer import Hashing, Pace, ShardWriter, encode_metadata, places_in
-from ckpt_core.dcp.wrapped import StoredPiece, WrapMismatchError, fillings
+from ckpt_core.dcp._wrapped_tensors import StoredPiece, WrapMismatchError, fillings
+from ckpt_core.dcp._writer import Hashing, Pace, ShardWriter
 from ckpt_core.formats.consistency import check_metadata
 
 __all__ = [

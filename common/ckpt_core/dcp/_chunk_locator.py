@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import prod
 from typing import Final, TypeAlias, final
 
@@ -21,9 +22,7 @@ from ckpt_core.formats.pickles import PickleError, survey
 from ckpt_core.formats.zips import (
     HEAD_BYTES,
     TAIL_BYTES,
-    Directory,
     ReadAt,
-    Record,
     ZipError,
     payload_offset,
     read_directory,
@@ -38,56 +37,42 @@ _MAX_GAP_BYTES: Final = 16 << 10
 _MAX_SPAN_BYTES: Final = 4 << 20
 
 
-@final
-class Spans:
-    """Windows of a file; neighbours are read together, the last two reads are kept.
+def _ahead(path: str, read: ReadFile, windows: Iterable[tuple[int, int]]) -> ReadAt:
+    """Return a function that reads neighbouring windows of a file at once.
 
-    Args:
-        path: of the file.
-        read: reads it.
-        windows: start and end of the expected reads, ordered by start. Other reads are made one by one.
+    The last two requests are kept. What is in no window is read alone.
     """
+    spans: list[tuple[int, int]] = []
+    for start, end in windows:
+        first, last = spans[-1] if spans else (start, -_MAX_GAP_BYTES - 1)
+        if start - last <= _MAX_GAP_BYTES and max(end, last) - first <= _MAX_SPAN_BYTES:
+            spans[-1] = first, max(end, last)
+        else:
+            spans.append((start, end))
+    kept: deque[tuple[int, bytes]] = deque(maxlen=2)
 
-    def __init__(self, path: str, read: ReadFile, windows: Iterable[tuple[int, int]]) -> None:
-        self._path = path
-        self._read = read
-        self._starts: list[int] = []
-        self._ends: list[int] = []
-        for start, end in windows:
-            self._add(start, end)
-        self._kept: list[tuple[int, bytes]] = []
-
-    def _add(self, start: int, end: int) -> None:
-        if self._ends:
-            close = start - self._ends[-1] <= _MAX_GAP_BYTES
-            if close and max(end, self._ends[-1]) - self._starts[-1] <= _MAX_SPAN_BYTES:
-                self._ends[-1] = max(end, self._ends[-1])
-                return
-        self._starts.append(start)
-        self._ends.append(end)
-
-    def within(self, origin: int, size_bytes: int) -> ReadAt:
-        """Return a function that reads only the part of that size at `origin`."""
-
-        def read_at(offset: int, size: int) -> bytes:
-            offset, end = max(0, offset), min(size_bytes, offset + size)
-            return self._get(origin + offset, end - offset) if offset < end else b""
-
-        return read_at
-
-    def _get(self, offset: int, size: int) -> bytes:
-        for start, content in self._kept:
+    def read_at(offset: int, size: int) -> bytes:
+        for start, content in kept:
             if start <= offset and offset + size <= start + len(content):
                 return content[offset - start : offset - start + size]
-        place = bisect_right(self._starts, offset) - 1
-        if place < 0 or offset + size > self._ends[place]:
-            return self._read(self._path, offset, size)
-        start, end = self._starts[place], self._ends[place]
-        if any(start == kept for kept, _ in self._kept):  # it was read already, and cut off by the file's end
-            return self._read(self._path, offset, size)
-        content = self._read(self._path, start, end - start)
-        self._kept = [(start, content), *self._kept[:1]]
-        return content[offset - start : offset - start + size]
+        start, end = spans[bisect_right(spans, (offset, sys.maxsize)) - 1] if spans else (offset, offset)
+        # If it was read already, it was cut off by the end of the file.
+        if not start <= offset <= offset + size <= end or any(start == each for each, _ in kept):
+            return read(path, offset, size)
+        kept.appendleft((start, read(path, start, end - start)))
+        return kept[0][1][offset - start : offset - start + size]
+
+    return read_at
+
+
+def _within(read_at: ReadAt, origin: int, size_bytes: int) -> ReadAt:
+    """Return a function that reads only the part of that size at `origin`."""
+
+    def read(offset: int, size: int) -> bytes:
+        offset, end = max(0, offset), min(size_bytes, offset + size)
+        return read_at(origin + offset, end - offset) if offset < end else b""
+
+    return read
 
 
 _OF_WRAPPED: Final = frozenset(
@@ -104,12 +89,10 @@ class ChunkLocation:
     Attributes:
         path: of its file, POSIX-relative to the checkpoint directory.
         key: DCP's flattened name.
-        offset: of the whole torch zip in the file.
-        size_bytes: of the whole torch zip.
-        dtype: of the chunk; None for a byte entry.
-        shape: of the chunk; None for a byte entry.
-        payload: the chunk's raw bytes, of a byte entry the whole zip. None if the chunk's elements are not
-            contiguous, or it is wrapped: then read the whole zip and pass it to `load_chunk`.
+        offset: of the whole entry in the file.
+        dtype: of the chunk; None for a byte entry, as is `shape`.
+        payload: the chunk's raw bytes, of a byte entry all of it. None if the chunk's elements are not
+            contiguous, or it is wrapped: then read the whole entry and pass it to `load_chunk`.
         reason: why there is no payload.
         wrapped: whether the chunk is a tensor made of others.
     """
@@ -142,10 +125,9 @@ class ChunkLocator:
         metadata: of the part, from `load_metadata`.
         part: its sub-directory, "" for the checkpoint directory itself.
         directory: of the checkpoint, for errors.
-        read_table: returns the chunk table of a rank, which the caller has verified and keeps. None for
+        read_table: returns the chunk table of a rank, which the caller has verified and keeps.
+        read_at: reads a data file, by its path in the checkpoint directory: instead of `read_table`, for
             checkpoints of stock DCP, which have no tables.
-        read_at: (path relative to the checkpoint directory, offset, size) -> bytes of a data file, fewer
-            where it ends. For checkpoints of stock DCP; never called where there are tables.
     """
 
     def __init__(
@@ -273,23 +255,28 @@ class ChunkLocator:
         self, path: str, entries: list[_Entry], found: dict[MetadataIndex, ChunkLocation], read: ReadFile
     ) -> None:
         entries.sort(key=lambda entry: entry[1].offset)
-        spans = Spans(path, read, [window for _, info in entries for window in _windows(info)])
+        ends = [(info.offset, info.offset + info.length) for _, info in entries]
+        # What is read of a zip that is as torch usually writes it.
+        windows = [((a, min(b, a + HEAD_BYTES)), (max(a, b - TAIL_BYTES), b)) for a, b in ends]
+        read_at = _ahead(path, read, chain.from_iterable(windows))
         for index, info in entries:
             form = self._shape(index)
             place = _location(path, index.fqn, info, form)
+            offset, size, crc = 0, info.length, None
             try:
-                payload = (
-                    Payload(path=path, key=index.fqn, offset=info.offset, size_bytes=info.length, crc32=None)
-                    if form is None
-                    else _payload(place, *form, spans.within(info.offset, info.length))
-                )
-                found[index] = replace(place, payload=payload)
+                if form is not None:
+                    offset, size, crc = _raw(*form, _within(read_at, info.offset, info.length), info.length)
             except _NotRawError as error:
                 found[index] = replace(place, reason=str(error), wrapped=error.wrapped)
-            except ZipError as error:
-                raise self._corrupt(path, index.fqn, f"not a whole torch zip: {error}") from error
+                continue
             except _ContradictionError as error:
                 raise self._corrupt(path, index.fqn, str(error)) from error
+            except ZipError as error:
+                raise self._corrupt(path, index.fqn, f"not a whole torch zip: {error}") from error
+            payload = Payload(
+                path=path, key=index.fqn, offset=info.offset + offset, size_bytes=size, crc32=crc
+            )
+            found[index] = replace(place, payload=payload)
 
 
 class _ContradictionError(ValueError):
@@ -315,18 +302,13 @@ def _contradiction(
             f"{columns.size_bytes[row]} at {columns.offset[row]}"
         )
     said = columns.dtype[row], columns.payload_bytes[row]
-    expected = (
-        (None, None)
-        if form is None or said == (None, None)
-        else (_text(form[0]), prod(form[1]) * form[0].itemsize)
-    )
+    if form is None or said == (None, None):
+        expected: tuple[str | None, int | None] = None, None
+    else:
+        expected = str(form[0])[len("torch.") :], prod(form[1]) * form[0].itemsize
     if said != expected:
         return f".metadata says {expected[1]} bytes of {expected[0]}, the table {said[1]} of {said[0]!s:.40}"
     return ""
-
-
-def _text(dtype: torch.dtype) -> str:
-    return str(dtype)[len("torch.") :]
 
 
 def _location(
@@ -338,70 +320,46 @@ def _location(
     )
 
 
-def _windows(info: StorageInfo) -> list[tuple[int, int]]:
-    """Return the parts of a zip to read if it is as torch usually writes it."""
-    end = info.offset + info.length
-    return [
-        (info.offset, min(end, info.offset + HEAD_BYTES)),
-        (max(info.offset, end - TAIL_BYTES), end),
-    ]
-
-
-def _payload(place: ChunkLocation, dtype: torch.dtype, shape: torch.Size, read_at: ReadAt) -> Payload:
-    """Find the raw bytes of a tensor in its zip.
+def _raw(
+    dtype: torch.dtype, shape: torch.Size, read_at: ReadAt, size_bytes: int
+) -> tuple[int, int, int | None]:
+    """Return offset, size and CRC-32 of the raw bytes of a tensor in its entry.
 
     Raises:
         _NotRawError: they are not one after another.
-        ZipError: the zip is damaged.
+        ZipError: the entry is damaged.
         _ContradictionError: it is not the tensor that `.metadata` describes.
     """
-    small = legacy_payload(read_at, place.size_bytes, dtype, shape)
+    expected = prod(shape) * dtype.itemsize
+    small = legacy_payload(read_at, size_bytes, dtype, shape)
     if small is not None:
-        offset, crc = small
-        size = prod(shape) * dtype.itemsize
-        return Payload(
-            path=place.path, key=place.key, offset=place.offset + offset, size_bytes=size, crc32=crc
-        )
-    directory = read_directory(read_at, place.size_bytes)
-    record = _check_form(directory, dtype, shape, read_at)
-    return Payload(
-        path=place.path,
-        key=place.key,
-        offset=place.offset + payload_offset(read_at, directory, record),
-        size_bytes=record.size_bytes,
-        crc32=record.crc32 if directory.has_checksums else None,
-    )
-
-
-def _check_form(directory: Directory, dtype: torch.dtype, shape: torch.Size, read_at: ReadAt) -> Record:
-    """Return the record of the tensor's bytes, after a check of its form and size."""
+        return small[0], expected, small[1]
+    directory = read_directory(read_at, size_bytes)
     order = read_record(read_at, directory, "byteorder")
     data_pickle = read_record(read_at, directory, "data.pkl")
     record = directory.find("data/0")
     if data_pickle is None or record is None:
         raise ZipError("it has no 'data.pkl' or no 'data/0'")
-    expected = prod(shape) * dtype.itemsize
     # Without elements there is nothing to lie otherwise, and torch gives such tensors any strides.
-    if (expected or record.size_bytes) and data_pickle != _usual_pickle(dtype, shape):
-        raise _not_raw(data_pickle)
+    if (expected or record.size_bytes) and not _is_usual(data_pickle, dtype, shape):
+        try:
+            wrapped = not _OF_WRAPPED.isdisjoint(survey(data_pickle)[0])
+        except PickleError as error:
+            raise _NotRawError(f"its pickle is not that of a tensor: {error}") from error
+        raise _NotRawError(
+            "its elements are not contiguous, or it has more to it than these", wrapped=wrapped
+        )
     if record.size_bytes != expected:
         raise _ContradictionError(f"has {record.size_bytes} bytes, its shape and dtype need {expected}")
     if (order or b"little") != _BYTE_ORDER:
         raise _NotRawError("it was written on a machine with another byte order")
-    return record
+    crc = record.crc32 if directory.has_checksums else None
+    return payload_offset(read_at, directory, record), expected, crc
 
 
-def _usual_pickle(dtype: torch.dtype, shape: torch.Size) -> bytes:
-    """Return the pickle that torch usually writes; comparing is faster than reading."""
+def _is_usual(data_pickle: bytes, dtype: torch.dtype, shape: torch.Size) -> bool:
+    """Return whether a pickle is the usual one; comparing is faster than reading."""
     try:
-        return tensor_pickle(dtype, shape)
+        return data_pickle == tensor_pickle(dtype, shape)
     except KeyError:  # a dtype that torch.save does not write
-        return b""
-
-
-def _not_raw(data_pickle: bytes) -> _NotRawError:
-    try:
-        wrapped = not _OF_WRAPPED.isdisjoint(survey(data_pickle)[0])
-    except PickleError as error:
-        return _NotRawError(f"its pickle is not that of a tensor: {error}")
-    return _NotRawError("its elements are not contiguous, or it has more to it than these", wrapped=wrapped)
+        return False

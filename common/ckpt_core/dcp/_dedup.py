@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import prod
@@ -26,24 +26,29 @@ from ckpt_core.errors import OWN_NAMES, ConfigError
 ENTRY_BYTES = 4096
 """Nominal bytes of an entry beside its payload; of a byte entry, of unknown size, in all."""
 
-_Place: TypeAlias = tuple[int, ...] | None
+Meshes: TypeAlias = Mapping[str, tuple[int, int]]
+"""Name of a DTensor -> the number of ranks in its mesh, and a number that identifies the mesh."""
+
+Share: TypeAlias = tuple[int, ...] | None
+
 # Two `MetadataIndex` are equal if name and offset are; their own hash runs Python code for every item.
-# There may be millions of items, so no object that the garbage collector must visit is made per item.
-_names = cast("Callable[[WriteItem], str]", attrgetter("index.fqn"))
-_places = cast("Callable[[WriteItem], _Place]", attrgetter("index.offset"))
+# There may be millions of items: no object that the garbage collector must visit is kept for each.
+_Offset: TypeAlias = tuple[int, ...] | None
+_Key: TypeAlias = tuple[str, _Offset]
+_name = cast("Callable[[WriteItem], str]", attrgetter("index.fqn"))
+_offset = cast("Callable[[WriteItem], _Offset]", attrgetter("index.offset"))
+_key = cast("Callable[[WriteItem], _Key]", attrgetter("index.fqn", "index.offset"))
 
 
 @final
 @dataclass(kw_only=True, slots=True)
 class _SharedChunk:
-    """A chunk as its lowest holder describes it; `ranks` grows while plans are read.
-
-    `group` and `at` are its position among the replicas, once it has one.
-    """
+    """A chunk as its lowest holder describes it; its place among the replicas, if any."""
 
     item: WriteItem
     size_bytes: int
     ranks: list[int]
+    writer: int = -1
     group: int = -1
     at: int = -1
 
@@ -51,12 +56,7 @@ class _SharedChunk:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replicas:
-    """Chunks with the same holders, one copy per holder.
-
-    Attributes:
-        ranks: the holders.
-        items: the chunks, as the lowest holder describes them.
-    """
+    """Chunks with the same holders, one copy per holder, as the lowest describes them."""
 
     ranks: tuple[int, ...]
     items: list[WriteItem]
@@ -69,19 +69,18 @@ class Division:
 
     Attributes:
         plans: each rank's writes.
+        shares: their positions in its plan; None for all of them.
         groups: chunks that several ranks hold, and that are equal by name only.
         places: for each rank, group -> positions of its chunks in the local plan.
     """
 
     plans: list[SavePlan]
+    shares: list[Share]
     groups: list[Replicas]
     places: list[dict[int, list[int]]]
 
 
-_Chunks: TypeAlias = dict[str, dict[_Place, _SharedChunk]]
-_Writers: TypeAlias = Mapping[str, Mapping[_Place, int]]
-Meshes: TypeAlias = Mapping[str, tuple[int, int]]
-"""Name of a DTensor -> the number of ranks in its mesh, and a number that identifies the mesh."""
+_Chunks: TypeAlias = dict[_Key, _SharedChunk]
 
 
 def assign_writers(
@@ -109,72 +108,75 @@ def assign_writers(
     Raises:
         ConfigError: ranks hold one entry with different dtypes, shapes or kinds.
     """
-    doubtful = _repeated_names(plans)
-    if not doubtful:
-        return Division(plans=list(plans), groups=[], places=[{} for _ in plans])
-    rank_local = frozenset(rank_local)
-    chunks: _Chunks = {name: {} for name in doubtful}
-    loads = [0] * len(plans)
-    for rank, plan in enumerate(plans):
-        loads[rank] = sum(_size_bytes(item) for item in plan.items if item.index.fqn not in chunks)
-        _gather(rank, plan, chunks, rank_local)
+    repeated = _repeated_names(plans)
+    if not repeated:
+        return Division(plans=list(plans), shares=[None] * len(plans), groups=[], places=[{} for _ in plans])
+    chunks, loads = _gather(plans, repeated, rank_local)
     _check_meshes(chunks, meshes, rank_local)
-    writers = _choose(chunks, loads, rank_local if spread else chunks)
+    _choose(chunks, loads, rank_local if spread else repeated)
     groups = _group(chunks, rank_local)
-    return Division(
-        plans=[_keep(rank, plan, writers) for rank, plan in enumerate(plans)],
-        groups=groups,
-        places=[_find(rank, plan, chunks, groups) for rank, plan in enumerate(plans)],
-    )
+    division = Division(plans=[], shares=[], groups=groups, places=[{} for _ in plans])
+    for number, group in enumerate(groups):
+        for rank in group.ranks:
+            division.places[rank][number] = [0] * len(group.items)
+    for rank, plan in enumerate(plans):
+        own: list[int] = []
+        for position, item in enumerate(plan.items):
+            chunk = chunks.get(_key(item))
+            if chunk is None or chunk.writer == rank:
+                own.append(position)
+            if chunk is not None and chunk.group >= 0:
+                division.places[rank][chunk.group][chunk.at] = position
+        whole = len(own) == len(plan.items)
+        division.plans.append(plan if whole else replace(plan, items=[plan.items[at] for at in own]))
+        division.shares.append(None if whole else tuple(own))
+    return division
 
 
-def _repeated_names(plans: Sequence[SavePlan]) -> list[str]:
-    """List the names with a chunk in several plans, in the order of the plans.
-
-    That order is the same in every process, unlike a set's, because hashes of strings differ.
-    """
-    places: defaultdict[str, set[_Place]] = defaultdict(set)
+def _repeated_names(plans: Sequence[SavePlan]) -> set[str]:
+    """Return the names with a chunk in several plans."""
+    counts = Counter(chain.from_iterable(map(_name, plan.items) for plan in plans))
+    offsets: defaultdict[str, set[_Offset]] = defaultdict(set)
     for plan in plans:
-        for name, place in zip(map(_names, plan.items), map(_places, plan.items), strict=True):
-            places[name].add(place)
-    counts = Counter(chain.from_iterable(map(_names, plan.items) for plan in plans))
-    return [name for name, count in counts.items() if count > len(places[name])]
+        for name, offset in zip(map(_name, plan.items), map(_offset, plan.items), strict=True):
+            offsets[name].add(offset)
+    return {name for name, count in counts.items() if count > len(offsets[name])}
 
 
-def _entries(plan: SavePlan) -> Iterator[tuple[str, _Place, WriteItem]]:
-    return zip(map(_names, plan.items), map(_places, plan.items), plan.items, strict=True)
-
-
-def _gather(rank: int, plan: SavePlan, chunks: _Chunks, rank_local: Collection[str]) -> None:
-    """Record the rank as a holder of the chunks of its plan with a name in `chunks`."""
-    for name, place, item in _entries(plan):
-        if name not in chunks:
-            continue
-        chunk = chunks[name].get(place)
-        if chunk is None:
-            chunks[name][place] = _SharedChunk(item=item, size_bytes=_size_bytes(item), ranks=[rank])
-        else:
-            if name not in rank_local:
-                _check_alike(chunk, item, rank)
-            chunk.ranks.append(rank)
-
-
-def _check_alike(chunk: _SharedChunk, item: WriteItem, rank: int) -> None:
-    if _form(item) != _form(chunk.item):
-        raise ConfigError(
-            f"rank {rank} has {_describe(item)} as {item.index.fqn}, "
-            f"rank {chunk.ranks[0]} {_describe(chunk.item)}; "
-            f"an entry must be alike on all ranks that have it. {OWN_NAMES}"
-        )
+def _gather(
+    plans: Sequence[SavePlan], repeated: Collection[str], rank_local: Collection[str]
+) -> tuple[_Chunks, list[int]]:
+    """Return the chunks of repeated names, and the bytes of each rank's others."""
+    chunks: _Chunks = {}
+    loads: list[int] = []
+    for rank, plan in enumerate(plans):
+        loads.append(0)
+        for item in plan.items:
+            key = _key(item)
+            if key[0] not in repeated:
+                loads[rank] += _size_bytes(item)
+            elif (chunk := chunks.get(key)) is None:
+                chunks[key] = _SharedChunk(item=item, size_bytes=_size_bytes(item), ranks=[rank])
+            elif key[0] in rank_local or _form(item) == _form(chunk.item):
+                chunk.ranks.append(rank)
+            else:
+                raise ConfigError(
+                    f"rank {rank} has {_describe(item)} as {key[0]}, "
+                    f"rank {chunk.ranks[0]} {_describe(chunk.item)}; "
+                    f"an entry must be alike on all ranks that have it. {OWN_NAMES}"
+                )
+    return chunks, loads
 
 
 def _check_meshes(chunks: _Chunks, meshes: Sequence[Meshes], rank_local: Collection[str]) -> None:
     """Refuse entries that cannot be copies of one tensor because their meshes differ."""
     if not any(meshes):
         return
-    for name, of_name in chunks.items():
-        holders = sorted({rank for chunk in of_name.values() for rank in chunk.ranks})
-        found = list(dict.fromkeys(meshes[rank].get(name) for rank in holders))
+    holding: dict[str, set[int]] = {}
+    for (name, _), chunk in chunks.items():
+        holding.setdefault(name, set()).update(chunk.ranks)
+    for name, holders in holding.items():
+        found = list(dict.fromkeys(meshes[rank].get(name) for rank in sorted(holders)))
         if name in rank_local or len(found) == 1:
             continue
         # Copies on meshes without a common rank may be of one tensor: comparing their values decides.
@@ -188,76 +190,46 @@ def _check_meshes(chunks: _Chunks, meshes: Sequence[Meshes], rank_local: Collect
             raise ConfigError(f"{name} cannot be the same tensor on all ranks: {described}. {OWN_NAMES}")
 
 
-def _group(chunks: _Chunks, rank_local: Collection[str]) -> list[Replicas]:
-    """Group the chunks that several ranks hold by their holders."""
-    found: dict[tuple[int, ...], int] = {}
-    groups: list[Replicas] = []
-    for name, of_name in chunks.items():
-        for chunk in of_name.values():
-            if name in rank_local or len(chunk.ranks) == 1:
-                continue
-            ranks = tuple(chunk.ranks)
-            chunk.group = found.setdefault(ranks, len(groups))
-            if chunk.group == len(groups):
-                groups.append(Replicas(ranks=ranks, items=[]))
-            chunk.at = len(groups[chunk.group].items)
-            groups[chunk.group].items.append(chunk.item)
-    return groups
-
-
-def _find(rank: int, plan: SavePlan, chunks: _Chunks, groups: Sequence[Replicas]) -> dict[int, list[int]]:
-    """Find the positions of a rank's replicas in its plan, by group."""
-    found = {
-        number: [0] * len(group.items) for number, group in enumerate(groups) if rank in set(group.ranks)
-    }
-    if not found:
-        return found
-    for position, (name, place) in enumerate(
-        zip(map(_names, plan.items), map(_places, plan.items), strict=True)
-    ):
-        if name in chunks and (chunk := chunks[name][place]).group >= 0:
-            found[chunk.group][chunk.at] = position
-    return found
-
-
-def _choose(chunks: _Chunks, loads: list[int], fixed: Collection[str]) -> _Writers:
+def _choose(chunks: _Chunks, loads: list[int], fixed: Collection[str]) -> None:
     """Choose the writer of each chunk; those of `fixed` names go to the lowest holder.
 
     The bytes of every rank in `loads` grow accordingly.
     """
-    writers: dict[str, dict[_Place, int]] = {name: {} for name in chunks}
-    free: list[tuple[str, _Place, _SharedChunk]] = []
-    for name, of_name in chunks.items():
-        for place, chunk in of_name.items():
-            if len(chunk.ranks) > 1 and name not in fixed:
-                free.append((name, place, chunk))
-            else:
-                writers[name][place] = chunk.ranks[0]
-                loads[chunk.ranks[0]] += chunk.size_bytes
-    free.sort(key=lambda entry: entry[2].size_bytes, reverse=True)  # stable
+    free: list[_SharedChunk] = []
+    for (name, _), chunk in chunks.items():
+        if len(chunk.ranks) > 1 and name not in fixed:
+            free.append(chunk)
+        else:
+            chunk.writer = chunk.ranks[0]
+            loads[chunk.writer] += chunk.size_bytes
     queues: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-    for name, place, chunk in free:
+    for chunk in sorted(free, key=attrgetter("size_bytes"), reverse=True):  # stable
         holders = tuple(chunk.ranks)
-        if holders not in queues:
-            queues[holders] = [(loads[rank], rank) for rank in holders]
-            heapq.heapify(queues[holders])
-        rank = writers[name][place] = _least_loaded(queues[holders], loads)
-        loads[rank] += chunk.size_bytes
-    return writers
+        queue = queues.setdefault(holders, [])
+        if not queue:
+            queue += [(loads[rank], rank) for rank in holders]
+            heapq.heapify(queue)
+        # Loads only grow, so a stale entry is too far in front, never too far behind.
+        while (load := loads[queue[0][1]]) != queue[0][0]:
+            heapq.heapreplace(queue, (load, queue[0][1]))
+        chunk.writer = queue[0][1]
+        loads[chunk.writer] += chunk.size_bytes
 
 
-def _least_loaded(queue: list[tuple[int, int]], loads: Sequence[int]) -> int:
-    # Loads only grow, so a stale entry is too far in front, never too far behind.
-    while (load := loads[queue[0][1]]) != queue[0][0]:
-        heapq.heapreplace(queue, (load, queue[0][1]))
-    return queue[0][1]
-
-
-def _keep(rank: int, plan: SavePlan, writers: _Writers) -> SavePlan:
-    items = [
-        item for name, place, item in _entries(plan) if name not in writers or writers[name][place] == rank
-    ]
-    return plan if len(items) == len(plan.items) else replace(plan, items=items)
+def _group(chunks: _Chunks, rank_local: Collection[str]) -> list[Replicas]:
+    """Group the chunks that several ranks hold by their holders."""
+    found: dict[tuple[int, ...], int] = {}
+    groups: list[Replicas] = []
+    for (name, _), chunk in chunks.items():
+        if name in rank_local or len(chunk.ranks) == 1:
+            continue
+        ranks = tuple(chunk.ranks)
+        chunk.group = found.setdefault(ranks, len(groups))
+        if chunk.group == len(groups):
+            groups.append(Replicas(ranks=ranks, items=[]))
+        chunk.at = len(groups[chunk.group].items)
+        groups[chunk.group].items.append(chunk.item)
+    return groups
 
 
 def _size_bytes(item: WriteItem) -> int:

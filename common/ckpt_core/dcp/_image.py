@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from ckpt_core._torch_internals import inner_tensors, is_wrapped
 from ckpt_core.dcp._torch_zip import ZIP32_LIMIT, build_archive, build_legacy, tensor_pickle
-from ckpt_core.dcp.wrapped import wrapped_pickle
+from ckpt_core.dcp._wrapped_tensors import wrapped_pickle
 from ckpt_core.formats.checksums import combine_crc32, crc32, crc32_text
 from ckpt_core.formats.chunks import BLOCK_BYTES, ChunkColumns, TableEntry
 from ckpt_core.storage import ALIGNMENT
@@ -211,7 +211,9 @@ class Image:
             for slot in layout.slots
         )
         """The slots as tensors of their dtype and shape, in the order of the layout."""
-        self._sums = _Sums()
+        self._chunk_crcs: list[int] = []
+        self._block_crcs: list[int] = []
+        self._file_crc = 0
 
     def copy(self, shards: Mapping[MetadataIndex, torch.Tensor]) -> None:
         """Copy shards, in the order of the layout, into their slots."""
@@ -226,7 +228,7 @@ class Image:
         Args:
             wait_for: blocks until slots 0 to n are filled; None if all are.
         """
-        self._sums = _Sums()
+        self._chunk_crcs, self._block_crcs, self._file_crc = [], [], 0
         start = 0
         for end, first, last in self.layout.batches:
             # A header may be in this piece and the end of its payload in a later one.
@@ -239,32 +241,41 @@ class Image:
 
     def _fill_in(self, first: int, last: int) -> None:
         """Fill in the checksums of slots `first` to `last` (exclusive); update the file's."""
-        layout, content, sums = self.layout, self._bytes, self._sums
+        layout, content, sums = self.layout, self._bytes, self._chunk_crcs
         large = layout.large[bisect_left(layout.large, first) : bisect_left(layout.large, last)]
         done = first
         for place in large:
-            sums.chunks += [crc32(content[start:end]) for start, end in layout.payloads[done:place]]
-            sums.add_blocks(content[slice(*layout.payloads[place])])
+            sums += [crc32(content[start:end]) for start, end in layout.payloads[done:place]]
+            sums.append(self._add_blocks(content[slice(*layout.payloads[place])]))
             done = place + 1
-        sums.chunks += [crc32(content[start:end]) for start, end in layout.payloads[done:last]]
-        crcs = np.array(sums.chunks[first:last], dtype="<u4").view(np.uint8).reshape(-1, 1, 4)
+        sums += [crc32(content[start:end]) for start, end in layout.payloads[done:last]]
+        crcs = np.array(sums[first:last], dtype="<u4").view(np.uint8).reshape(-1, 1, 4)
         self._array[layout.crc_places[first:last]] = crcs
         position = layout.slots[first].start
         for place in large:
             start, end = layout.payloads[place]
-            running = crc32(content[position:start], sums.file)
-            sums.file = combine_crc32(running, sums.chunks[place], end - start)
+            running = crc32(content[position:start], self._file_crc)
+            self._file_crc = combine_crc32(running, sums[place], end - start)
             position = end
-        sums.file = crc32(content[position : layout.slots[last - 1].end], sums.file)
+        self._file_crc = crc32(content[position : layout.slots[last - 1].end], self._file_crc)
+
+    def _add_blocks(self, payload: memoryview) -> int:
+        """Add the checksums of a payload's blocks; return that of the payload."""
+        crc = 0
+        for start in range(0, len(payload), BLOCK_BYTES):
+            block = payload[start : start + BLOCK_BYTES]
+            self._block_crcs.append(crc32(block))
+            crc = combine_crc32(crc, self._block_crcs[-1], len(block))
+        return crc
 
     @property
     def chunk_crcs(self) -> Sequence[int]:
         """CRC-32 of every slot's payload; valid after `pieces` has ended."""
-        return self._sums.chunks
+        return self._chunk_crcs
 
     def file_entry(self, path: str) -> FileEntry:
         """Return the file's entry in the manifest; valid after `pieces` has ended."""
-        return FileEntry(path=path, size_bytes=self.layout.size_bytes, checksum=crc32_text(self._sums.file))
+        return FileEntry(path=path, size_bytes=self.layout.size_bytes, checksum=crc32_text(self._file_crc))
 
     def table_entry(self, path: str) -> TableEntry:
         """Return the file's entry in the chunk table; valid after `pieces` has ended."""
@@ -274,12 +285,12 @@ class Image:
             num_chunks=len(self.layout.firsts),
             columns=self.layout.columns,
             crcs=self._table_crcs().tobytes(),
-            block_crcs=np.array(self._sums.blocks, dtype="<u4").tobytes(),
+            block_crcs=np.array(self._block_crcs, dtype="<u4").tobytes(),
         )
 
     def _table_crcs(self) -> npt.NDArray[np.uint32]:
         """CRC-32 of the payload of every shard, of a wrapped one of the whole archive."""
-        crcs = np.array(self._sums.chunks, dtype="<u4")
+        crcs = np.array(self._chunk_crcs, dtype="<u4")
         if not self.layout.wrapped:
             return crcs
         crcs = crcs[self.layout.firsts]
@@ -287,26 +298,6 @@ class Image:
             start, end = self.layout.spans[place].tolist()
             crcs[place] = crc32(self._bytes[start:end])
         return crcs
-
-
-@final
-class _Sums:
-    """The checksums so far of one save: of chunks, of blocks, and of the file."""
-
-    def __init__(self) -> None:
-        self.chunks: list[int] = []
-        self.blocks: list[int] = []
-        self.file = 0
-
-    def add_blocks(self, payload: memoryview) -> None:
-        """Add the payload of the next chunk, block by block."""
-        crc = 0
-        for start in range(0, len(payload), BLOCK_BYTES):
-            block = payload[start : start + BLOCK_BYTES]
-            of_block = crc32(block)
-            self.blocks.append(of_block)
-            crc = combine_crc32(crc, of_block, len(block))
-        self.chunks.append(crc)
 
 
 def spec_of(index: MetadataIndex, shard: torch.Tensor) -> ShardSpec:

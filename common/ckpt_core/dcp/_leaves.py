@@ -22,7 +22,7 @@ from ckpt_core._torch_internals import (
     own_part,
     storage_types_by_dtype,
 )
-from ckpt_core.dcp.wrapped import problem_of
+from ckpt_core.dcp._wrapped_tensors import problem_of
 from ckpt_core.errors import ConfigError
 
 
@@ -33,17 +33,12 @@ def check_kind(tensor: torch.Tensor, name: str) -> None:
         ConfigError: with the tensor's name, its kind, and a remedy.
     """
     for local in _local(tensor, name):
-        if is_wrapped(local) and not local.is_nested:
-            for inner, plain in inner_tensors(local, name):
-                _refuse(inner, _problem(plain))
-            _refuse(name, problem_of(local))
-        else:
-            _refuse(name, _problem(local))
-
-
-def _refuse(name: str, problem: str | None) -> None:
-    if problem is not None:
-        raise ConfigError(f"{name} is {problem}")
+        wrapped = is_wrapped(local) and not local.is_nested
+        for inner, plain in inner_tensors(local, name) if wrapped else [(name, local)]:
+            if (problem := _unreadable(plain) or _foreign(plain) or _without_memory(plain)) is not None:
+                raise ConfigError(f"{inner} is {problem}")
+        if wrapped and (problem := problem_of(local)) is not None:
+            raise ConfigError(f"{name} is {problem}")
 
 
 def _local(tensor: torch.Tensor, name: str) -> Iterator[torch.Tensor]:
@@ -62,18 +57,11 @@ def _local(tensor: torch.Tensor, name: str) -> Iterator[torch.Tensor]:
         yield tensor
 
 
-def _problem(tensor: torch.Tensor) -> str | None:
-    for find in (_unreadable, _foreign_layout, _foreign_dtype, _without_data, _expanded):
-        problem = find(tensor)
-        if problem is not None:
-            return problem
-    return None
-
-
-def _unreadable(tensor: torch.Tensor) -> str | None:
+def _unreadable(tensor: Any) -> str | None:
     if is_lazy(tensor):
         return "not initialised and has no shape; run the model once on a batch before saving"
-    if _dispatch_of(tensor) is not _dispatch_of(torch.Tensor):
+    plain: Any = torch.Tensor
+    if getattr(tensor, "__torch_dispatch__", None) is not plain.__torch_dispatch__:
         return (
             f"a {type(tensor).__module__}.{type(tensor).__qualname__}, a tensor with its own kind of "
             "storage, which the checkpoint format cannot hold; save the plain tensors that it is made of"
@@ -81,49 +69,40 @@ def _unreadable(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def _dispatch_of(tensor: object) -> Any:
-    return getattr(tensor, "__torch_dispatch__", None)
+def _foreign(tensor: torch.Tensor) -> str | None:
+    """Return what is wrong with the layout or dtype."""
+    if tensor.is_quantized or tensor.layout != torch.strided or tensor.is_nested:
+        layout = "nested" if tensor.layout == torch.strided else str(tensor.layout)
+        kind = "quantised" if tensor.is_quantized else layout
+        return (
+            f"a {kind} tensor, which the checkpoint format cannot hold; "
+            "convert it (dequantize(), to_dense(), unbind()) before saving, or leave it out of the state"
+        )
+    dtype = tensor.dtype
+    has_bytes = dtype in new_dtypes() or dtype in storage_types_by_dtype()
+    if not has_bytes or str(dtype).removeprefix("torch.").startswith(("q", "bits")):
+        return (
+            f"of dtype {dtype}, which no checkpoint can hold; view() it as torch.uint8 before saving, "
+            "or leave it out of the state"
+        )
+    return None
 
 
-def _foreign_layout(tensor: torch.Tensor) -> str | None:
-    if tensor.is_quantized:
-        kind = "quantised"
-    elif tensor.layout != torch.strided:
-        kind = str(tensor.layout)
-    elif tensor.is_nested:
-        kind = "nested"
-    else:
-        return None
-    return (
-        f"a {kind} tensor, which the checkpoint format cannot hold; "
-        "convert it (dequantize(), to_dense(), unbind()) before saving, or leave it out of the state"
-    )
-
-
-def _foreign_dtype(tensor: torch.Tensor) -> str | None:
-    if _has_bytes(tensor.dtype):
-        return None
-    return (
-        f"of dtype {tensor.dtype}, which no checkpoint can hold; view() it as torch.uint8 before saving, "
-        "or leave it out of the state"
-    )
-
-
-def _has_bytes(dtype: torch.dtype) -> bool:
-    name = str(dtype).removeprefix("torch.")
-    if name.startswith(("q", "bits")):
-        return False
-    return dtype in new_dtypes() or dtype in storage_types_by_dtype()
-
-
-def _expanded(tensor: torch.Tensor) -> str | None:
-    if not is_expanded(tensor):
-        return None
-    return (
-        f"expanded: strides {tensor.stride()} for shape {tuple(tensor.shape)} make several elements one "
-        "place in memory, into which nothing can be loaded; keep a copy (contiguous() or clone()), or leave "
-        "it out of the state (register_buffer(..., persistent=False))"
-    )
+def _without_memory(tensor: torch.Tensor) -> str | None:
+    if tensor.device.type == "meta":
+        return "on the meta device and has no data; materialise the model before saving"
+    # Reading such memory ends the process, not the save.
+    if tensor.numel() and not tensor.untyped_storage().nbytes():
+        return (
+            "without memory: its storage was freed, as FSDP frees gathered parameters; save the sharded one"
+        )
+    if is_expanded(tensor):
+        return (
+            f"expanded: strides {tensor.stride()} for shape {tuple(tensor.shape)} make several elements one "
+            "place in memory, into which nothing can be loaded; keep a copy (contiguous() or clone()), or "
+            "leave it out of the state (register_buffer(..., persistent=False))"
+        )
+    return None
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:
@@ -140,17 +119,6 @@ def is_expanded(tensor: torch.Tensor) -> bool:
     if tensor.layout != torch.strided or tensor.is_contiguous() or not tensor.numel():
         return False
     return any(not stride and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-
-
-def _without_data(tensor: torch.Tensor) -> str | None:
-    if tensor.device.type == "meta":
-        return "on the meta device and has no data; materialise the model before saving"
-    # Reading such memory ends the process, not the save.
-    if tensor.numel() and not tensor.untyped_storage().nbytes():
-        return (
-            "without memory: its storage was freed, as FSDP frees gathered parameters; save the sharded one"
-        )
-    return None
 
 
 _KEY, _INDEX = "\x1e", "\x1f"

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal, TypeAlias, cast, final
+from typing import Any, Literal, TypeAlias, cast, final
 
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
@@ -15,18 +14,20 @@ from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 
 from ckpt_core._torch_internals import PLAIN, ShardedTensor, inner_tensors, is_wrapped, own_part, placed_like
-from ckpt_core.dcp._dedup import Meshes, Replicas, assign_writers
+from ckpt_core.dcp._dedup import Meshes, Replicas, Share, assign_writers
 from ckpt_core.dcp._fingerprints import Written
 from ckpt_core.dcp._image import ShardSpec, specs_of
 from ckpt_core.dcp._leaves import Kinds, Leaves, check_kind
-from ckpt_core.dcp._metadata_build import describe
-from ckpt_core.dcp._rank_names import GroupNames, kept_name, kept_path, renumber
+from ckpt_core.dcp._metadata import describe
+from ckpt_core.dcp._torch_zip import is_plain, value_entry
 from ckpt_core.formats.checksums import crc32
 from ckpt_core.messages import message
+from ckpt_core.names import KEPT
 
-Share: TypeAlias = tuple[int, ...] | None
-"""Positions in a rank's plan of the items that it writes; None for all of them."""
+GroupNames: TypeAlias = Mapping[tuple[str | int, ...], Sequence[tuple[str, ...]]]
+"""Path of a list of parameter groups in the nested state -> the names in each group."""
 
+_Path: TypeAlias = tuple[str | int, ...]
 _Item: TypeAlias = tuple[int, MetadataIndex, MetadataIndex]
 """Position of the leaf, index of the shard in it, and index under which it is written."""
 
@@ -41,7 +42,7 @@ class WriteTask:
     """One rank's share of the writes of one part.
 
     Attributes:
-        share: the items that it writes.
+        share: positions in its plan of the items that it writes; None for all of them.
         kept: positions in its plan of entries that it writes under a separate name, because another rank
             writes the entry itself.
         replicas: group -> positions in its plan of the entries that all ranks of the group hold.
@@ -57,13 +58,7 @@ class WriteTask:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """The writes of one part, by all ranks.
-
-    Attributes:
-        tasks: by rank.
-        metadata: DCP's, of the whole part.
-        replicas: entries that several ranks hold.
-    """
+    """The writes of one part by rank, its metadata, and what several ranks hold."""
 
     tasks: list[WriteTask]
     metadata: Metadata
@@ -90,10 +85,11 @@ class Part:
         self._leaves: Sequence[Any] = ()
         self._tree: Mapping[str, Any] = {}
         self._plan = SavePlan([])
+        self._names: list[str] = []
+        self._meshes: dict[str, tuple[int, int]] = {}
         self._shard_items: list[_Item] = []
         self._value_items: list[_Item] = []
         self._replicas: dict[int, list[_Replica]] = {}
-        self._serialised: dict[MetadataIndex, tuple[str, bytes]] = {}
         self.specs: list[ShardSpec] = []
         self.records: dict[MetadataIndex, bytes] = {}
         self.value_indices: list[MetadataIndex] = []
@@ -117,26 +113,26 @@ class Part:
             ConfigError: a tensor is of a kind that no checkpoint can hold.
         """
         planner = _set_up(self._tree)
-        for fqn, value in planner.state_dict.items():
-            if isinstance(value, torch.Tensor):
-                check_kind(value, fqn)
-                if is_wrapped(own_part(value)):
-                    planner.state_dict[fqn] = _stand_in(value)
-        self._plan = planner.create_local_plan()
-        return self._plan
-
-    def meshes(self) -> Meshes:
-        """Describe the meshes of the DTensors of the last local plan."""
+        self._names, self._meshes = list(planner.state_dict), {}
         known: dict[int, tuple[int, int]] = {}
-        found: dict[str, tuple[int, int]] = {}
-        for name, value in _set_up(self._tree).state_dict.items():
+        for fqn, value in planner.state_dict.items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            check_kind(value, fqn)
             if isinstance(value, DTensor):
                 mesh = value.device_mesh
                 if id(mesh) not in known:
                     ranks: list[int] = mesh.mesh.flatten().tolist()
                     known[id(mesh)] = len(ranks), crc32(repr(sorted(ranks)).encode())
-                found[name] = known[id(mesh)]
-        return found
+                self._meshes[fqn] = known[id(mesh)]
+            if is_wrapped(own_part(value)):
+                planner.state_dict[fqn] = _stand_in(value)
+        self._plan = planner.create_local_plan()
+        return self._plan
+
+    def meshes(self) -> Meshes:
+        """Describe the meshes of the DTensors of the last local plan."""
+        return self._meshes
 
     def accept(self, task: WriteTask, rank: int = 0) -> None:
         """Accept the task of `rank`, this one, for the last local plan.
@@ -144,10 +140,9 @@ class Part:
         Raises:
             ValueError: DCP sees other leaves than we do.
         """
-        names = list(_set_up(self._tree).state_dict)
-        if len(names) != len(self._leaves):
-            raise ValueError(f"DCP sees {len(names)} entries where there are {len(self._leaves)}")
-        position = {name: at for at, name in enumerate(names)}
+        if len(self._names) != len(self._leaves):
+            raise ValueError(f"DCP sees {len(self._names)} entries where there are {len(self._leaves)}")
+        position = {name: at for at, name in enumerate(self._names)}
         plan, share = self._plan.items, task.share
         under = [_renamed(item, task.renamed) for item in plan]
         written = [(place, under[place]) for place in (range(len(plan)) if share is None else share)]
@@ -163,7 +158,7 @@ class Part:
             ]
             for group, places in task.replicas.items()
         }
-        self._serialised, self._plan = {}, SavePlan([])
+        self._plan, self._names = SavePlan([]), []
         self.value_indices = [new for _, _, new in self._value_items]
 
     def _lay_out(self, places: Sequence[int]) -> dict[int, int]:
@@ -191,8 +186,8 @@ class Part:
         return found
 
     def values(self) -> list[bytes]:
-        """Serialise the byte entries that this rank writes, as DCP does."""
-        return [self._serialise(self._leaves[at], new) for at, _, new in self._value_items]
+        """Serialise the byte entries that this rank writes."""
+        return [value_entry(self._leaves[at]) for at, _, _ in self._value_items]
 
     def replicas(self, choose: Callable[[int], Iterable[int]], *, whole: bool) -> dict[int, list[Any]]:
         """Return live replicas: of each group of n, those at the positions `choose(n)`.
@@ -219,39 +214,11 @@ class Part:
 
     def odd_values(self) -> list[MetadataIndex]:
         """List the entries of `values` that a load may refuse without pickle."""
-        return [new for at, _, new in self._value_items if not _is_plain(self._leaves[at])]
+        return [new for at, _, new in self._value_items if not is_plain(self._leaves[at])]
 
     def release(self) -> None:
         """Drop the references to the live state, which can then be freed."""
         self._leaves, self._tree = (), {}
-
-    def _serialise(self, value: Any, index: MetadataIndex) -> bytes:
-        # Most entries are hyperparameters that never change, and `torch.save` is slow.
-        text = repr(value) if type(value) in _SCALARS else None
-        before = self._serialised.get(index)
-        if text is not None and before is not None and before[0] == text:
-            return before[1]
-        buffer = io.BytesIO()
-        torch.save(value, buffer)
-        if text is not None:
-            self._serialised[index] = text, buffer.getvalue()
-        return buffer.getvalue()
-
-
-_SCALARS = frozenset({bool, int, float, str, type(None)})
-"""Types whose `repr` differs for any two different values."""
-
-
-_PLAIN: Final = _SCALARS | {bytes, torch.Size, torch.dtype}
-_MOST_PLAIN: Final = 100_000
-
-
-def _is_plain(value: Any) -> bool:
-    if type(value) in _PLAIN:
-        return True
-    if type(value) not in {list, tuple} or len(value) > _MOST_PLAIN:
-        return False
-    return _PLAIN.issuperset(map(type, value)) or all(map(_is_plain, value))
 
 
 def decide(
@@ -278,7 +245,6 @@ def decide(
     """
     named, renamed = renumber(plans, groups) if any(groups) else (list(plans), [{} for _ in plans])
     division = assign_writers(named, rank_local, meshes=meshes, spread=replicas == "spread")
-    shares = [_share(plan, chosen) for plan, chosen in zip(named, division.plans, strict=True)]
     kept: list[list[int]] = [[] for _ in plans]
     written = division.plans
     if replicas == "kept":
@@ -290,7 +256,7 @@ def decide(
         ]
     tasks = [
         WriteTask(share=share, kept=own, replicas=places, renamed=names)
-        for share, own, places, names in zip(shares, kept, division.places, renamed, strict=True)
+        for share, own, places, names in zip(division.shares, kept, division.places, renamed, strict=True)
     ]
     return Decision(tasks=tasks, metadata=describe(written), replicas=division.groups)
 
@@ -320,13 +286,6 @@ def _renamed(item: WriteItem, names: Mapping[str, str]) -> WriteItem:
     return item if name is None else replace(item, index=replace(item.index, fqn=name))
 
 
-def _share(plan: SavePlan, kept: SavePlan) -> Share:
-    if len(kept.items) == len(plan.items):
-        return None
-    own = {id(item) for item in kept.items}
-    return tuple(place for place, item in enumerate(plan.items) if id(item) in own)
-
-
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
     """Return a plain tensor with the plan of a wrapped one, which may lack operators."""
     own = own_part(tensor)
@@ -347,3 +306,67 @@ def _local(value: Any, index: MetadataIndex) -> torch.Tensor:
         raise TypeError(f"{index.fqn} was planned as a tensor and is a {type(value).__name__}")
     with torch.no_grad():
         return find_tensor_shard(value, index)
+
+
+def kept_name(rank: int, name: str) -> str:
+    """Return the flattened name of a rank's own value of the entry `name`."""
+    return ".".join(kept_path(rank, name))
+
+
+def kept_path(rank: int, name: str) -> tuple[str, str, str]:
+    """Return the path, in the nested state, of a rank's own value of the entry `name`."""
+    return KEPT, f"{rank:05d}", name
+
+
+def held_by_this_rank(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's only shard of a live tensor; empty if it has none or several."""
+    if isinstance(tensor, DTensor):
+        return tensor.to_local().detach()
+    if isinstance(tensor, ShardedTensor):
+        shards = tensor.local_shards()
+        return shards[0].tensor if len(shards) == 1 else torch.empty(0)
+    return tensor
+
+
+def renumber(
+    plans: Sequence[SavePlan], groups: Sequence[GroupNames]
+) -> tuple[list[SavePlan], list[dict[str, str]]]:
+    """Number the parameter groups of all ranks.
+
+    Args:
+        plans: every rank's local plan, by rank; they are not changed.
+        groups: every rank's parameter groups.
+
+    Returns:
+        The plans with the names of the checkpoint; for each rank its names -> those, where they differ.
+    """
+    moved: list[dict[str, _Path]] = [{} for _ in plans]
+    for path in dict.fromkeys(path for of_rank in groups for path in of_rank):
+        lists = [of_rank.get(path, ()) for of_rank in groups]
+        if len({tuple(each) for each in lists if each}) < 2:
+            continue
+        numbers: dict[tuple[object, ...], int] = {}
+        for rank, own in enumerate(lists):
+            new = [numbers.setdefault(tuple(names) or (at,), len(numbers)) for at, names in enumerate(own)]
+            moved[rank] |= _moved(plans[rank], path, new)
+    renamed = [{old: ".".join(map(str, path)) for old, path in of_rank.items()} for of_rank in moved]
+    return [_under(*each) for each in zip(plans, renamed, moved, strict=True)], renamed
+
+
+def _moved(plan: SavePlan, path: _Path, new: Sequence[int]) -> dict[str, _Path]:
+    depth = len(path)
+    paths: Mapping[str, _Path] = plan.planner_data or {}
+    return {
+        key: (*path, new[at], *each[depth + 1 :])
+        for key, each in paths.items()
+        if each[:depth] == path and len(each) > depth and isinstance(at := each[depth], int) and new[at] != at
+    }
+
+
+def _under(plan: SavePlan, renamed: Mapping[str, str], moved: Mapping[str, _Path]) -> SavePlan:
+    if not renamed:
+        return plan
+    items = [_renamed(item, renamed) for item in plan.items]
+    paths: Mapping[str, _Path] = plan.planner_data or {}
+    data = {renamed.get(key, key): moved.get(key, path) for key, path in paths.items()}
+    return replace(plan, items=items, planner_data=data)

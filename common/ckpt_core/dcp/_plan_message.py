@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from operator import attrgetter
 from typing import Any, Final, TypeVar, final
 
 import torch
@@ -131,25 +132,13 @@ def _taken(values: Iterator[T], count: int) -> list[T]:
     return taken
 
 
-def _kind(properties: TensorProperties) -> tuple[Any, ...]:
-    return (
-        properties.dtype,
-        properties.layout,
-        properties.requires_grad,
-        properties.memory_format,
-        properties.pin_memory,
-    )
+_kind = attrgetter("dtype", "layout", "requires_grad", "memory_format", "pin_memory")
 
 
 def _resolved(kind: tuple[str, str, bool, str, bool]) -> tuple[Any, ...]:
-    dtype, layout, requires_grad, memory_format, pinned = kind
-    return (
-        _named(dtype, torch.dtype),
-        _named(layout, torch.layout),
-        requires_grad,
-        _named(memory_format, torch.memory_format),
-        pinned,
-    )
+    dtype, layout, grad, form, pinned = kind
+    form = _named(form, torch.memory_format)
+    return _named(dtype, torch.dtype), _named(layout, torch.layout), grad, form, pinned
 
 
 def _name(constant: object) -> str:

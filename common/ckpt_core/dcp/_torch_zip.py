@@ -1,4 +1,4 @@
-"""Tensors in the layouts of `torch.save`: built ahead, read without trust.
+"""Entries in the layouts of `torch.save`: built ahead, read without trust.
 
 Large ones as a zip; small ones in the layout that torch wrote before it, which has a quarter of the bytes.
 """
@@ -39,9 +39,6 @@ ZIP32_LIMIT = 0xFFFFFFFF
 _PADDING_FIELD = 0x4246  # "FB", the extra-field id torch itself pads with
 _CRC_IN_LOCAL_HEADER = 14
 _CRC_IN_CENTRAL_HEADER = 16
-_END_BYTES = 22  # of the end record of a zip without a comment
-# Zip allows 64 KiB, but torch looks for the end record reliably only in the last 4 KiB.
-_MAX_PADDING_BYTES = 2048
 _NO_HOOKS: Final[OrderedDict[str, Any]] = OrderedDict()
 """As torch writes it into zips; None does as well."""
 _WIDEST_ITEM: Final = 16
@@ -271,17 +268,27 @@ def _end_records(num_records: int, directory_bytes: int, directory_offset: int, 
     return end64 + locator + end
 
 
-def pad_archive(content: bytes, capacity: int) -> bytes:
-    """Pad a zip to `capacity` bytes by a comment at its end, which readers ignore.
+_PLAIN: Final = frozenset({bool, int, float, str, type(None), bytes, torch.Size, torch.dtype})
+_MOST_PLAIN: Final = 100_000
+_LARGE_BYTES: Final = 1 << 20
 
-    Content without an empty comment, or that cannot be padded to exactly `capacity`, is returned unchanged.
-    """
-    padding = capacity - len(content)
-    end = content[-_END_BYTES:]
-    is_plain = len(end) == _END_BYTES and end.startswith(b"PK\5\6") and end.endswith(b"\0\0")
-    if not is_plain or not 0 < padding <= _MAX_PADDING_BYTES:
-        return content
-    return b"".join((content[:-2], struct.pack("<H", padding), bytes(padding)))
+
+def is_plain(value: Any) -> bool:
+    """Return whether a value is made of scalars, text, lists and tuples alone."""
+    if type(value) in _PLAIN:
+        return True
+    if type(value) not in {list, tuple} or len(value) > _MOST_PLAIN:
+        return False
+    return _PLAIN.issuperset(map(type, value)) or all(map(is_plain, value))
+
+
+def value_entry(value: Any) -> bytes:
+    """Serialise a value that is no tensor, for `torch.load`."""
+    if is_plain(value) and len(pickled := pickle.dumps(value, protocol=2)) < _LARGE_BYTES:
+        return legacy.plain_value(pickled)
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
 
 
 _SMALL_RECORDS: Final = frozenset(
@@ -307,20 +314,18 @@ def read_record(read_at: ReadAt, directory: Directory, name: str) -> bytes | Non
     return content
 
 
-def checked_zip(content: bytes, name: str, *, trusted: bool = False) -> bool:
+def checked_zip(content: bytes, name: str, *, trusted: bool = False) -> None:
     """Check an entry's bytes before torch reads them.
 
-    It must be a zip as torch writes it: all records uncompressed and without overlap, so that together they
-    are no larger than the zip, and each with the checksum of the directory. The storages that its pickle
-    names must be those of the records: torch would read memory beyond a shorter one.
+    It must be what `value_entry` makes of a plain value, or a zip as torch writes it: all records
+    uncompressed and without overlap, so that together they are no larger than the zip, and each with the
+    checksum of the directory. The storages that its pickle names must be those of the records: torch would
+    read memory beyond a shorter one.
 
     Args:
-        content: the whole zip.
+        content: the whole entry.
         name: of the entry and its file, for errors.
         trusted: skip its pickle, which may execute anything.
-
-    Returns:
-        Whether there were checksums to compare; torch can be configured to write none.
 
     Raises:
         CorruptCheckpointError: a check failed.
@@ -330,19 +335,23 @@ def checked_zip(content: bytes, name: str, *, trusted: bool = False) -> bool:
         return content[offset : offset + size]
 
     try:
-        directory = read_directory(read_at, len(content))
-        verify_records(read_at, directory)
-        storages = _storages(directory)
-        record = directory.find("data.pkl")
-        if record is None:
-            raise ZipError("it has no 'data.pkl'")
-        if not trusted:
+        storages: Mapping[str, int] = {}
+        small = legacy.small_payload(read_at, len(content))
+        if small is not None:
+            pickled = legacy.pickle_of_value(content, small[1])
+        else:
+            directory = read_directory(read_at, len(content))
+            verify_records(read_at, directory)
+            storages = _storages(directory)
+            record = directory.find("data.pkl")
+            if record is None:
+                raise ZipError("it has no 'data.pkl'")
             start = payload_offset(read_at, directory, record)
-            for pid in survey(content[start : start + record.size_bytes])[1]:
-                _check_storage(pid, storages)
+            pickled = content[start : start + record.size_bytes]
+        for pid in () if trusted else survey(pickled)[1]:
+            _check_storage(pid, storages)
     except Exception as error:  # a foreign pickle raises nearly anything; the error names entry and cause
         raise _corrupt(name, f"not a whole torch zip: {error!s:.500}") from error
-    return directory.has_checksums
 
 
 def _storages(directory: Directory) -> dict[str, int]:

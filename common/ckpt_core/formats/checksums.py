@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable
-from typing import Final, Protocol, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
 # The polynomial of zip and zlib with SIMD: 7 to 8 times as fast as zlib's on the machines measured.
 from isal import isal_zlib
@@ -20,12 +20,6 @@ CRC32: Final = "crc32"
 SHA256: Final = "sha256"
 
 _TEXT = re.compile(r"[a-z][a-z0-9_-]{0,31}:[0-9a-f]{2,128}")
-
-
-class _Hash(Protocol):
-    def update(self, data: Bytes, /) -> None: ...
-
-    def hexdigest(self) -> str: ...
 
 
 @final
@@ -42,7 +36,7 @@ class _Crc32:
         return f"{self._value:08x}"
 
 
-_ALGORITHMS: dict[str, Callable[[], _Hash]] = {CRC32: _Crc32, SHA256: hashlib.sha256}
+_ALGORITHMS: dict[str, Callable[[], Any]] = {CRC32: _Crc32, SHA256: hashlib.sha256}
 
 
 def crc32(data: Bytes, start: int = 0) -> int:
@@ -114,17 +108,3 @@ def combine_crc32(first: int, second: int, second_bytes: int) -> int:
     again.
     """
     return isal_zlib.crc32_combine(first, second, second_bytes)
-
-
-__all__ = [
-    "CRC32",
-    "SHA256",
-    "Bytes",
-    "Checksum",
-    "checksum",
-    "combine_crc32",
-    "crc32",
-    "crc32_text",
-    "crc32_value",
-    "is_checksum",
-]

@@ -63,8 +63,6 @@ class TableEntry:
 
     Attributes:
         path: POSIX-relative to the checkpoint directory.
-        size_bytes: of the whole file.
-        num_chunks: the number of chunks in the columns.
         columns: the result of `ChunkColumns.encode`.
         crcs: one CRC-32 per chunk, little-endian uint32.
         block_crcs: CRC-32s of the blocks of payloads larger than `BLOCK_BYTES`, chunk after chunk, likewise.

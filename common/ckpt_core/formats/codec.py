@@ -77,20 +77,33 @@ class Fields:
     """The fields of an untrusted JSON object; getters raise ValueError for bad values."""
 
     def __init__(self, fields: dict[str, Any]) -> None:
+        if type(fields) is not dict:
+            raise ValueError("not a JSON object")
         self._fields = fields
 
     @classmethod
     @contextmanager
-    def parse(cls, content: bytes, *, source: str, newest: int = FORMAT_VERSION) -> Generator[Fields]:
+    def parse(
+        cls, content: bytes, *, source: str, oldest: int = 1, newest: int = FORMAT_VERSION
+    ) -> Generator[Fields]:
         """Read one object; turn errors inside the block into ours.
 
         Raises:
-            IncompatibleCheckpointError: it was written by a newer version.
+            IncompatibleCheckpointError: it was written by a newer version, or is of a format before `oldest`.
             CorruptCheckpointError: it is malformed.
         """
         try:
-            fields = cls(_object(content))
-            fields._check_version(source, newest)
+            fields = cls(json.loads(content))
+            version = fields.format_version
+            if version < oldest:
+                raise IncompatibleCheckpointError(
+                    f"{source} is of an older format ({version}), not readable by this version of ckpt-suite"
+                )
+            if version > newest:
+                raise IncompatibleCheckpointError(
+                    f"{source} was written by a newer ckpt-suite (format {version}), "
+                    f"this one reads up to {newest}: upgrade ckpt-suite"
+                )
             yield fields
         except (ValueError, TypeError, LookupError, RecursionError, OverflowError) as error:
             raise corrupt(source, f"is malformed: {error}") from error
@@ -105,13 +118,6 @@ class Fields:
     def format_version(self) -> int:
         """The format version that the object states."""
         return self.count("format_version", least=1)
-
-    def _check_version(self, source: str, newest: int) -> None:
-        if self.format_version > newest:
-            raise IncompatibleCheckpointError(
-                f"{source} was written by a newer ckpt-suite (format {self.format_version}), "
-                f"this one reads up to {newest}: upgrade ckpt-suite"
-            )
 
     def get(self, name: str, kind: type[T]) -> T:
         """Return a field of exactly that type."""
@@ -189,9 +195,3 @@ def _is_relative_path(value: object) -> bool:
         return False
     return len(value.encode()) <= _MAX_PATH_BYTES
 
-
-def _object(content: bytes) -> dict[str, Any]:
-    value = json.loads(content)
-    if type(value) is not dict:
-        raise ValueError("not a JSON object")
-    return value

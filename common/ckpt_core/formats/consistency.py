@@ -30,8 +30,8 @@ _Entries: TypeAlias = dict[tuple[str, tuple[int, ...] | None], _Entry]
 _Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-class _ImpossibleError(ValueError):
-    pass
+class ImpossibleError(ValueError):
+    """What `.metadata` says of a tensor or file cannot be."""
 
 
 def check_metadata(metadata: _Metadata, path: str, sizes: Callable[[str], int]) -> None:
@@ -57,14 +57,14 @@ def check_metadata(metadata: _Metadata, path: str, sizes: Callable[[str], int]) 
             if _is_tensor(entry):
                 num_chunks += _check_tensor(key, entry, entries)
             elif (key, None) not in entries:
-                raise _ImpossibleError(f"{key!r:.200} is nowhere")
+                raise ImpossibleError(f"{key!r:.200} is nowhere")
             else:
                 num_chunks += 1
         if num_chunks != len(entries):
-            raise _ImpossibleError(
+            raise ImpossibleError(
                 f"{_unexplained(metadata, entries)!r:.200} has a place but is not described"
             )
-    except _ImpossibleError as error:
+    except ImpossibleError as error:
         failure = FileFailure(path=path, problem=f"says what cannot be: {error}")
         raise CorruptCheckpointError(str(failure), failures=(failure,)) from error
 
@@ -83,14 +83,14 @@ def _check_files(entries: _Entries, sizes: Callable[[str], int]) -> None:
         try:
             size = sizes(file)
         except FileNotFoundError as error:
-            raise _ImpossibleError(f"{file!r} is missing") from error
+            raise ImpossibleError(f"{file!r} is missing") from error
         if end > size:
             key = next(
                 key
                 for (key, _), info in entries.items()
                 if info.relative_path == file and info.offset + info.length == end
             )
-            raise _ImpossibleError(f"{key!r:.200} ends at byte {end} of {file!r}, which has {size}")
+            raise ImpossibleError(f"{key!r:.200} ends at byte {end} of {file!r}, which has {size}")
 
 
 def _unexplained(metadata: _Metadata, entries: _Entries) -> str:
@@ -104,30 +104,39 @@ def _unexplained(metadata: _Metadata, entries: _Entries) -> str:
 
 def _check_tensor(key: str, entry: _Tensor, entries: _Entries) -> int:
     """Check one tensor; return the number of its entries."""
-    shape = entry.size
+    for chunk in entry.chunks:
+        info = entries.get((key, chunk.offsets))
+        if info is None:
+            raise ImpossibleError(f"the chunk of {key!r:.200} at {tuple(chunk.offsets)} is nowhere")
+        # Quantised tensors have fewer bytes than their dtype says; where a chunk is found, it is compared.
+        if prod(chunk.sizes) > info.length * _BITS_PER_BYTE and not info.transform_descriptors:
+            raise ImpossibleError(
+                f"the chunk of {key!r:.200} at {tuple(chunk.offsets)} has {prod(chunk.sizes)} elements, its "
+                f"place in {info.relative_path!r} {info.length} bytes"
+            )
+    return check_chunks(key, entry.size, entry.chunks)
+
+
+def check_chunks(key: str, shape: Sequence[int], chunks: Sequence[_Chunk]) -> int:
+    """Check that chunks make up a tensor; return how many, empty ones at a place once.
+
+    Raises:
+        ImpossibleError: they overlap, leave holes, or are not inside it.
+    """
     if len(shape) > MAX_DIMS or any(not 0 <= length <= MAX_COUNT for length in shape):
-        raise _ImpossibleError(f"{key!r:.200} has the shape {tuple(shape)!s:.200}")
+        raise ImpossibleError(f"{key!r:.200} has the shape {tuple(shape)!s:.200}")
     boxes: list[_Box] = []
     empty: set[tuple[int, ...]] = set()
     volume = 0
-    for chunk in entry.chunks:
+    for chunk in chunks:
         own = _volume(key, chunk, shape)
-        info = entries.get((key, chunk.offsets))
-        if info is None:
-            raise _ImpossibleError(f"the chunk of {key!r:.200} at {tuple(chunk.offsets)} is nowhere")
-        # Quantised tensors have fewer bytes than their dtype says; where a chunk is found, it is compared.
-        if own > info.length * _BITS_PER_BYTE and not info.transform_descriptors:
-            raise _ImpossibleError(
-                f"the chunk of {key!r:.200} at {tuple(chunk.offsets)} has {own} elements, its place in "
-                f"{info.relative_path!r} {info.length} bytes"
-            )
         if own:
             volume += own
             boxes.append((chunk.offsets, chunk.sizes))
         else:
             empty.add(chunk.offsets)
     if volume != prod(shape):
-        raise _ImpossibleError(f"the chunks of {key!r:.200} have {volume} of its {prod(shape)} elements")
+        raise ImpossibleError(f"the chunks of {key!r:.200} have {volume} of its {prod(shape)} elements")
     if len(boxes) > 1:
         _check_disjoint(key, boxes)
     # Several ranks without elements of a tensor may each describe the same empty chunk.
@@ -139,11 +148,11 @@ def _volume(key: str, chunk: _Chunk, shape: Sequence[int]) -> int:
     offsets: tuple[int, ...] = chunk.offsets
     lengths: tuple[int, ...] = chunk.sizes
     if not len(offsets) == len(lengths) == len(shape):
-        raise _ImpossibleError(f"a chunk of {key!r:.200} has other dimensions than its shape {tuple(shape)}")
+        raise ImpossibleError(f"a chunk of {key!r:.200} has other dimensions than its shape {tuple(shape)}")
     volume = prod(lengths)
     for offset, length, whole in zip(offsets, lengths, shape, strict=True):
         if offset < 0 or length < 0 or (volume and offset + length > whole):
-            raise _ImpossibleError(
+            raise ImpossibleError(
                 f"the chunk of {key!r:.200} at {tuple(offsets)!s:.200} of shape {tuple(lengths)!s:.200} is "
                 f"not inside the tensor's {tuple(shape)!s:.200}"
             )
@@ -161,10 +170,10 @@ def _check_disjoint(key: str, boxes: Sequence[_Box]) -> None:
         active = [other for other in active if other[0][0] + other[1][0] > start]
         pairs += len(active)
         if pairs > _MOST_PAIRS:
-            raise _ImpossibleError(f"{key!r:.200} has too many irregular chunks to check for overlap")
+            raise ImpossibleError(f"{key!r:.200} has too many irregular chunks to check for overlap")
         for other in active:
             if _overlap(box, other):
-                raise _ImpossibleError(
+                raise ImpossibleError(
                     f"the chunks of {key!r:.200} at {tuple(other[0])} and {tuple(box[0])} overlap"
                 )
         active.append(box)

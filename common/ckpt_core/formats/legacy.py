@@ -1,8 +1,9 @@
-"""Small tensors in the layout that torch wrote before it wrote zips.
+"""Small tensors and plain values in the layout that torch had before zips.
 
 Stock `torch.load`, and so DCP, reads it: a magic number, a version, a value that readers ignore, the pickle
 of the tensor, the keys of its storages, the number of elements, and the payload. The ignored value is an
-integer of ours: CRC-32 and size of the payload, and as many zeros as align it.
+integer of ours: CRC-32 and size of the payload, and as many zeros as align it. Of a plain value, the payload
+is the pickle itself, and an empty list of keys.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ CRC_FIELD: Final = len(_START) + 1
 """Offset of the CRC-32."""
 _INFO: Final = struct.Struct("<II")
 _HEAD_BYTES: Final = CRC_FIELD + _INFO.size
+_NO_KEYS: Final = b"\x80\2]."
+_GRAIN_BYTES: Final = 64
 
 
 def head(rest: bytes, size_bytes: int, *, offset: int, alignment: int) -> bytes:
@@ -35,6 +38,29 @@ def head(rest: bytes, size_bytes: int, *, offset: int, alignment: int) -> bytes:
     return b"%b%c%b.%b" % (_START, len(number), number, rest)
 
 
+def plain_value(pickled: bytes) -> bytes:
+    """Return the entry of a plain value, by its pickle of protocol 2.
+
+    It has a multiple of 64 bytes, so that values that vary a little lie where they lay in the save before.
+    """
+    payload = pickled + _NO_KEYS
+    zeros = 1 + -(_HEAD_BYTES + 2 + len(payload)) % _GRAIN_BYTES
+    number = _INFO.pack(crc32(payload), len(payload)) + bytes(zeros)
+    return b"%b%c%b.%b" % (_START, len(number), number, payload)
+
+
+def pickle_of_value(content: bytes, payload_bytes: int) -> bytes:
+    """Return the pickle in an entry of `plain_value`.
+
+    Raises:
+        ZipError: it is another one, or damaged.
+    """
+    pickled = content[len(content) - payload_bytes : -len(_NO_KEYS)]
+    if content != plain_value(pickled):
+        raise ZipError("it is damaged, or no plain value")
+    return pickled
+
+
 def small_payload(read_at: ReadAt, size_bytes: int) -> tuple[int, int] | None:
     """Return CRC-32 and size of the payload at the end of an entry; None of another.
 
@@ -46,7 +72,7 @@ def small_payload(read_at: ReadAt, size_bytes: int) -> tuple[int, int] | None:
         return None
     crc, payload_bytes = _INFO.unpack(found[CRC_FIELD:])
     if found[CRC_FIELD - 1] <= _INFO.size or _HEAD_BYTES + payload_bytes > size_bytes:
-        raise ZipError("the head of a small tensor is damaged")
+        raise ZipError("the head of a small entry is damaged")
     return crc, payload_bytes
 
 
@@ -61,5 +87,5 @@ def verify_small(read_at: ReadAt, size_bytes: int) -> bool:
         return False
     crc, payload_bytes = found
     if crc32(read_at(size_bytes - payload_bytes, payload_bytes)) != crc:
-        raise ZipError("Bad CRC-32 of a small tensor")
+        raise ZipError("Bad CRC-32 of a small entry")
     return True

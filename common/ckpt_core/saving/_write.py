@@ -66,7 +66,7 @@ def write_rank(
         for name, content in {**table, **small}.items():
             progress(f"writing {working}/{name}")
             files.append(_write_file(storage, working, name, content, hashing=hashing))
-        hashed = hashing.checksums(progress)
+        hashed = hashing.checksums()
     files = [replace(entry, checksum=hashed.get(entry.path, entry.checksum)) for entry in files]
     for directory in _directories(prepared.assignment, files):
         progress(f"writing {directory}")

@@ -15,7 +15,7 @@ from ckpt_core.types import DataPosition, FileEntry, Parent, Provenance
 from tests.unit.commit.checkpoints import manifest_of
 
 GOLDEN = (
-    b'{"format_version":1,"save_id":"0a1b2c3d","step":1000,"created":1700000000.5,"world_size":2,'
+    b'{"format_version":2,"save_id":"0a1b2c3d","step":1000,"created":1700000000.5,"world_size":2,'
     b'"items":{"model":"sharded","rng":"per_rank"},"metrics":{"loss":0.5,"diverged":"nan"},'
     b'"annotations":{"note":"\xc3\xa9"},"producer":{"torch":"2.13.0"},'
     b'"num_chunks":2,"files":{"path":["__0_0.distcp","rank-00000.json"],"size_bytes":[4096,2],'
@@ -117,7 +117,7 @@ def test_a_marker_reads_back_and_matches_only_its_own_manifest(manifest):
     assert not marker.matches(content + b" ")
 
 
-def test_format_version_1_is_frozen():
+def test_format_version_2_is_frozen():
     manifest = Manifest.from_bytes(GOLDEN)
     assert manifest.to_bytes() == GOLDEN
     assert manifest.step == 1000
@@ -127,11 +127,11 @@ def test_format_version_1_is_frozen():
 
 
 def test_a_newer_format_asks_for_an_upgrade():
-    newer = json.dumps(json.loads(GOLDEN) | {"format_version": 2, "files": "of another shape"}).encode()
-    with pytest.raises(IncompatibleCheckpointError, match=r"newer ckpt-suite \(format 2\).*up to 1: upgrade"):
+    newer = json.dumps(json.loads(GOLDEN) | {"format_version": 3, "files": "of another shape"}).encode()
+    with pytest.raises(IncompatibleCheckpointError, match=r"newer ckpt-suite \(format 3\).*up to 2: upgrade"):
         Manifest.from_bytes(newer)
     with pytest.raises(IncompatibleCheckpointError, match="upgrade"):
-        Marker.from_bytes(b'{"format_version": 3}')
+        Marker.from_bytes(b'{"format_version": 4}')
 
 
 HOSTILE_PATHS = [

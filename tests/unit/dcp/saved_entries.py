@@ -28,6 +28,14 @@ def stored_crc(content: bytes, payload_bytes: int) -> int:
     return crc
 
 
+def payload_bytes(content: bytes) -> int:
+    """The bytes of a small tensor's elements, or of a plain value's pickle and its keys."""
+    loaded = torch.load(io.BytesIO(content), weights_only=True)
+    if isinstance(loaded, torch.Tensor):
+        return loaded.nbytes
+    return len(pickle.dumps(loaded, protocol=2)) + len(b"\x80\2].")
+
+
 def load_entry(content: bytes) -> torch.Tensor:
     loaded = torch.load(io.BytesIO(content), weights_only=True)
     assert isinstance(loaded, torch.Tensor)

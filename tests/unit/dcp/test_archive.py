@@ -13,7 +13,6 @@ from ckpt_core.dcp._torch_zip import (
     build_archive,
     build_legacy,
     legacy_payload,
-    pad_archive,
     tensor_pickle,
 )
 from ckpt_core.formats.zips import ZipError
@@ -129,34 +128,6 @@ def saved(value: object) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
-
-
-@pytest.mark.parametrize("extra", [1, 21, 22, 511, 512, 2048])
-@pytest.mark.parametrize("value", [3, {"lr": 0.1, "betas": (0.9, 0.95)}, torch.arange(5)], ids=str)
-def test_a_padded_archive_is_read_by_everyone(value, extra):
-    content = saved(value)
-    padded = pad_archive(content, len(content) + extra)
-    assert len(padded) == len(content) + extra
-    assert str(torch.load(io.BytesIO(padded), weights_only=True)) == str(value)
-    with zipfile.ZipFile(io.BytesIO(padded)) as archive:
-        assert archive.testzip() is None
-        assert archive.comment == bytes(extra)
-    assert zip_problem(io.BytesIO(padded), 0, len(padded)) is None
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"no zip", bytes(5000), saved(1)[:-1], pad_archive(saved(1), len(saved(1)) + 9)],
-    ids=["empty", "short", "zeros", "cut", "padded"],
-)
-def test_what_is_no_plain_zip_is_left_as_it_is(content):
-    assert pad_archive(content, len(content) + 100) is content
-
-
-@pytest.mark.parametrize("by", [-1, 0, 2049, 0x10000])
-def test_what_cannot_be_padded_to_the_capacity_is_left_as_it_is(by):
-    content = saved(1)
-    assert pad_archive(content, len(content) + by) is content
 
 
 def small_of(tensor: torch.Tensor, *, offset: int = 0) -> tuple[bytes, int]:

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from ckpt_core.dcp._metadata_build import describe
+from ckpt_core.dcp._metadata import describe
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -98,5 +98,5 @@ def test_boxes_that_only_touch_and_empty_ones_do_not_overlap():
 
 def test_overlaps_are_found_where_the_volume_is_right():
     boxes = [((0, 0), (1, 2)), ((0, 1), (1, 2)), ((1, 0), (1, 2))]
-    with pytest.raises(ValueError, match=r"shards of w .* overlap"):
+    with pytest.raises(ValueError, match=r"chunks of 'w' .* overlap"):
         describe([plan(shard("w", box, (2, 3))) for box in boxes])

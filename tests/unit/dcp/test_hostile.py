@@ -24,8 +24,18 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ckpt_core.dcp import ChunkLocator, check_metadata, checked_zip, entries, load_chunk, load_metadata
+from ckpt_core.dcp import (
+    ChunkLocator,
+    check_metadata,
+    checked_zip,
+    entries,
+    load_chunk,
+    load_metadata,
+    load_value,
+)
+from ckpt_core.dcp._torch_zip import value_entry
 from ckpt_core.errors import CorruptCheckpointError, UnsafeCheckpointError
+from ckpt_core.formats import legacy
 
 PLACE = "root/step/.metadata"
 NAME = "root/step/__0_0.distcp: 'w'"
@@ -365,19 +375,19 @@ def test_an_absurd_length_in_an_entry_is_refused_before_it_is_allocated(body):
 def test_what_people_save_passes_the_check(value):
     content = saved(value)
     torch.load(io.BytesIO(content), weights_only=True)
-    assert checked_zip(content, NAME)
+    checked_zip(content, NAME)
 
 
 def test_nested_lists_and_dictionaries_of_any_honest_depth_pass():
     value: Any = 1
     for _ in range(100):
         value = {"x": [value], "y": (value,)} if isinstance(value, int) else {"x": [value]}
-    assert checked_zip(saved(value), NAME)
+    checked_zip(saved(value), NAME)
 
 
 def test_a_trusted_entrys_pickle_is_left_alone_but_its_bytes_are_checked(tmp_path):
     content = saved(Planted(tmp_path / "x"))
-    assert checked_zip(content, NAME, trusted=True)
+    checked_zip(content, NAME, trusted=True)
     damaged = content.replace(b"mkdir", b"rmdir")
     with pytest.raises(CorruptCheckpointError, match="Bad CRC-32"):
         checked_zip(damaged, NAME, trusted=True)
@@ -389,7 +399,7 @@ def test_an_entry_written_without_checksums_is_said_to_be_unverified():
         content = saved(torch.ones(2))
     finally:
         torch.serialization.set_crc32_options(True)
-    assert checked_zip(content, NAME) is False
+    checked_zip(content, NAME)
 
 
 @pytest.mark.parametrize("content", [b"", b"PK", bytes(5000), b"PK\5\6" + bytes(18), pickle.dumps(1)])
@@ -420,17 +430,46 @@ def outcome(act: Callable[[], Any], *expected: type[Exception]) -> Any:
         return None
 
 
-def test_no_flipped_bit_of_a_byte_entry_changes_what_is_loaded():
-    value = {"lr": 0.1, "betas": (0.9, 0.99), "t": [1, 2], "name": "adam"}
-    intact = saved(value)
+@pytest.mark.parametrize(
+    ("value", "make"),
+    [
+        ({"lr": 0.1, "betas": (0.9, 0.99), "t": [1, 2], "name": "adam"}, saved),
+        ([0.1, "adam", (1, None)], value_entry),
+        ("x" * 300, value_entry),
+        (2**80, value_entry),
+    ],
+    ids=["zip", "list", "text", "number"],
+)
+def test_no_flipped_bit_of_a_byte_entry_changes_what_is_loaded(value, make):
+    intact = make(value)
     passed = 0
     for position in range(len(intact)):
         content = bytearray(intact)
         content[position] ^= 1 << position % 8
-        if outcome(lambda content=bytes(content): checked_zip(content, NAME), CorruptCheckpointError):
+        whole = bytes(content)
+        if outcome(lambda whole=whole: checked_zip(whole, NAME) is None, CorruptCheckpointError):
             passed += 1
             assert torch.load(io.BytesIO(content), weights_only=True) == value
-    assert 0 < passed < len(intact) // 2
+    assert (0 < passed < len(intact) // 2) if make is saved else passed == 0
+
+
+def test_what_is_planted_as_a_plain_value_is_not_executed(tmp_path):
+    content = legacy.plain_value(pickle.dumps(Planted(tmp_path / "x"), protocol=2))
+    checked_zip(content, NAME)
+    with pytest.raises(UnsafeCheckpointError, match="only pickle can rebuild"):
+        load_value(content, NAME, allow_pickle=False)
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"Nr\xff\xff\xff\x7f", b"X\xff\xff\xff\x7f", storage_pickle(2, 2)],
+    ids=["memo", "text", "tensor"],
+)
+def test_what_is_no_plain_value_is_refused_as_one(body):
+    pickled_body = body if body[:1] == b"\x80" else pickled(body, 2)
+    with pytest.raises(CorruptCheckpointError, match=r"__0_0.distcp: 'w'"):
+        checked_zip(legacy.plain_value(pickled_body), NAME)
 
 
 @pytest.mark.parametrize("seed", range(20))

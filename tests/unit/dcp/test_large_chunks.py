@@ -14,9 +14,9 @@ from isal import isal_zlib
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from ckpt_core.dcp import ShardWriter
 from ckpt_core.storage import LocalStorage
 from tests.unit.dcp.saved_entries import stored_crc
+from tests.unit.dcp.writing import written
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
@@ -30,7 +30,7 @@ def test_a_chunk_of_more_than_4_gib_and_what_follows_it_are_read_by_torch_and_zi
     row = torch.randint(256, (ROW_BYTES,), dtype=torch.uint8)
     small = torch.arange(1000.0)
     tree = {"large": row.expand(ROWS, ROW_BYTES), "small": small}
-    dcp.save(tree, storage_writer=ShardWriter(LocalStorage(tmp_path), "large"), no_dist=True)
+    written(LocalStorage(tmp_path), "large", tree)
 
     infos = FileSystemReader(tmp_path / "large").read_metadata().storage_data
     large, behind = infos[MetadataIndex("large", (0, 0))], infos[MetadataIndex("small", (0,))]

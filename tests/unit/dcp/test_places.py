@@ -20,13 +20,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ckpt_core.dcp import ChunkLocation, ChunkLocator, ShardWriter, check_metadata, load_chunk, load_metadata
+from ckpt_core.dcp import ChunkLocation, ChunkLocator, check_metadata, load_chunk, load_metadata
 from ckpt_core.dcp._torch_zip import build_archive, tensor_pickle
 from ckpt_core.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from ckpt_core.formats.chunks import ChunkTable, decode_table, encode_table
 from ckpt_core.formats.zips import read_directory
 from ckpt_core.storage import LocalStorage
 from tests.unit.dcp.tensors import SHAPES, all_dtypes, content, filled
+from tests.unit.dcp.writing import written
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -53,8 +54,7 @@ def metadata_of(root: Path, part: str = "") -> Metadata:
 
 
 def save_ours(root: Path, tree: dict[str, Any], part: str = "") -> None:
-    writer = ShardWriter(LocalStorage(root.parent), root.name, part=part)
-    dcp.save(tree, storage_writer=writer, no_dist=True)
+    writer = written(LocalStorage(root.parent), root.name, tree, part=part)
     (root / TABLE).write_bytes(encode_table(writer.tables))
 
 

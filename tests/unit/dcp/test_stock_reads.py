@@ -13,9 +13,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from ckpt_core.dcp import ShardWriter
 from ckpt_core.storage import LocalStorage
-from tests.unit.dcp.saved_entries import load_entry, stored_crc
+from tests.unit.dcp import writing
+from tests.unit.dcp.saved_entries import payload_bytes, stored_crc
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -30,8 +30,7 @@ STATES: dict[str, dict[str, Any]] = {
 
 def written(directory: Path, state: dict[str, Any]) -> Any:
     """Write with our writer; what `.metadata` says."""
-    writer = ShardWriter(LocalStorage(directory.parent), directory.name)
-    dcp.save(state, storage_writer=writer, no_dist=True)
+    writing.written(LocalStorage(directory.parent), directory.name, state)
     return pickle.loads((directory / ".metadata").read_bytes())
 
 
@@ -62,15 +61,24 @@ def test_stock_load_the_converter_and_torch_read_it_and_find_its_checksums(tmp_p
         if zipfile.is_zipfile(io.BytesIO(content)):
             assert zipfile.ZipFile(io.BytesIO(content)).testzip() is None
         else:
-            loaded = load_entry(content)
-            stored_crc(content, loaded.nbytes)
+            stored_crc(content, payload_bytes(content))
 
 
-def test_values_lie_at_multiples_of_512_bytes(tmp_path):
-    metadata = written(tmp_path / "ours", STATES["values of many sizes"])
-    places = [place for place in metadata.storage_data.values() if place.relative_path == "__0_1.distcp"]
-    assert len(places) == 40
-    assert all(place.offset % 512 == place.length % 512 == 0 for place in places)
+def test_plain_values_take_a_quarter_of_a_zip_and_others_are_zips(tmp_path):
+    plain = {"step": 3, "lr": 0.1, "name": "x" * 40, "betas": (0.9, 0.99), "none": None, "raw": b"\0\xff" * 9}
+    plain |= {"big": -(2**90), "shape": torch.Size([2, 3]), "dtype": torch.bfloat16, "list": [1, ["a"], ()]}
+    others = {"set": {1, 2}, "pair": (torch.ones(2), 1), "long": "y" * (1 << 20), "complex": 1 + 2j}
+    metadata = written(tmp_path / "ours", plain | others)
+    target: dict[str, Any] = dict.fromkeys(plain | others)
+    dcp.load(target, checkpoint_id=tmp_path / "ours", no_dist=True)
+    assert {key: target[key] for key in plain} == plain
+    assert [type(target[key]) for key in plain] == list(map(type, plain.values()))
+    data = (tmp_path / "ours" / "__0_1.distcp").read_bytes()
+    entries = {i.fqn: data[p.offset : p.offset + p.length] for i, p in metadata.storage_data.items()}
+    zips = {key for key, content in entries.items() if zipfile.is_zipfile(io.BytesIO(content))}
+    assert zips == others.keys()
+    assert max(len(entries[key]) for key in plain) < 300
+    assert {len(entries[key]) % 64 for key in plain} == {0}
 
 
 @pytest.mark.slow

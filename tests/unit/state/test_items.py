@@ -99,7 +99,7 @@ def test_keys_of_ranks_never_collide():
 
 
 def test_the_file_says_its_format_version():
-    assert json.loads(encode_items({}).content) == {"format_version": 1, "items": {}, "pickled": []}
+    assert json.loads(encode_items({}).content) == {"format_version": 2, "items": {}, "pickled": []}
 
 
 def scheduled(rates: list[float], make: Callable[[Any], Any]) -> Any:

@@ -1,0 +1,49 @@
+"""Trees written by our writer as the one rank of a save writes them, by the plan of stock DCP."""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItemType
+
+from ckpt_core.dcp import Image, ImageLayout, ShardWriter, encode_metadata, places_in
+from ckpt_core.dcp._image import specs_of
+from ckpt_core.dcp._torch_zip import value_entry
+from ckpt_core.formats.checksums import checksum
+from ckpt_core.formats.chunks import ChunkTable, encode_table
+from ckpt_core.storage import Storage
+from ckpt_core.types import FileEntry
+
+
+def written(storage: Storage, directory: str, tree: dict[str, Any], *, part: str = "") -> ShardWriter:
+    """Write data files and `.metadata`; the files and tables written are the writer's."""
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(tree, None, is_coordinator=True)
+    (plan,), metadata = planner.create_global_plan([planner.create_local_plan()])
+    shards: dict[MetadataIndex, torch.Tensor] = {}
+    values: dict[MetadataIndex, bytes] = {}
+    for item in plan.items:
+        if item.type == WriteItemType.BYTE_IO:
+            values[item.index] = value_entry(planner.lookup_object(item.index))
+        else:
+            shards[item.index] = planner.resolve_data(item)
+    laid_out = {index: specs_of(index, shard) for index, shard in shards.items()}
+    layout = ImageLayout(
+        [spec for specs, _ in laid_out.values() for spec in specs],
+        {index: record for index, (_, record) in laid_out.items() if record is not None},
+    )
+    image = Image(layout, torch.frombuffer(mmap.mmap(-1, layout.size_bytes or 1), dtype=torch.uint8))
+    image.copy(shards)
+    writer = ShardWriter(storage, directory, part=part)
+    writer.write_image(image)
+    writer.write_values(values)
+    table = ChunkTable.from_bytes(encode_table(writer.tables), source="the table")
+    content = encode_metadata(metadata, dict(places_in(table, part)))
+    path = f"{part}/.metadata" if part else ".metadata"
+    storage.write_bytes(f"{directory}/{path}", content)
+    writer.files.append(FileEntry(path=path, size_bytes=len(content), checksum=checksum(content)))
+    return writer
