@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as c
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.fsdp.fully_sharded_data_parallel import FLAT_PARAM
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.storage import _dtype_to_storage_type_map as storage_types_by_dtype
 from torch.storage import _new_dtypes as new_dtypes
@@ -241,7 +240,6 @@ __all__ = [
     "PrefixStore",
     "ShardedTensor",
     "StorageInfo",
-    "StridedShard",
     "TensorShard",
     "batches_given",
     "chunks_of",

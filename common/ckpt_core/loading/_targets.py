@@ -8,12 +8,11 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeAlias, cast, final
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from ckpt_core._torch_internals import is_wrapped, own_part
+from ckpt_core._torch_internals import ShardedTensor, is_wrapped, own_part
 from ckpt_core.coordination import Coordinator
 from ckpt_core.dcp import (
     ChunkLocation,
@@ -28,8 +27,6 @@ from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.loading._checkpoint import CheckpointPart
 from ckpt_core.loading._selection import Selection
 from ckpt_core.loading._wrapped import WrappedLoad
-from ckpt_core.loading.sharing import Boxes, Layouts, StoredTensor
-from ckpt_core.reading import Payload
 from ckpt_core.types import StateDict
 
 _SHOWN = 8
@@ -215,8 +212,6 @@ class PartLoad:
         self._part = part
         self._planner = planner
         self._metadata = metadata
-        self._contents: CheckpointPart | None = None
-        self._places: dict[MetadataIndex, ChunkLocation] = {}
         self._odd: list[_OddChunk] = []
         self._wrapped: dict[MetadataIndex, WrappedLoad] = {}
         self._kept: set[str] = set()
@@ -269,11 +264,10 @@ class PartLoad:
             CorruptCheckpointError: the checkpoint contradicts itself, or a plain value is damaged.
             UnsafeCheckpointError: a plain value needs pickle, which is not allowed.
         """
-        self._contents = contents
         items = self._planner.create_local_plan().items
-        self._places = contents.find({item.storage_index for item in items})
+        places = contents.find({item.storage_index for item in items})
         for item in items:
-            place = self._places[item.storage_index]
+            place = places[item.storage_index]
             if item.type == LoadItemType.BYTE_IO:
                 self._plan_value(item, place, contents, selection)
             else:
@@ -308,41 +302,11 @@ class PartLoad:
         name = f"{self._part}/{key}"
         self.reads.append(TensorRead(name=name, payload=place.payload, target=part))
 
-    def stored(self, layouts: Layouts) -> Iterator[StoredTensor]:
-        """Yield the tensors that ranks may read for each other."""
-        by_key: dict[str, list[MetadataIndex]] = {}
-        for index, place in self._places.items():
-            if place.dtype is not None and index.fqn not in self._kept:
-                by_key.setdefault(index.fqn, []).append(index)
-        for key, indices in by_key.items():
-            boxes = layouts.boxes_of(self.entries[key])
-            whole = all(self._places[index].payload is not None for index in indices)
-            if boxes is not None and whole:
-                yield self._stored(key, boxes)
-
-    def _stored(self, key: str, boxes: Boxes) -> StoredTensor:
-        entry = cast("TensorStorageMetadata", self._metadata.state_dict_metadata[key])
-        shape = (len(entry.chunks), len(entry.size))
-        lo = np.array([chunk.offsets for chunk in entry.chunks], dtype=np.int64).reshape(shape)
-        sizes = np.array([chunk.sizes for chunk in entry.chunks], dtype=np.int64).reshape(shape)
-
-        def payload(row: int) -> Payload:
-            index = MetadataIndex(key, entry.chunks[row].offsets)
-            if index not in self._places and self._contents is not None:
-                self._places |= self._contents.find([index])
-            found = self._places[index].payload
-            if found is None:
-                raise ValueError(f"{key}: a chunk that is not plain cannot be shared")
-            return found
-
-        return StoredTensor(
-            name=f"{self._part}/{key}",
-            boxes=boxes,
-            lo=lo,
-            hi=lo + sizes,
-            itemsize=entry.properties.dtype.itemsize,
-            payload=payload,
-        )
+    def common(self) -> Iterator[tuple[str, Any]]:
+        """Yield the live entries that other ranks may hold, by the names of their reads."""
+        for key, value in self.entries.items():
+            if key not in self._kept and not isinstance(value, ShardedTensor):
+                yield f"{self._part}/{key}", value
 
     def try_odd_chunks(self) -> None:
         """Read and verify the chunks of `read_odd_chunks`, without changing anything."""
