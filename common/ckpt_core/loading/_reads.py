@@ -66,13 +66,7 @@ class Bucket(NamedTuple):
 
 @final
 class Reads:
-    """The ranges to verify, to fetch, and to pass on.
-
-    Args:
-        rank: of this process.
-        alone: reads for this rank only.
-        buckets: what it reads for others, or they for it, in the one order of all ranks.
-    """
+    """The ranges to verify, to fetch, and to pass on."""
 
     def __init__(self, rank: int, alone: Sequence[TensorRead], buckets: Sequence[Bucket] = ()) -> None:
         self._rank = rank

@@ -224,11 +224,7 @@ def plan_fetch(
 
 
 def check_destinations(ranges: Iterable[RangeRead]) -> None:
-    """Check that every range has exactly one destination.
-
-    Raises:
-        ValueError: a range has neither `into` nor `take`, or both, or is too long for `take`.
-    """
+    """Check that every range has exactly one destination."""
     for each in ranges:
         where = f"bytes {each.start} to {each.stop} of {each.payload.key!r}"
         if (each.into is None) == (each.take is None):
