@@ -168,7 +168,7 @@ class Configured:
         verify: what is compared with checksums before a load changes anything: `read` (what will be used),
             `full` (everything), `arrival` (as `read`, but from an object store when it arrives) or `off`. By
             default `arrival` for automatic resumes, which go on with an older one, else `read`.
-        read_once: whether bytes that several ranks need are read by one of them and sent to the others.
+        read_once: whether parts of tensors that several ranks hold are read by one of them and broadcast.
         allow_pickle: whether loading may execute pickles, which can run any code.
         deadline_seconds: how long ranks wait for one another before they give up.
         job_name: what `writer.json` calls this job, instead of its script, host and process.

@@ -56,7 +56,6 @@ TORCH = {
     "torch.amp.grad_scaler:GradScaler._lazy_init_scale_growth_tracker": "dev",
     "torch.distributed.distributed_c10d:PrefixStore": None,
     "torch.distributed.distributed_c10d:_get_default_store": "",
-    "torch.distributed.tensor.placement_types:_StridedShard": "dim",
     "torch.distributed.tensor:DTensor._local_tensor": None,
     "torch.utils._python_dispatch:is_traceable_wrapper_subclass": "t",
     "torch._utils:_rebuild_wrapper_subclass": None,

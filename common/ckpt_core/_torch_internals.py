@@ -21,8 +21,6 @@ from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as c
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.fsdp.fully_sharded_data_parallel import FLAT_PARAM
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.storage import _dtype_to_storage_type_map as storage_types_by_dtype
 from torch.storage import _new_dtypes as new_dtypes
 from torch.storage import _storage_type_to_dtype_map as dtypes_by_storage_type
@@ -104,13 +102,6 @@ def inner_tensors(tensor: torch.Tensor, name: str = "") -> Iterator[tuple[str, t
     wrapped: Any = tensor
     for each in wrapped.__tensor_flatten__()[0]:
         yield from inner_tensors(getattr(tensor, each), f"{name}.{each}" if name else each)
-
-
-def memory_in_use(tensor: torch.Tensor) -> Callable[[], bool]:
-    """Return a function that tells whether a tensor's memory is in use."""
-    make: Callable[[Any], Any] = StorageWeakRef
-    reference = make(tensor.untyped_storage())
-    return lambda: not reference.expired()
 
 
 def layout_named(name: str) -> torch.layout:
@@ -241,7 +232,6 @@ __all__ = [
     "PrefixStore",
     "ShardedTensor",
     "StorageInfo",
-    "StridedShard",
     "TensorShard",
     "batches_given",
     "chunks_of",

@@ -1,4 +1,4 @@
-"""What `Layouts` says each rank holds, against what real ranks hold."""
+"""The ranks that `alike` says hold the same part of a tensor, against what real ranks hold."""
 
 from __future__ import annotations
 
@@ -9,46 +9,30 @@ import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ckpt_core.loading.sharing import Boxes, Layouts
-from tests.distributed.test_placements import ON_ONE, ON_TWO, SHAPES, sharded
+from ckpt_core.loading._reads import alike
+from tests.distributed.test_placements import ON_ONE, ON_TWO, SHAPES
 from tests.kit.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 
 
-def layouts() -> Layouts:
-    return Layouts(dist.get_rank(), dist.get_world_size())
-
-
-def rows(boxes: Boxes) -> list[tuple[int, list[int], list[int]]]:
-    return list(zip(boxes.ranks.tolist(), boxes.lo.tolist(), boxes.hi.tolist(), strict=True))
-
-
-def parts(value: torch.Tensor) -> list[torch.Tensor]:
-    if isinstance(value, ShardedTensor):
-        return [shard.tensor for shard in value.local_shards()]
-    return [value.to_local() if isinstance(value, DTensor) else value]
-
-
-def agrees(value: torch.Tensor, whole: torch.Tensor) -> None:
-    """The boxes cut out of `whole` what the ranks hold, and all ranks have computed the same boxes."""
-    boxes = layouts().boxes_of(value)
-    assert boxes is not None, value
+def agrees(value: torch.Tensor) -> tuple[int, ...]:
+    """All ranks named hold the same as this one, and say so."""
+    ranks = alike(value, dist.get_world_size())
+    held = value.to_local() if isinstance(value, DTensor) else value
     everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, (rows(boxes), [part.clone() for part in parts(value)]))
-    assert all(told == everywhere[0][0] for told, _ in everywhere)
-    for rank, (_, held) in enumerate(everywhere):
-        own = boxes.of(rank)
-        for lo, hi, part in zip(own.lo.tolist(), own.hi.tolist(), held, strict=True):
-            cut = whole[tuple(slice(start, stop) for start, stop in zip(lo, hi, strict=True))]
-            assert torch.equal(cut, part), (rank, lo, hi)
+    dist.all_gather_object(everywhere, (ranks, held.detach().clone()))
+    for rank in ranks:
+        theirs, part = everywhere[rank]
+        assert theirs == ranks
+        assert torch.equal(part, held)
+    return ranks
 
 
 def every_placement(mesh: DeviceMesh, choices: list[tuple[Placement, ...]]) -> None:
@@ -57,7 +41,7 @@ def every_placement(mesh: DeviceMesh, choices: list[tuple[Placement, ...]]) -> N
         for placements in choices:
             if any(each.is_shard() and each.dim >= whole.ndim for each in placements):
                 continue
-            agrees(distribute_tensor(whole, mesh, list(placements)), whole)
+            agrees(distribute_tensor(whole, mesh, list(placements)))
 
 
 def every_kind() -> None:
@@ -66,9 +50,8 @@ def every_kind() -> None:
     if world == 4:
         every_placement(init_device_mesh("cpu", (2, 2)), ON_TWO)
         every_placement(init_device_mesh("cpu", (4, 1)), ON_TWO)
-    agrees(*sharded(torch.float32))
-    agrees(torch.ones(3, 2), torch.ones(3, 2))
-    agrees(torch.tensor(3.0), torch.tensor(3.0))
+    everyone = tuple(range(world))
+    assert agrees(torch.ones(3, 2)) == agrees(torch.tensor(3.0)) == everyone
 
 
 def fsdp2_over_tp() -> None:
@@ -77,61 +60,43 @@ def fsdp2_over_tp() -> None:
     for width in (8, 10, 7, 3):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 5))
-        whole = {name: value.detach().clone() for name, value in net.state_dict().items()}
         parallelize_module(net, mesh["tensor"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
         fully_shard(net, mesh=mesh["data"])
-        for name, value in net.state_dict().items():
+        for value in net.state_dict().values():
             strided.append("StridedShard" in str(value.placements))
-            agrees(value.detach(), whole[name])
+            agrees(value.detach())
     assert any(strided)
 
 
 def hybrid() -> None:
     torch.manual_seed(0)
     net = nn.Linear(3, 7)
-    whole = {name: value.detach().clone() for name, value in net.state_dict().items()}
     fully_shard(net, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
-    for name, value in net.state_dict().items():
-        agrees(value.detach(), whole[name])
-
-
-def fsdp1() -> None:
-    torch.manual_seed(0)
-    net = nn.Linear(3, 7)
-    whole = {name: value.detach().clone() for name, value in net.state_dict().items()}
-    model = FullyShardedDataParallel(
-        net, sharding_strategy=ShardingStrategy.FULL_SHARD, device_id=torch.device("cpu")
-    )
-    with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-        state = model.state_dict()
-    for name, value in state.items():
-        assert isinstance(value, ShardedTensor)
-        agrees(value, whole[name])
+    for value in net.state_dict().values():
+        agrees(value.detach())
 
 
 def mesh_of_some() -> None:
     """A tensor on ranks 1 and 3 only; the others have it without a part of their own."""
     mesh = DeviceMesh("cpu", [1, 3])
     value = distribute_tensor(torch.arange(5), mesh, [Shard(0)], src_data_rank=None)
-    boxes = layouts().boxes_of(value)
-    assert boxes is not None
-    assert rows(boxes) == [(1, [0], [3]), (3, [3], [5])]
+    rank = dist.get_rank()
+    assert alike(value, 4) == ((rank,) if rank in {1, 3} else ())
+    everywhere = distribute_tensor(torch.arange(5), mesh, [Replicate()], src_data_rank=None)
+    assert alike(everywhere, 4) == ((1, 3) if rank in {1, 3} else ())
 
 
-def the_untold() -> None:
-    """A shard that is no box, a sum that was not made, and parts that are not those the layout gives."""
+def alone() -> None:
+    """A comb and a sum that was not made are of one rank each."""
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),))
     combed = DTensor.from_local(
         torch.ones(4), mesh, [_StridedShard(0, split_factor=2)],
         run_check=False, shape=(4 * mesh.size(),), stride=(1,),
     )  # fmt: skip
     summand = DTensor.from_local(torch.ones(4), mesh, [Partial()], run_check=False)
-    lopsided = DTensor.from_local(
-        torch.ones(10 + rank), mesh, [Shard(0)], run_check=False, shape=(5,), stride=(1,)
-    )
-    assert [layouts().boxes_of(value) for value in (combed, summand, lopsided)] == [None] * 3
+    assert alike(combed, mesh.size()) == alike(summand, mesh.size()) == (rank,)
     plain = DTensor.from_local(torch.ones(4), mesh, [Replicate()], run_check=False)
-    assert layouts().boxes_of(plain) is not None
+    assert agrees(plain) == tuple(range(mesh.size()))
 
 
 def agree_on(*kinds: Callable[[], None]) -> None:
@@ -139,10 +104,10 @@ def agree_on(*kinds: Callable[[], None]) -> None:
         kind()
 
 
-def test_boxes_are_what_two_ranks_hold():
-    run_ranks(agree_on, 2, every_kind, fsdp1, the_untold)
+def test_two_ranks_said_to_be_alike_hold_the_same():
+    run_ranks(agree_on, 2, every_kind, alone)
 
 
 @pytest.mark.slow
-def test_boxes_are_what_four_ranks_hold():
-    run_ranks(agree_on, 4, every_kind, fsdp1, fsdp2_over_tp, hybrid, mesh_of_some, the_untold)
+def test_four_ranks_said_to_be_alike_hold_the_same():
+    run_ranks(agree_on, 4, every_kind, fsdp2_over_tp, hybrid, mesh_of_some, alone)

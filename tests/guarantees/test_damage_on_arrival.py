@@ -267,12 +267,15 @@ def test_storage_that_fails_half_way_ends_saves_until_a_resume_succeeds(tmp_path
         checkpoints.save(5, live.state)
 
 
-def test_a_state_that_is_gone_does_not_hold_up_saves_of_another(tmp_path):
+def test_another_state_is_saved_by_another_manager(tmp_path):
     save(str(tmp_path), Run(3, stepped="ab"))
     with CheckpointManager(Flaky(tmp_path, failures=1)) as checkpoints:
         refusal = outcome(lambda: checkpoints.resume(Run(9, stepped="ab").state))[1]
         assert isinstance(refusal, OverwrittenError)
-        del refusal
+        checkpoints.start_afresh()
+        with pytest.raises(OverwrittenError, match="make a new CheckpointManager"):
+            checkpoints.save(5, Run(8, stepped="ab").state)
+    with CheckpointManager(tmp_path) as checkpoints:
         checkpoints.start_afresh()
         checkpoints.save(5, Run(8, stepped="ab").state)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -64,11 +65,7 @@ class CheckpointPart:
         return {saved[index]: place for index, place in self._places.find(saved).items()}
 
     def read_entry(self, place: ChunkLocation) -> bytes:
-        """Read and verify the stored bytes of a byte entry.
-
-        Raises:
-            CorruptCheckpointError: they differ from the saved ones, or torch did not write them.
-        """
+        """Read and verify the stored bytes of a byte entry."""
         return self._files.whole_of(place.path, lambda path: self._entry(replace(place, path=path)))
 
     def _entry(self, place: ChunkLocation) -> bytes:
@@ -166,28 +163,24 @@ def open_checkpoint(
     """
     manifest, files, parts = open_parts(storage, directory, allow_pickle=allow_pickle, committed=committed)
     metadata = {part: each.metadata for part, each in parts.items()}
-    items = _Items(files, parts.get(""), allow_pickle=allow_pickle)
+    read_items = partial(_items, files, parts.get(""), allow_pickle=allow_pickle)
     same_ranks = manifest is not None and manifest.world_size == coordinator.world_size
     selected = selection.of_metadata(metadata, files.url)
     saved = SavedState(
         sharded={
-            part: {
-                path: entry
-                for path, entry in entries(of_part.metadata).items()
-                if path[0] not in {PICKLED, KEPT}
-            }
-            for part, of_part in selected.items()
+            part: {path: entry for path, entry in entries(of_part).items() if path[0] not in {PICKLED, KEPT}}
+            for part, (of_part, _) in selected.items()
         },
-        per_rank=items.read(rank_name(coordinator.rank)),
-        shared=_shared(files, items, coordinator.rank if same_ranks else None),
+        per_rank=read_items(rank_name(coordinator.rank)),
+        shared=_shared(files, read_items, coordinator.rank if same_ranks else None),
         name=directory,
         **_facts(manifest),
     )
     return OpenCheckpoint(
         files=files,
         contents={
-            part: replace(parts[part], metadata=narrowed.metadata, _original=narrowed.original)
-            for part, narrowed in selected.items()
+            part: replace(parts[part], metadata=of_part, _original=original)
+            for part, (of_part, original) in selected.items()
         },
         saved=selection.of_state(saved),
         local=_local(files, coordinator.rank) if same_ranks else {},
@@ -199,12 +192,7 @@ def open_checkpoint(
 def open_parts(
     storage: Storage, directory: str, *, allow_pickle: bool = False, committed: bool | str = False
 ) -> tuple[Manifest | None, CommittedFiles, dict[str, CheckpointPart]]:
-    """Open manifest, files and whole parts of a checkpoint.
-
-    Raises:
-        CheckpointNotFoundError: there is neither one of ours nor one of stock DCP.
-        CorruptCheckpointError: a file is damaged.
-    """
+    """Open manifest, files and whole parts of a checkpoint."""
     ours = bool(committed) or storage.exists(f"{directory}/{MARKER}")
     digest = committed if isinstance(committed, str) else None
     manifest = Catalog(storage).manifest(directory, sha256=digest) if ours else None
@@ -244,12 +232,14 @@ def _local(files: CommittedFiles, rank: int) -> dict[BufferKey, Any]:
     return decode_buffers(files.read(name), name) if files.has(name) else {}
 
 
-def _shared(files: CommittedFiles, items: _Items, rank: int | None) -> dict[str, Any]:
+def _shared(
+    files: CommittedFiles, read_items: Callable[[str], dict[str, Any]], rank: int | None
+) -> dict[str, Any]:
     """Read the shared items: those that `rank` kept, the coordinator's, then others'."""
     ranks = sorted(found for path in files.paths if (found := shared_rank(path)) is not None)
-    shared: dict[str, Any] = items.read(shared_name(rank)) if rank in ranks and rank is not None else {}
+    shared: dict[str, Any] = read_items(shared_name(rank)) if rank in ranks and rank is not None else {}
     for name in (SHARED, *map(shared_name, ranks)):
-        shared = {**items.read(name), **shared}
+        shared = {**read_items(name), **shared}
     return shared
 
 
@@ -309,29 +299,23 @@ def is_stock(storage: Storage, directory: str) -> bool:
     return bool(_parts(storage, directory))
 
 
-class _Items:
-    """The small files, and the pickled values that they refer to."""
-
-    def __init__(self, files: CommittedFiles, contents: CheckpointPart | None, *, allow_pickle: bool) -> None:
-        self._files = files
-        self._contents = contents
-        self._allow_pickle = allow_pickle
-
-    def read(self, name: str) -> dict[str, Any]:
-        if not self._files.has(name):
-            return {}
-        items = decode_items(self._files.read(name), f"{self._files.url}/{name}")
-        scope = "shared" if name == SHARED or shared_rank(name) is not None else name
-        return {**items.values, **{item: self._unpickle(scope, item) for item in items.pickled}}
-
-    def _unpickle(self, scope: str, item: str) -> Any:
+def _items(
+    files: CommittedFiles, contents: CheckpointPart | None, name: str, *, allow_pickle: bool
+) -> dict[str, Any]:
+    """Read a small file, and the pickled values that it refers to."""
+    if not files.has(name):
+        return {}
+    items = decode_items(files.read(name), f"{files.url}/{name}")
+    scope = "shared" if name == SHARED or shared_rank(name) is not None else name
+    found = dict(items.values)
+    for item in items.pickled:
         key = f"{PICKLED}.{pickled_key(scope, item)}"
-        contents = self._contents
         if contents is None or key not in contents.metadata.state_dict_metadata:
-            raise self._files.damaged(METADATA, f"lacks {key}")
+            raise files.damaged(METADATA, f"lacks {key}")
         index = MetadataIndex(key)
         entry = load_value(contents.read_entry(contents.find([index])[index]), key, allow_pickle=False)
-        return load_value(entry, f"item {item!r}", allow_pickle=self._allow_pickle)
+        found[item] = load_value(entry, f"item {item!r}", allow_pickle=allow_pickle)
+    return found
 
 
 def _join(directory: str, name: str) -> str:

@@ -10,28 +10,31 @@ from typing import Final, TypeVar, final
 from ckpt_core.commit import Manifest, share
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CorruptCheckpointError, FileFailure, lost
-from ckpt_core.formats.checksums import Checksum, crc32_value
-from ckpt_core.formats.chunks import ChunkTable
-from ckpt_core.names import chunks_name, is_own_file
+from ckpt_core.formats.checksums import Checksum, combine_crc32, crc32, crc32_text, crc32_value
+from ckpt_core.formats.chunks import ChunkTable, FileChunks
+from ckpt_core.names import chunks_name, data_rank, is_own_file
 from ckpt_core.reading import Payload, RangeRead
-from ckpt_core.storage import BIGGEST_SMALL_FILE, ForeignFileError, Storage, read_intact, read_small
+from ckpt_core.storage import (
+    BIGGEST_SMALL_FILE,
+    ForeignFileError,
+    RangeReader,
+    Storage,
+    read_intact,
+    read_small,
+)
 from ckpt_core.types import FileEntry
 
 T = TypeVar("T")
 
 _logger = logger_of(__name__)
 _MOST_NAMED: Final = 5
+_LARGE_BYTES: Final = 64 << 10  # reading it takes longer than combining checksums without it
+_BUFFER_BYTES: Final = 4 << 20
 
 
 @final
 class CommittedFiles:
-    """The files of one checkpoint directory, read whole.
-
-    Args:
-        storage: the root.
-        directory: the checkpoint's directory in it.
-        manifest: of the checkpoint; None for a directory that stock DCP wrote.
-    """
+    """The files of one checkpoint directory, read whole."""
 
     def __init__(self, storage: Storage, directory: str, manifest: Manifest | None) -> None:
         self._storage = storage
@@ -72,10 +75,6 @@ class CommittedFiles:
         found = self._twins.get(path)
         return None if found is None else found.path
 
-    def checksum(self, path: str) -> str:
-        """Return the committed checksum of a file."""
-        return self._entries[path].checksum
-
     def has(self, path: str) -> bool:
         """Return whether the checkpoint has that file; an uncommitted one does not count."""
         if self.is_ours:
@@ -83,11 +82,7 @@ class CommittedFiles:
         return self._storage.exists(f"{self.directory}/{path}")
 
     def size(self, path: str) -> int:
-        """Return the committed size of a file; without a manifest, its actual size.
-
-        Raises:
-            CorruptCheckpointError: there is no such file.
-        """
+        """Return the committed size of a file; without a manifest, its actual size."""
         if path in self._entries:
             return self._entries[path].size_bytes
         try:
@@ -98,12 +93,7 @@ class CommittedFiles:
         raise self.damaged(path, "missing")
 
     def read(self, path: str) -> bytes:
-        """Read a file, or else its twin, and compare it with the manifest.
-
-        Raises:
-            CorruptCheckpointError: it is missing, or was changed, and so is its twin.
-            OSError: storage failed.
-        """
+        """Read a file, or else its twin, and compare it with the manifest."""
         return self.whole_of(path, lambda found: self._read(found, path))
 
     def whole_of(self, path: str, read: Callable[[str], T]) -> T:
@@ -165,12 +155,7 @@ class CommittedFiles:
         return content
 
     def table(self, rank: int) -> ChunkTable:
-        """Return the chunk table of a rank, read and parsed once.
-
-        Raises:
-            CorruptCheckpointError: it is missing, or damaged.
-            OSError: storage failed.
-        """
+        """Return the chunk table of a rank, read and parsed once."""
         if rank not in self._tables:
             name = chunks_name(rank)
             self._tables[rank] = ChunkTable.from_bytes(self.read(name), source=f"{self.url}/{name}")
@@ -191,6 +176,46 @@ class CommittedFiles:
             payload = Payload(path=path, key=path, offset=0, size_bytes=entry.size_bytes, crc32=crc)
             reads.append(RangeRead(payload=payload, start=0, stop=entry.size_bytes))
         return reads, others
+
+    def around_payloads(self, rank: int, world_size: int) -> list[FileFailure]:
+        """Check this rank's share of data files for damage around large payloads.
+
+        A load does not use headers, padding and small entries, but stock tools need them. A file's CRC-32
+        follows from theirs and from those of the payloads, which the load verifies anyway; so almost nothing
+        must be read to know that a file is whole.
+        """
+        if not (self.is_ours and self._storage.rereads_from_memory):
+            return []
+        data = [entry for entry in self.entries if data_rank(entry.path) is not None]
+        problems = {path: self._problem_around(path) for path in share(data, rank, world_size)}
+        return self.without_mended(
+            [
+                FileFailure(path=path, problem=problem, twin=self.twin(path) or "")
+                for path, problem in problems.items()
+                if problem
+            ]
+        )
+
+    def _problem_around(self, path: str) -> str:
+        chunks = self.table(data_rank(path) or 0).files.get(path)
+        if chunks is None or chunks.size_bytes != self.size(path):
+            return "is not described by the chunk table of its rank"
+        committed = crc32_value(self._entries[path].checksum)
+        if committed is None:
+            return ""
+        try:
+            with self._storage.open_ranges(f"{self.directory}/{path}") as reader:
+                found = _crc_with_payloads(reader, chunks)
+        except FileNotFoundError:
+            return "missing"
+        except (EOFError, ForeignFileError) as error:
+            return str(error)
+        if found == committed:
+            return ""
+        return (
+            "the bytes around its tensors are not those that were committed: with them the checksum is "
+            f"{crc32_text(found)}, {crc32_text(committed)} was committed"
+        )
 
     def damaged(self, path: str, problem: str) -> CorruptCheckpointError:
         """Make the error of a damaged file."""
@@ -247,6 +272,26 @@ def _is_whole_on_a_disk(storage: Storage, key: str, committed: int) -> bool:
     """Return whether one of several disks has a file in the size committed."""
     parts = storage.parts if len(storage.parts) > 1 else ()
     return any((entry := part.entry(key)) is not None and entry.size_bytes == committed for part in parts)
+
+
+def _crc_with_payloads(reader: RangeReader, chunks: FileChunks) -> int:
+    """Compute a file's CRC-32, with those of large payloads from the table."""
+    buffer = memoryview(bytearray(_BUFFER_BYTES))
+    columns, running, position = chunks.columns, 0, 0
+
+    def read_to(stop: int) -> int:
+        crc = running
+        for begin in range(position, stop, _BUFFER_BYTES):
+            piece = buffer[: min(_BUFFER_BYTES, stop - begin)]
+            reader.read_into(begin, piece)
+            crc = crc32(piece, crc)
+        return crc
+
+    for start, size, crc in zip(columns.payload_offset, columns.payload_bytes, chunks.crcs, strict=True):
+        if start is not None and size is not None and size > _LARGE_BYTES:
+            running = combine_crc32(read_to(start), crc, size)
+            position = start + size
+    return read_to(chunks.size_bytes)
 
 
 def _listed_sizes(storage: Storage, directory: str) -> Mapping[str, int]:

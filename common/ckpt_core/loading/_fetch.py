@@ -31,14 +31,7 @@ _logger = logger_of(__name__)
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Choice:
-    """A copy to fetch.
-
-    Attributes:
-        tier: position of the tier that has it.
-        name: of the checkpoint there.
-        as_name: its name in the nearest tier.
-        info: the checkpoint.
-    """
+    """A copy to fetch."""
 
     tier: int
     name: str
@@ -51,12 +44,6 @@ class Fetcher:
     """Copies checkpoints that only further tiers have whole into the nearest tier.
 
     Collective: each rank copies its share of the files, and all are verified on the way.
-
-    Args:
-        job: storage, ranks and telemetry.
-        tiers: the nearest first.
-        options: of the manager; its `verify_manifest` judges what is to be fetched.
-        ownership: of the nearest tier's root.
     """
 
     def __init__(
@@ -83,10 +70,6 @@ class Fetcher:
 
         Returns:
             What was fetched; None if there was nothing to fetch.
-
-        Raises:
-            LoadError: a tier could not be listed or read.
-            RootBusyError: another job writes to the root.
         """
         if len(self._tiers) == 1 or not self._tiers[0].shared:
             return None

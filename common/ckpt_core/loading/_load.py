@@ -40,12 +40,10 @@ from ckpt_core.errors import (
 )
 from ckpt_core.loading._checkpoint import OpenCheckpoint, open_checkpoint
 from ckpt_core.loading._committed_files import CommittedFiles
-from ckpt_core.loading._framing import verify_framing
-from ckpt_core.loading._overwritten import Overwritten
+from ckpt_core.loading._overwritten import Overwritten, shown
 from ckpt_core.loading._reads import Reads
 from ckpt_core.loading._selection import Selection
-from ckpt_core.loading._targets import Misfits, PartLoad
-from ckpt_core.loading._wrapped import refuse_unlike, with_kinds
+from ckpt_core.loading._targets import Misfits, PartLoad, refuse_unlike, with_kinds
 from ckpt_core.options import CheckpointOptions, Verify
 from ckpt_core.reading import Engine
 from ckpt_core.root import Job
@@ -115,14 +113,7 @@ def _keep_bytes() -> int:
 
 @final
 class Load:
-    """One load, on one rank, of a checkpoint directory of ours or of stock DCP.
-
-    Args:
-        request: the directory, and the options.
-        source: the live state to load into.
-        job: storage, ranks and telemetry.
-        overwritten: what failed loads have left in the live state, to be kept up to date.
-    """
+    """One load, on one rank, of a checkpoint directory of ours or of stock DCP."""
 
     def __init__(self, request: LoadRequest, source: StateSource, job: Job, overwritten: Overwritten) -> None:
         self._request = request
@@ -152,7 +143,7 @@ class Load:
                 self._verify(opened, parts, reads)
             roll_back = self._begin(opened, parts)
             with (
-                self._touching(opened, parts, roll_back) as touched,
+                self._touching(opened, parts, roll_back),
                 self._span("load.read"),
                 self._phase("reading a checkpoint", touched=True),
                 _inference_mode(wanted=_any_inference(parts)),
@@ -163,7 +154,6 @@ class Load:
                     self._engine.fetch(reads.private(fetch), fetch)
                     for load in parts.values():
                         load.read_odd_chunks()
-                touched.applied = True
                 self._apply(opened, parts)
         if opened.drops_kept:
             _logger.warning(
@@ -288,28 +278,19 @@ class Load:
             twin_of = opened.files.twin if opened.files.has_twins else None
             # A second file is of use only before anything changes. What is partly overwritten is to be put
             # right by a checkpoint that is known to be whole.
-            on_arrival = self._request.verification == "arrival" and twin_of is None
-            suspect = self._overwritten.error is not None or self._is_marked
-            on_arrival = on_arrival and not suspect
+            committed = self._request.committed
+            is_marked = committed is not None and committed.damaged is not None
+            suspect = twin_of is not None or self._overwritten.error is not None or is_marked
+            on_arrival = self._request.verification == "arrival" and not suspect
             failures = opened.files.without_mended(
                 self._engine.verify(reads.checked(), twin_of=twin_of, on_arrival=on_arrival)
             )
         if not failures and self._request.verification in _COMPARED:
-            failures = verify_framing(
-                self._storage,
-                opened.files,
-                rank=self._coordinator.rank,
-                world_size=self._coordinator.world_size,
-            )
+            failures = opened.files.around_payloads(self._coordinator.rank, self._coordinator.world_size)
         if failures:
             raise _damaged(self._place, failures)
         for load in parts.values():
             load.try_odd_chunks()
-
-    @property
-    def _is_marked(self) -> bool:
-        committed = self._request.committed
-        return committed is not None and committed.damaged is not None
 
     def _compares(self, files: CommittedFiles) -> bool:
         """Return whether this rank compares what it reads, to choose between files."""
@@ -372,11 +353,10 @@ class Load:
     @contextmanager
     def _touching(
         self, opened: OpenCheckpoint, parts: Mapping[str, PartLoad], roll_back: RollBack
-    ) -> Generator[_Touched]:
+    ) -> Generator[None]:
         """Record what a failure leaves overwritten; put small values back."""
-        touched = _Touched()
         try:
-            yield touched
+            yield
         except BaseException as error:
             found = OverwrittenError(
                 f"{self._half_way} ({error})",
@@ -386,21 +366,13 @@ class Load:
                 failures=error.failures if isinstance(error, CorruptCheckpointError) else (),
             )
             left = roll_back() or ()
-            self._overwritten.add(parts, found, values=left, applied=touched.applied)
+            self._overwritten.add(parts, found, left)
             if isinstance(error, IncompatibleCheckpointError | CoordinationError):
                 raise error.retold(f"{error}. {self._half_way}") from error
             if isinstance(error, CheckpointError):
                 raise found from error
             raise
         self._overwritten.replaced(parts, opened.saved)
-
-
-@final
-@dataclass(slots=True)
-class _Touched:
-    """How far a load has come after the first change; `applied`: beyond the tensors."""
-
-    applied: bool = False
 
 
 def _damaged(place: str, failures: Sequence[FileFailure]) -> CorruptCheckpointError:
@@ -412,12 +384,11 @@ def _damaged(place: str, failures: Sequence[FileFailure]) -> CorruptCheckpointEr
     )
 
 
-def _leaves(place: str, lacking: Sequence[str], overwritten: Overwritten) -> IncompatibleCheckpointError:
+def _leaves(place: str, lacking: list[str], overwritten: Overwritten) -> IncompatibleCheckpointError:
     by = "a failed load" if overwritten.error is None else overwritten.error.name
-    listed = f"{', '.join(lacking[:5])}{', …' if len(lacking) > 5 else ''}"
     return IncompatibleCheckpointError(
-        f"{place} lacks {len(lacking)} value(s) that {by} has overwritten: {listed}. It was not loaded, for "
-        "the live state would be a mixture of both",
+        f"{place} lacks {len(lacking)} value(s) that {by} has overwritten: {shown(lacking)}. It "
+        "was not loaded, for the live state would be a mixture of both",
         missing=tuple(lacking),
     )
 
@@ -431,11 +402,7 @@ def _if_nothing_fits(opened: OpenCheckpoint, parts: Mapping[str, PartLoad]) -> l
 
 
 def _check_memory(target: StateDict) -> None:
-    """Refuse to load into tensors without memory: a load in place allocates none.
-
-    Raises:
-        ConfigError: some are on the meta device; nothing was touched.
-    """
+    """Refuse to load into tensors without memory: a load in place allocates none."""
     unmade = [".".join(map(str, path)) for path, value in leaves(target) if _is_meta(value)]
     if unmade:
         raise ConfigError(

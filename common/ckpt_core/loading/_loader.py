@@ -1,15 +1,15 @@
-"""The choice of a checkpoint, the newest that verifies, equal on all ranks."""
+"""The choice of a checkpoint, the newest that verifies, and of its nearest copy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count
-from typing import Final, final
+from itertools import count, groupby
+from typing import Any, Final, final
 
-from ckpt_core.commit import Catalog, Survey, describe, file_as_root, look_around
+from ckpt_core.commit import Catalog, Survey, describe, file_as_root, look_around, require_trusted
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
     ArchivedError,
@@ -18,6 +18,7 @@ from ckpt_core.errors import (
     ConfigError,
     CoordinationError,
     CorruptCheckpointError,
+    FileFailure,
     IncompatibleCheckpointError,
     LoadError,
     OverwrittenError,
@@ -26,31 +27,78 @@ from ckpt_core.errors import (
     failure_text,
 )
 from ckpt_core.loading._checkpoint import is_stock
-from ckpt_core.loading._load import LoadRequest
-from ckpt_core.loading._overwritten import Overwritten
-from ckpt_core.loading._tiered import Loaded, PassedOver, TieredLoader, archived
+from ckpt_core.loading._load import Load, LoadRequest
+from ckpt_core.loading._overwritten import Overwritten, release
 from ckpt_core.names import MARKER, is_incomplete, is_trash, parse_step_name
 from ckpt_core.options import VerifyManifest
 from ckpt_core.root import Job
 from ckpt_core.state import StateSource
 from ckpt_core.storage import Storage
-from ckpt_core.tiers import Held, Tier, TierCopy, United, unite
+from ckpt_core.tiers import Held, Reading, Tier, TierCopy, United, unite
 from ckpt_core.types import CheckpointInfo, SavedState
 
 _logger = logger_of(__name__)
 
 _MOST_PRUNED: Final = 8
 """How often the chosen checkpoint may be pruned before it is read."""
+_MOST_LISTED: Final = 5
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loaded:
+    """A checkpoint that was loaded.
+
+    Attributes:
+        info: the checkpoint, by its name in the nearest tier that has it.
+        saved: its content.
+        copy: the nearest copy that it was read from.
+        storage: what its files were read from: several tiers if that copy lacks some.
+        damaged: position of a tier -> problem of the copy there.
+        nearest_name: of the copy in the nearest tier, be it damaged; "" without one.
+        sources: further tiers with equal copies, the nearest first.
+        suspects: files of the nearest tier that were found damaged; None if any may be.
+        surveys: of all tiers, if the checkpoint was chosen from them.
+    """
+
+    info: CheckpointInfo
+    saved: SavedState
+    copy: TierCopy
+    storage: Storage
+    damaged: Mapping[int, str] = field(default_factory=dict[int, str])
+    nearest_name: str = ""
+    sources: Sequence[Storage] = ()
+    suspects: Collection[str] | None = ()
+    surveys: Sequence[Survey] = ()
+
+    @property
+    def wrongly_marked(self) -> bool:
+        """Whether the nearest tier's copy is marked as damaged, and was found whole."""
+        return not self.copy.tier and not self.damaged and self.copy.info.damaged is not None
+
+
+@final
+@dataclass(slots=True)
+class _PassedOver:
+    """The checkpoints and copies that a load has passed over.
+
+    Attributes:
+        damaged: for each tier, name -> problem.
+        suspects: the files of the nearest tier that were found damaged.
+        untrusted: place -> why it is not trusted.
+    """
+
+    damaged: Sequence[dict[str, str]]
+    suspects: set[str] = field(default_factory=set[str])
+    untrusted: dict[str, str] = field(default_factory=dict[str, str])
 
 
 @final
 class Loader:
     """The loads of one manager. Methods are collective unless they say otherwise.
 
-    Args:
-        job: storage, ranks and telemetry.
-        tiers: where the checkpoints are, the nearest first; by default the job's storage alone.
-        verify_manifest: judges every checkpoint before it is read; None to trust all.
+    Attributes:
+        overwritten: what failed loads have left in the live state.
     """
 
     def __init__(
@@ -60,7 +108,8 @@ class Loader:
         self._job = job
         self._coordinator = job.coordinator
         self._telemetry = job.telemetry
-        self._copies = TieredLoader(job, self._tiers, verify_manifest)
+        self._verify_manifest = verify_manifest
+        self.overwritten = Overwritten()
 
     @property
     def _url(self) -> str:
@@ -104,7 +153,7 @@ class Loader:
         with _telling(self.overwritten):
             for often in count():
                 surveys = self._complete(self._surveys())
-                union, passed_over = unite(surveys), PassedOver([_unreadable(survey) for survey in surveys])
+                union, passed_over = unite(surveys), _PassedOver([_unreadable(survey) for survey in surveys])
                 loaded: Loaded | None = None
                 try:
                     for held in self._candidates(surveys, union, passed_over):
@@ -112,7 +161,7 @@ class Loader:
                             suppress(CorruptCheckpointError, UntrustedCheckpointError),
                             _misfits_of(held, self._job, self.overwritten),
                         ):
-                            loaded = self._copies.load(held, request, source, passed_over)
+                            loaded = self._load(held, request, source, passed_over)
                             break
                 except CheckpointNotFoundError as error:
                     if often == _MOST_PRUNED:
@@ -129,11 +178,6 @@ class Loader:
                 self._note_parts(surveys, loaded)
                 return None if loaded is None else replace(loaded, surveys=surveys)
         raise AssertionError  # not reached: there is no end of counting
-
-    @property
-    def overwritten(self) -> Overwritten:
-        """What failed loads have left in the live state."""
-        return self._copies.overwritten
 
     def one(
         self, request: LoadRequest, source: StateSource, *, step: int | None, name: str | None
@@ -153,22 +197,16 @@ class Loader:
         with _telling(self.overwritten):
             found = self._find(step, name)
             if isinstance(found, Held):
-                loaded = self._copies.load(found, request, source)
+                loaded = self._load(found, request, source)
                 return loaded.saved, loaded.info
             tier, directory = found
             storage = self._tiers[tier].storage
             one = replace(request, directory=directory)
-            return self._copies.load_directory(one, source, storage), None
+            return self._load_directory(one, source, storage), None
 
     def _find(self, step: int | None, name: str | None) -> Held | tuple[int, str]:
         """Find a checkpoint and its copies, or the tier and directory of stock DCP's."""
-        what = "looking for a checkpoint"
-        if len(self._tiers) == 1:
-            found = self._coordinator.run_on_coordinator(
-                lambda: self._existing(self._tiers[0].storage, step, name), what=what
-            )
-            return (0, found) if isinstance(found, str) else Held(found, [TierCopy(0, found)])
-        surveys = self._surveys()
+        surveys = self._surveys() if len(self._tiers) > 1 else []
         reached = [Survey(committed=[], unreadable={}) if isinstance(s, LoadError) else s for s in surveys]
         failures = [each for each in surveys if isinstance(each, LoadError)]
         if held := unite(reached).find(step=step, name=name):
@@ -187,7 +225,7 @@ class Loader:
                     errors.append(error)
             raise CheckpointNotFoundError("; ".join(map(str, errors)))
 
-        position, other = self._coordinator.run_on_coordinator(look, what=what)
+        position, other = self._coordinator.run_on_coordinator(look, what="looking for a checkpoint")
         return (position, other) if isinstance(other, str) else Held(other, [TierCopy(position, other)])
 
     def log_surroundings(self, loaded: Loaded | None) -> None:
@@ -195,34 +233,26 @@ class Loader:
         if not self._coordinator.is_coordinator:
             return
         try:
-            if loaded is None:
-                self._log_afresh()
-            else:
+            if loaded is not None:
                 for tier, survey in zip(self._tiers, loaded.surveys, strict=True):
                     _log_newer(tier.storage, loaded.info.step, survey)
+            elif advice := self._advice():
+                _logger.warning(
+                    "training starts afresh, because nothing is committed in %s; but %s",
+                    self._url,
+                    "; ".join(advice),
+                )
+            else:
+                _logger.info("training starts afresh: %s holds no checkpoint yet", self._url)
         except (CheckpointError, OSError) as error:
             _logger.warning("%s could not be listed: %s", self._url, error)
-
-    def _log_afresh(self) -> None:
-        if advice := self._advice():
-            _logger.warning(
-                "training starts afresh, because nothing is committed in %s; but %s",
-                self._url,
-                "; ".join(advice),
-            )
-        else:
-            _logger.info("training starts afresh: %s holds no checkpoint yet", self._url)
 
     def _advice(self) -> list[str]:
         storages = [tier.storage for tier in self._tiers]
         return [line for storage in storages for line in look_around(storage).advice(storage.url)]
 
     def required(self, loaded: Loaded | None) -> Loaded:
-        """Return what was loaded. Not collective.
-
-        Raises:
-            CheckpointNotFoundError: the tiers have no checkpoint; the message says what they have.
-        """
+        """Return what was loaded. Not collective."""
         if loaded is not None:
             return loaded
         raise CheckpointNotFoundError(
@@ -286,7 +316,7 @@ class Loader:
             raise file_as_root(storage.url) from None
 
     def _candidates(
-        self, surveys: Sequence[Survey], union: United, passed_over: PassedOver
+        self, surveys: Sequence[Survey], union: United, passed_over: _PassedOver
     ) -> Iterator[Held]:
         """Yield the present lineage's checkpoints, newest first, but those marked as bad.
 
@@ -296,7 +326,7 @@ class Loader:
         """
         for tier, damaged in enumerate(passed_over.damaged):
             for name, problem in damaged.items():
-                self._copies.report(tier, name, problem, step=parse_step_name(name))
+                self._report(tier, name, problem, step=parse_step_name(name))
         for held in reversed(union.committed):
             info = held.info
             if info.bad is None:
@@ -310,7 +340,7 @@ class Loader:
                 _logger.warning("%s is marked as bad (%s) and is passed over", place, info.bad)
         self._refuse_newer(surveys, than=-1)
 
-    def _note(self, passed_over: PassedOver, note_nearest: Callable[[Mapping[str, str]], None]) -> None:
+    def _note(self, passed_over: _PassedOver, note_nearest: Callable[[Mapping[str, str]], None]) -> None:
         """Record damage in each tier, for its later readers."""
         if passed_over.damaged[0]:
             note_nearest(passed_over.damaged[0])
@@ -342,7 +372,153 @@ class Loader:
                 if isinstance(error, IncompatibleCheckpointError):
                     raise IncompatibleCheckpointError(f"{place}: {error}. Nothing was loaded") from error
                 if isinstance(error, ArchivedError):
-                    raise archived(place, error) from error
+                    raise _archived(place, error) from error
+
+    def _load(
+        self, held: Held, request: LoadRequest, source: StateSource, passed_over: _PassedOver | None = None
+    ) -> Loaded:
+        """Load a checkpoint from the nearest copy, what is damaged there from the next."""
+        found = passed_over or _PassedOver([{} for _ in self._tiers])
+        errors: list[CheckpointError] = []
+        for copies in _equal(held.copies):
+            storages = [self._tiers[c.tier].reading(c.info, self._coordinator) for c in copies]
+            reading = Reading(copies[0].info.name, storages, part=copies[0].part)
+            there = True
+            while there:
+                copy = copies[reading.nearest]
+                one = replace(request, directory=copy.info.name, committed=copy.info)
+                try:
+                    with self._telemetry.span("load", **self._details(copy)):
+                        saved = self._load_directory(one, source, reading.storage)
+                except (CorruptCheckpointError, UntrustedCheckpointError, CheckpointNotFoundError) as error:
+                    release(error)
+                    errors.append(error)
+                    # Without a record the only copy's error is all there is to say.
+                    noted = found if passed_over is not None or len(held.copies) > 1 else None
+                    there = self._pass_over(copies, reading, error, noted)
+                else:
+                    damaged, near = _damage_of(held, found), held.copies[0].tier == 0
+                    further = [s for c, s in zip(copies, storages, strict=True) if c.tier]
+                    return Loaded(
+                        info=held.info,
+                        saved=saved,
+                        copy=copy,
+                        storage=reading.storage,
+                        damaged=damaged,
+                        nearest_name=held.info.name if near else "",
+                        sources=further,
+                        # What else is damaged in a copy that was passed over as a whole is not known.
+                        suspects=None if near and copy.tier else set(found.suspects),
+                    )
+        raise _worst(errors)
+
+    def _load_directory(
+        self, request: LoadRequest, source: StateSource, storage: Storage | None = None
+    ) -> SavedState:
+        """Load one checkpoint directory; tell damage from a prune meanwhile."""
+        job = self._job if storage is None else replace(self._job, storage=storage)
+        place = f"{job.storage.url}/{request.directory}"
+        try:
+            request = replace(request, manifest_sha256=self._accepted(job.storage, request.directory))
+            return self._run(request, source, job)
+        except (CorruptCheckpointError, CheckpointNotFoundError) as error:
+            if request.committed is None or self._is_there(job.storage, request.committed):
+                raise
+            raise CheckpointNotFoundError(
+                f"{place} was pruned or replaced while it was being read; "
+                "nothing was loaded. Load another one, or pin a checkpoint to keep it"
+            ) from error
+        except ArchivedError as error:
+            raise _archived(place, error) from error
+
+    def _run(self, request: LoadRequest, source: StateSource, job: Job) -> SavedState:
+        """Load; what is damaged on arrival once more, verified first."""
+        try:
+            return Load(request, source, job, self.overwritten).run()
+        except OverwrittenError as error:
+            release(error)
+            if not error.damaged:
+                raise
+            text = str(error)
+        if self._coordinator.is_coordinator:
+            _logger.error("%s; loading it once more, verified first", text)
+        verification = "full" if request.verification == "full" else "read"
+        try:
+            return Load(replace(request, verification=verification), source, job, self.overwritten).run()
+        except OverwrittenError as error:
+            release(error)
+            if error.damaged:
+                raise CorruptCheckpointError(str(error), failures=tuple(error.failures)) from error
+            raise
+
+    def _accepted(self, storage: Storage, name: str) -> str | None:
+        """Return the SHA-256 of the trusted manifest; None without a judge."""
+        if self._verify_manifest is None:
+            return None
+        return self._coordinator.run_on_coordinator(
+            lambda: require_trusted(storage, name, self._verify_manifest),
+            what="asking whether a checkpoint is trusted",
+        )
+
+    def _is_there(self, storage: Storage, info: CheckpointInfo) -> bool:
+        """Return whether that checkpoint still has its name."""
+
+        def find() -> bool:
+            try:
+                return Catalog(storage).marker(info.name).created == info.created
+            except CheckpointNotFoundError:
+                return False
+            except CheckpointError:
+                return True  # damaged, as the load found it
+
+        return self._coordinator.run_on_coordinator(find, what="looking for a checkpoint")
+
+    def _pass_over(
+        self, copies: Sequence[TierCopy], reading: Reading, error: CheckpointError, noted: _PassedOver | None
+    ) -> bool:
+        """Record and report a failure; return whether another copy can be read."""
+        nearest = copies[reading.nearest]
+        failures = error.failures if isinstance(error, CorruptCheckpointError) else ()
+        found: dict[int, list[FileFailure]] = {}
+        for failure in failures:
+            found.setdefault(min(reading.copy_of(failure.path), len(copies) - 1), []).append(failure)
+        there = reading.pass_over({failure.path for failure in failures})
+        if noted is None:
+            return there
+        if isinstance(error, UntrustedCheckpointError):
+            # Other jobs may trust it, so it is not marked.
+            noted.untrusted[self._place(nearest)] = error.why
+            self._report(
+                nearest.tier, nearest.info.name, error.why, step=nearest.info.step, what="not trusted"
+            )
+        elif isinstance(error, CorruptCheckpointError):
+            for copy, of_copy in [(copies[each], listed) for each, listed in found.items()] or [
+                (nearest, [])
+            ]:
+                problem = _shortened(of_copy) or str(error)
+                if not copy.tier:
+                    noted.suspects.update(failure.path for failure in of_copy)
+                before = noted.damaged[copy.tier].get(copy.info.name)
+                noted.damaged[copy.tier][copy.info.name] = f"{before}; {problem}" if before else problem
+                self._report(copy.tier, copy.info.name, problem, step=copy.info.step)
+        return there
+
+    def _report(self, tier: int, name: str, problem: str, *, step: int | None, what: str = "damaged") -> None:
+        """Log on the coordinator, and in telemetry, that a copy is passed over."""
+        which = {} if len(self._tiers) == 1 else {"tier": self._tiers[tier].label}
+        self._telemetry.point("load.rejected", name=name, step=step, failures=problem, **which)
+        if self._coordinator.is_coordinator:
+            url = self._tiers[tier].storage.url
+            _logger.error("%s/%s is committed but %s (%s) and is passed over", url, name, what, problem)
+
+    def _details(self, copy: TierCopy) -> dict[str, Any]:
+        info = copy.info
+        own = {"step": info.step, "name": info.name, "size_bytes": info.size_bytes}
+        return {**own, "tier": self._tiers[copy.tier].label, "rank": self._coordinator.rank}
+
+    def _place(self, copy: TierCopy) -> str:
+        name = copy.info.name
+        return name if len(self._tiers) == 1 else f"{self._tiers[copy.tier].storage.url}/{name}"
 
 
 @contextmanager
@@ -432,7 +608,7 @@ def _parts(surveys: Sequence[Survey]) -> Iterator[tuple[str, PartialCheckpointEr
                 yield name, error
 
 
-def _nothing_usable(url: str, union: United, passed_over: PassedOver) -> str:
+def _nothing_usable(url: str, union: United, passed_over: _PassedOver) -> str:
     damaged = dict.fromkeys(name for of_tier in passed_over.damaged for name in of_tier)
     untrusted = passed_over.untrusted
     bad = [held.info.name for held in union.committed if held.info.bad is not None]
@@ -448,3 +624,35 @@ def _nothing_usable(url: str, union: United, passed_over: PassedOver) -> str:
         text += ", or remove a mark with `ckpt mark ROOT@STEP good`"
     abandoned = ", ".join(info.name for info in union.infos if info.abandoned)
     return text + (f". An earlier run left {abandoned}, each to be loaded by its name" if abandoned else "")
+
+
+def _equal(copies: Sequence[TierCopy]) -> Iterator[Sequence[TierCopy]]:
+    """Divide copies into runs of equal ones: of the same name and manifest."""
+    for _, equal in groupby(copies, key=lambda copy: (copy.info.name, copy.info.manifest_sha256)):
+        yield list(equal)
+
+
+def _damage_of(held: Held, passed_over: _PassedOver) -> dict[int, str]:
+    return {
+        copy.tier: problem
+        for copy in held.copies
+        if (problem := passed_over.damaged[copy.tier].get(copy.info.name)) is not None
+    }
+
+
+def _worst(errors: Sequence[CheckpointError]) -> CheckpointError:
+    """Return the nearest copy's error; one of damage before one of a prune."""
+    return next((e for e in errors if not isinstance(e, CheckpointNotFoundError)), errors[0])
+
+
+def _archived(place: str, error: ArchivedError) -> ArchivedError:
+    """Tell what an archived checkpoint means for a load."""
+    return error.retold(
+        f"{place}: {error}. Nothing was loaded, and nothing older was tried, because this one is whole; to "
+        "continue from an older one nevertheless, load it by step= or name="
+    )
+
+
+def _shortened(failures: Sequence[FileFailure]) -> str:
+    """Return the first few failures in one line."""
+    return "; ".join(str(failure) for failure in failures[:_MOST_LISTED])

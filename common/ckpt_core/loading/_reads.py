@@ -1,111 +1,296 @@
-"""The reads of one rank: for itself, and for others where ranks share reads."""
+"""The reads of one rank, some of them for all that hold the same parts of tensors.
+
+Ranks whose parts are equal divide what they have to read by bytes, and each broadcasts its share in buckets.
+Every rank computes shares and order by itself; one number from each shows whether all have the same.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final, final
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import cycle
+from typing import Any, Final, NamedTuple, final
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
 
 from ckpt_core.coordination import Coordinator
 from ckpt_core.dcp import TensorRead
 from ckpt_core.devices import DeviceFetch
 from ckpt_core.disclosure import logger_of
+from ckpt_core.errors import CoordinationError, failure_text
 from ckpt_core.loading._targets import PartLoad
-from ckpt_core.loading.sharing import Cell, Layouts, Schedule, make_schedule, relay_shared
-from ckpt_core.reading import Engine, RangeRead
+from ckpt_core.reading import REQUEST_BYTES, Engine, RangeRead
 
 _logger = logger_of(__name__)
+
+BUCKET_BYTES: Final = 16 << 20
+_ALIGNMENT: Final = 64
+"""Every cell starts at a multiple of this in its bucket, so that it can be viewed as any dtype."""
+_ERROR_BYTES: Final = 256
 _OBJECTION: Final = 1
+
+
+class Cell(NamedTuple):
+    """Bytes `start` to `stop` of a read's payload."""
+
+    read: TensorRead
+    start: int
+    stop: int
+
+
+class Bucket(NamedTuple):
+    """Cells that one of the members reads, broadcast to them in one message.
+
+    `number` counts the buckets of an owner and the same members.
+    """
+
+    number: int
+    members: tuple[int, ...]
+    owner: int
+    cells: Sequence[Cell]
+
+    @property
+    def size_bytes(self) -> int:
+        """Its size, with the gaps between cells and room for the owner's error."""
+        return sum(map(_aligned, self.cells)) + _ERROR_BYTES
+
+    def cut(self, memory: memoryview) -> Iterator[tuple[Cell, memoryview]]:
+        """Yield each cell with its place in the memory of the bucket."""
+        start = 0
+        for cell in self.cells:
+            yield cell, memory[start : start + cell.stop - cell.start]
+            start += _aligned(cell)
 
 
 @final
 class Reads:
-    """The ranges to verify, to fetch, and to pass on.
+    """The ranges to verify, to fetch, and to pass on."""
 
-    Args:
-        alone: reads outside of the schedule.
-        shared: reads of scheduled tensors, by the identity of their payload.
-        schedule: the readers and receivers of shared tensors; None if every rank reads for itself.
-    """
-
-    def __init__(
-        self,
-        alone: Sequence[TensorRead],
-        shared: Mapping[int, Sequence[TensorRead]],
-        schedule: Schedule | None,
-    ) -> None:
+    def __init__(self, rank: int, alone: Sequence[TensorRead], buckets: Sequence[Bucket] = ()) -> None:
+        self._rank = rank
         self._alone = alone
-        self._shared = shared
-        self._schedule = schedule
+        self._buckets = buckets
 
     @classmethod
     def of(cls, parts: Mapping[str, PartLoad], coordinator: Coordinator, *, read_once: bool) -> Reads:
         """Plan the reads of this rank. Collective.
 
-        Ranks read for each other only if all of them have computed the same schedule, which one number from
-        each shows; else every rank makes all its reads itself.
+        Ranks read for each other only if all agree on what each reads; else every rank reads for itself.
         """
-        reads = [read for load in parts.values() for read in load.reads]
+        rank, reads = coordinator.rank, [read for load in parts.values() for read in load.reads]
         if not read_once or coordinator.world_size == 1:
-            return cls(reads, {}, None)
-        schedule, names, vote = _schedule(parts, coordinator)
-        if not (coordinator.can_broadcast_tensors or isinstance(vote, Exception)):
-            vote = _OBJECTION  # all ranks must know: a connection may be lost on this rank alone
-        votes: list[int] = coordinator.gather(vote, what="scheduling reads")
-        if sum(votes) % 2**64:
+            return cls(rank, reads)
+        try:
+            common, vote = _common(parts, coordinator)
+        except Exception as error:  # noqa: BLE001 - raised on every rank, so that none waits for this one
+            common, vote = {}, error
+        if not coordinator.gather_scatter(vote, _agree, what="scheduling reads"):
             if coordinator.is_coordinator:
                 _logger.info("the ranks do not hold the same tensors: each reads for itself")
-            return cls(reads, {}, None)
-        shared: defaultdict[int, list[TensorRead]] = defaultdict(list)
-        for read in reads:
-            if read.name in names:
-                shared[id(read.payload)].append(read)
-        return cls([read for read in reads if read.name not in names], shared, schedule)
+            return cls(rank, reads)
+        alone = common.pop((rank,), [])
+        buckets = [each for members, same in common.items() for each in dealt(members, same)]
+        return cls(rank, alone, sorted(buckets, key=lambda bucket: bucket[:3]))
 
-    def _reads_of(self, cell: Cell) -> list[TensorRead]:
-        return [read for read in self._shared.get(id(cell.payload), ()) if read.name == cell.name]
+    @property
+    def _own(self) -> list[Bucket]:
+        return [bucket for bucket in self._buckets if bucket.owner == self._rank]
 
     def checked(self) -> Iterator[RangeRead]:
         """Yield the ranges to verify: all that this rank will read."""
         for read in self._alone:
             yield from read.ranges()
-        for cell in self._schedule.own_cells() if self._schedule is not None else ():
-            yield RangeRead(payload=cell.payload, start=cell.start, stop=cell.stop)
+        for bucket in self._own:
+            for read, start, stop in bucket.cells:
+                yield RangeRead(payload=read.payload, start=start, stop=stop)
 
     def private(self, fetch: DeviceFetch | None = None) -> Iterator[RangeRead]:
         """Yield the ranges that this rank reads for itself alone."""
         for read in self._alone:
             yield from read.ranges(fetch=fetch)
-        for cell in self._schedule.private if self._schedule is not None else ():
-            for read in self._reads_of(cell):
-                yield from read.ranges(cell.start, cell.stop, fetch)
 
     def relay(self, coordinator: Coordinator, engine: Engine, fetch: DeviceFetch | None = None) -> None:
-        """Read and send this rank's buckets, and receive those of others. Collective."""
-        if self._schedule is None:
-            return
+        """Read and send this rank's buckets, and receive those of others. Collective.
 
-        def read_cells(places: Sequence[tuple[Cell, memoryview]]) -> None:
-            engine.fetch(
-                RangeRead(payload=cell.payload, start=cell.start, stop=cell.stop, into=memory)
-                for cell, memory in places
+        Needs three buffers of the size of the largest buckets. A rank that cannot read goes on to send
+        buckets, which say so, and all others go on, too, so that no rank waits for one that never comes.
+
+        Raises:
+            CoordinationError: another rank could not read, or was lost.
+            Exception: raised on this rank by its reads, or by the copies into its tensors.
+        """
+        if not self._buckets:
+            return
+        sender, failures = _Sender(self._own, engine), dict[int, str]()
+        error: Exception | None = None
+        inbox = _buffer(self._buckets)
+        with ThreadPoolExecutor(1, thread_name_prefix="ckpt-read-ahead") as thread:
+            sender.begin(thread)
+            for bucket in self._buckets:
+                buffer = sender.next(thread) if bucket.owner == self._rank else inbox[: bucket.size_bytes]
+                coordinator.broadcast_tensor(buffer, _route(bucket))
+                memory = _memory(buffer)
+                if text := bytes(memory[-_ERROR_BYTES:]).rstrip(b"\0").decode(errors="ignore"):
+                    failures.setdefault(bucket.owner, text)
+                elif not failures and error is None:
+                    error = _fill(bucket, memory, fetch)
+        if found := sender.error or error:
+            raise found
+        if failures:
+            what = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
+            raise CoordinationError(
+                f"rank {self._rank}: other ranks could not read its data: {what}", failures=failures
             )
 
-        def deliver(cell: Cell, content: memoryview) -> None:
-            for read in self._reads_of(cell):
-                read.fill(cell.start, content, fetch)
 
-        relay_shared(self._schedule, coordinator, read=read_cells, deliver=deliver)
+@final
+class _Sender:
+    """This rank's buckets, read one ahead of the broadcast."""
+
+    def __init__(self, buckets: Sequence[Bucket], engine: Engine) -> None:
+        self._left = iter(buckets)
+        self._buffers = cycle([_buffer(buckets), _buffer(buckets[1:])])
+        self._engine = engine
+        self._reading: Future[torch.Tensor]
+        self.error: Exception | None = None
+
+    def begin(self, thread: ThreadPoolExecutor) -> None:
+        """Begin to read the next bucket, if there is one."""
+        bucket = next(self._left, None)
+        if bucket is not None:
+            self._reading = thread.submit(self._read, bucket, next(self._buffers)[: bucket.size_bytes])
+
+    def next(self, thread: ThreadPoolExecutor) -> torch.Tensor:
+        """Return the next bucket, valid until the next call; begin to read the one after."""
+        read = self._reading.result()
+        self.begin(thread)
+        return read
+
+    def _read(self, bucket: Bucket, buffer: torch.Tensor) -> torch.Tensor:
+        memory = _memory(buffer)
+        if self.error is None:
+            try:
+                self._engine.fetch(
+                    RangeRead(payload=read.payload, start=start, stop=stop, into=into)
+                    for (read, start, stop), into in bucket.cut(memory)
+                )
+            except Exception as error:  # noqa: BLE001 - the bucket tells it to all; raised at the end
+                self.error = error
+        text = "" if self.error is None else failure_text(self.error)
+        memory[-_ERROR_BYTES:] = text.encode(errors="replace")[:_ERROR_BYTES].ljust(_ERROR_BYTES, b"\0")
+        return buffer
 
 
-def _schedule(
+def _common(
     parts: Mapping[str, PartLoad], coordinator: Coordinator
-) -> tuple[Schedule | None, set[str], int | Exception]:
-    """Compute this rank's schedule, the shared tensors, and its vote or error."""
-    layouts = Layouts(coordinator.rank, coordinator.world_size)
+) -> tuple[dict[tuple[int, ...], list[TensorRead]], int | Exception]:
+    """Return the reads by the ranks that have them in common, and this rank's vote."""
+    rank, world_size = coordinator.rank, coordinator.world_size
+    common: dict[tuple[int, ...], list[TensorRead]] = {}
+    for load in parts.values():
+        ranks = {name: alike(value, world_size) for name, value in load.common()}
+        for read in load.reads:
+            common.setdefault(ranks.get(read.name, (rank,)), []).append(read)
+    if not coordinator.can_broadcast_tensors:
+        return common, _OBJECTION  # all ranks must know: a connection may be lost on this rank alone
+    return common, sum(_vote(rank, members, reads) for members, reads in common.items())
+
+
+def _fill(bucket: Bucket, memory: memoryview, fetch: DeviceFetch | None) -> Exception | None:
+    """Copy a bucket into the tensors; return an error, so that nobody waits."""
     try:
-        tensors = [tensor for load in parts.values() for tensor in load.stored(layouts)]
-        schedule = make_schedule(tensors, coordinator.rank)
-    except Exception as error:  # noqa: BLE001 - raised on every rank, so that none waits for this one
-        return None, set(), error
-    return schedule, {tensor.name for tensor in tensors}, schedule.consistency
+        for cell, content in bucket.cut(memory):
+            cell.read.fill(cell.start, content, fetch)
+    except Exception as error:  # noqa: BLE001 - raised at the end
+        return error
+    return None
+
+
+def alike(value: Any, world_size: int) -> tuple[int, ...]:
+    """Return the ranks that hold the same part as this one; () if it has none.
+
+    Nothing is communicated: a mesh and its placements are equal on all of its ranks, and a plain tensor is
+    taken to be whole on every rank of the job.
+    """
+    if not isinstance(value, DTensor):
+        return tuple(range(world_size))
+    coordinate = value.device_mesh.get_coordinate()
+    if coordinate is None:
+        return ()
+    replicated = (isinstance(placement, Replicate) for placement in value.placements)
+    place = tuple(slice(None) if all_of else at for all_of, at in zip(replicated, coordinate, strict=True))
+    return tuple(sorted(value.device_mesh.mesh[place].reshape(-1).tolist()))
+
+
+def dealt(members: tuple[int, ...], reads: Sequence[TensorRead]) -> Iterator[Bucket]:
+    """Divide reads among the members, in runs of about equal size, in buckets."""
+    total, done = sum(_size(read) for read in reads), 0
+    runs: dict[int, list[Cell]] = {rank: [] for rank in members}
+    for read in sorted(reads, key=_identity):
+        cells = list(_cells(read))
+        # What has one checksum only can be verified by one rank only.
+        for together in [[each] for each in cells] if read.payload.block_crcs else [cells]:
+            size = sum(stop - start for _, start, stop in together)
+            if size:
+                runs[members[(2 * done + size) * len(members) // (2 * total)]] += together
+            done += size
+    for owner, run in runs.items():
+        number, filled, cells = 0, 0, list[Cell]()
+        for cell in run:
+            if cells and filled + _aligned(cell) > BUCKET_BYTES:
+                yield Bucket(number, members, owner, cells)
+                number, filled, cells = number + 1, 0, []
+            cells.append(cell)
+            filled += _aligned(cell)
+        if cells:
+            yield Bucket(number, members, owner, cells)
+
+
+def _cells(read: TensorRead) -> Iterator[Cell]:
+    """Cut a read where requests, and so the blocks with checksums, begin."""
+    start, stop = read.target.byte_range
+    while start < stop:
+        cut = min(stop, (start // REQUEST_BYTES + 1) * REQUEST_BYTES)
+        yield Cell(read, start, cut)
+        start = cut
+
+
+def _size(read: TensorRead) -> int:
+    start, stop = read.target.byte_range
+    return stop - start
+
+
+def _identity(read: TensorRead) -> tuple[str, int, str, tuple[int, int]]:
+    return read.payload.path, read.payload.offset, read.name, read.target.byte_range
+
+
+def _vote(rank: int, members: tuple[int, ...], reads: Sequence[TensorRead]) -> int:
+    """Return a number whose sum over the members is 0 if they have the same reads."""
+    text = repr((members, sorted(map(_identity, reads))))
+    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    return (len(members) - 1) * digest if rank == members[0] else -digest
+
+
+def _agree(votes: list[Any]) -> list[bool]:
+    return [sum(votes) == 0] * len(votes)
+
+
+def _route(bucket: Bucket) -> tuple[int, ...]:
+    """Return the members in cyclic order from the owner, to spread positions."""
+    place = bucket.members.index(bucket.owner)
+    return bucket.members[place:] + bucket.members[:place]
+
+
+def _aligned(cell: Cell) -> int:
+    return -(-(cell.stop - cell.start) // _ALIGNMENT) * _ALIGNMENT
+
+
+def _buffer(buckets: Sequence[Bucket]) -> torch.Tensor:
+    return torch.empty(max((each.size_bytes for each in buckets), default=0), dtype=torch.uint8)
+
+
+def _memory(buffer: torch.Tensor) -> memoryview:
+    array: Any = buffer.numpy()  # the types of numpy 1 do not declare it as a buffer
+    return memoryview(array)

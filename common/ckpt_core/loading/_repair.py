@@ -14,7 +14,7 @@ from ckpt_core.crew import give_way
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, HalfRenamedError, failure_text
 from ckpt_core.groups import GroupedStorage
-from ckpt_core.loading._tiered import Loaded
+from ckpt_core.loading._loader import Loaded
 from ckpt_core.options import CheckpointOptions
 from ckpt_core.root import Job, Ownership, Pruner
 from ckpt_core.storage import Storage, Throttle
@@ -48,13 +48,6 @@ class Repairer:
     lack; see `PartsRepair`.
 
     Concurrency: methods on the main thread. One thread of its own, which `close` stops.
-
-    Args:
-        job: storage, ranks and telemetry.
-        nearest: the nearest tier.
-        options: of the manager.
-        ownership: of the nearest tier's root.
-        pruner: says what retention would keep there.
     """
 
     def __init__(

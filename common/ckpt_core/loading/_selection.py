@@ -16,23 +16,8 @@ from ckpt_core.validation import boolean, require
 Path: TypeAlias = tuple[str | int, ...]
 
 
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Narrowed:
-    """DCP's metadata of the selected entries of one part.
-
-    Attributes:
-        metadata: with the names of the live state.
-        original: its names -> names in the checkpoint.
-    """
-
-    metadata: Metadata
-    original: Mapping[str, str]
-
-    @classmethod
-    def everything(cls, metadata: Metadata) -> Narrowed:
-        """Select everything, without new names."""
-        return cls(metadata=metadata, original={})
+Narrowed: TypeAlias = tuple[Metadata, Mapping[str, str]]
+"""DCP's metadata of selected entries by live names, and their names in the checkpoint."""
 
 
 @final
@@ -114,7 +99,7 @@ class Selection:
                 name, or a part of an optimizer's state would be missing.
         """
         if not self.include and not self.rename:
-            return {part: Narrowed.everything(each) for part, each in metadata.items()}
+            return {part: (each, {}) for part, each in metadata.items()}
         used: set[str] = set()
         found = {part: self._narrowed(each, place, used) for part, each in metadata.items()}
         idle = sorted({*self.include, *self.rename} - used)
@@ -153,7 +138,7 @@ class Selection:
                 if index.fqn in names
             },
         )
-        return Narrowed(metadata=narrowed, original={name: key for key, name in names.items()})
+        return narrowed, {name: key for key, name in names.items()}
 
     def _renamed(self, path: Path, used: set[str]) -> Path:
         return (path[0], *(self._renamed_part(each, used) for each in path[1:]))

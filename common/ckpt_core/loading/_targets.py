@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeAlias, cast, final
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from ckpt_core._torch_internals import is_wrapped, own_part
+from ckpt_core._torch_internals import ShardedTensor, is_wrapped, own_part
 from ckpt_core.coordination import Coordinator
 from ckpt_core.dcp import (
     ChunkLocation,
     SafeLoadPlanner,
+    StoredPiece,
     TensorRead,
     TensorTarget,
+    WrapMismatchError,
+    fillings,
     held_by_this_rank,
     is_expanded,
     kept_name,
@@ -27,14 +29,14 @@ from ckpt_core.dcp import (
 from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.loading._checkpoint import CheckpointPart
 from ckpt_core.loading._selection import Selection
-from ckpt_core.loading._wrapped import WrappedLoad
-from ckpt_core.loading.sharing import Boxes, Layouts, StoredTensor
-from ckpt_core.reading import Payload
-from ckpt_core.types import StateDict
+from ckpt_core.types import SavedEntries, SavedState, StateDict
 
 _SHOWN = 8
+_SHOWN_UNLIKE = 5
 _Item: TypeAlias = tuple[str, str]
 Paths: TypeAlias = Mapping[str, tuple[str | int, ...]]
+Unlike: TypeAlias = Mapping[tuple[str | int, ...], bool]
+"""Path of an entry -> whether it is wrapped in the checkpoint, where the live one is not alike."""
 
 
 @final
@@ -65,13 +67,6 @@ class Misfits:
         cast: bool = False,
     ) -> list[str]:
         """Record differences of flattened live entries from one part of the checkpoint.
-
-        Args:
-            target: the live entries.
-            metadata: of the part.
-            part: its name.
-            paths: of the live entries in the nested state, for those that the checkpoint lacks.
-            cast: whether a different dtype is accepted.
 
         Returns:
             The live entries that cannot be loaded.
@@ -110,11 +105,7 @@ class Misfits:
         ]
 
     def raise_if_any(self, place: str) -> None:
-        """Raise one error that lists everything.
-
-        Raises:
-            IncompatibleCheckpointError: something does not fit.
-        """
+        """Raise one error that lists everything."""
         kinds = {
             "the checkpoint lacks": self.missing,
             "the training state lacks": self.unexpected,
@@ -199,6 +190,50 @@ class _OddChunk:
 
 
 @final
+@dataclass(slots=True)
+class _WrappedLoad:
+    """The load of one rank's part of a wrapped tensor."""
+
+    name: str
+    live: torch.Tensor
+    _chunks: list[tuple[Callable[[], torch.Tensor], ReadItem]] = field(
+        default_factory=list[tuple[Callable[[], torch.Tensor], ReadItem]]
+    )
+
+    def add(self, read: Callable[[], torch.Tensor], item: ReadItem) -> None:
+        """Add a chunk that holds a part of it."""
+        self._chunks.append((read, item))
+
+    def check(self) -> None:
+        """Read, verify and compare, without changing anything."""
+        with torch.no_grad():
+            self._fillings()
+
+    def fill(self) -> None:
+        """Read what is stored into the live tensor."""
+        with torch.no_grad():
+            for target, source in self._fillings():
+                target.copy_(source)
+
+    def _fillings(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        pieces = [
+            StoredPiece(
+                stored=read(),
+                offsets=tuple(item.storage_offsets),
+                into=tuple(item.dest_offsets),
+                lengths=tuple(item.lengths),
+            )
+            for read, item in self._chunks
+        ]
+        try:
+            return fillings(self.live, pieces)
+        except WrapMismatchError as error:
+            raise IncompatibleCheckpointError(
+                f"{self.name}: {error}. Nothing was loaded", mismatched=[self.name]
+            ) from error
+
+
+@final
 class PartLoad:
     """The load of one part of the live state.
 
@@ -215,10 +250,8 @@ class PartLoad:
         self._part = part
         self._planner = planner
         self._metadata = metadata
-        self._contents: CheckpointPart | None = None
-        self._places: dict[MetadataIndex, ChunkLocation] = {}
         self._odd: list[_OddChunk] = []
-        self._wrapped: dict[MetadataIndex, WrappedLoad] = {}
+        self._wrapped: dict[MetadataIndex, _WrappedLoad] = {}
         self._kept: set[str] = set()
 
     @classmethod
@@ -263,17 +296,11 @@ class PartLoad:
             self._kept.add(own)
 
     def plan(self, contents: CheckpointPart, selection: Selection) -> None:
-        """Locate the chunks to read, and read the plain values.
-
-        Raises:
-            CorruptCheckpointError: the checkpoint contradicts itself, or a plain value is damaged.
-            UnsafeCheckpointError: a plain value needs pickle, which is not allowed.
-        """
-        self._contents = contents
+        """Locate the chunks to read, and read the plain values."""
         items = self._planner.create_local_plan().items
-        self._places = contents.find({item.storage_index for item in items})
+        places = contents.find({item.storage_index for item in items})
         for item in items:
-            place = self._places[item.storage_index]
+            place = places[item.storage_index]
             if item.type == LoadItemType.BYTE_IO:
                 self._plan_value(item, place, contents, selection)
             else:
@@ -296,7 +323,7 @@ class PartLoad:
             self.unlike[tuple(known.get(key, (key,)))] = place.wrapped
             return
         if place.wrapped:
-            load = self._wrapped.setdefault(item.dest_index, WrappedLoad(f"{self._part}/{key}", own))
+            load = self._wrapped.setdefault(item.dest_index, _WrappedLoad(f"{self._part}/{key}", own))
             load.add(partial(contents.read_chunk, place), item)
             return
         target = self._planner.resolve_tensor(item).detach()
@@ -308,41 +335,11 @@ class PartLoad:
         name = f"{self._part}/{key}"
         self.reads.append(TensorRead(name=name, payload=place.payload, target=part))
 
-    def stored(self, layouts: Layouts) -> Iterator[StoredTensor]:
-        """Yield the tensors that ranks may read for each other."""
-        by_key: dict[str, list[MetadataIndex]] = {}
-        for index, place in self._places.items():
-            if place.dtype is not None and index.fqn not in self._kept:
-                by_key.setdefault(index.fqn, []).append(index)
-        for key, indices in by_key.items():
-            boxes = layouts.boxes_of(self.entries[key])
-            whole = all(self._places[index].payload is not None for index in indices)
-            if boxes is not None and whole:
-                yield self._stored(key, boxes)
-
-    def _stored(self, key: str, boxes: Boxes) -> StoredTensor:
-        entry = cast("TensorStorageMetadata", self._metadata.state_dict_metadata[key])
-        shape = (len(entry.chunks), len(entry.size))
-        lo = np.array([chunk.offsets for chunk in entry.chunks], dtype=np.int64).reshape(shape)
-        sizes = np.array([chunk.sizes for chunk in entry.chunks], dtype=np.int64).reshape(shape)
-
-        def payload(row: int) -> Payload:
-            index = MetadataIndex(key, entry.chunks[row].offsets)
-            if index not in self._places and self._contents is not None:
-                self._places |= self._contents.find([index])
-            found = self._places[index].payload
-            if found is None:
-                raise ValueError(f"{key}: a chunk that is not plain cannot be shared")
-            return found
-
-        return StoredTensor(
-            name=f"{self._part}/{key}",
-            boxes=boxes,
-            lo=lo,
-            hi=lo + sizes,
-            itemsize=entry.properties.dtype.itemsize,
-            payload=payload,
-        )
+    def common(self) -> Iterator[tuple[str, Any]]:
+        """Yield the live entries that other ranks may hold, by the names of their reads."""
+        for key, value in self.entries.items():
+            if key not in self._kept and not isinstance(value, ShardedTensor):
+                yield f"{self._part}/{key}", value
 
     def try_odd_chunks(self) -> None:
         """Read and verify the chunks of `read_odd_chunks`, without changing anything."""
@@ -367,3 +364,42 @@ def _remove(container: Any, path: Sequence[str | int]) -> None:
         del container[path[-1]]
     else:
         container[path[-1]] = None
+
+
+def with_kinds(saved: SavedState, unlike: Mapping[str, Unlike]) -> SavedState:
+    """Note in the entries of a checkpoint, by part, which are wrapped."""
+
+    def noted(entries: SavedEntries, known: Unlike) -> SavedEntries:
+        return {
+            path: replace(entry, wrapped=known[path]) if entry is not None and path in known else entry
+            for path, entry in entries.items()
+        }
+
+    parts = {part: noted(entries, unlike.get(part, {})) for part, entries in saved.sharded.items()}
+    return replace(saved, sharded=parts)
+
+
+def refuse_unlike(unlike: Mapping[str, Unlike], place: str) -> None:
+    """Refuse entries that are wrapped in the checkpoint or here, but not in both."""
+    found = {".".join(map(str, path)): kind for of_part in unlike.values() for path, kind in of_part.items()}
+    if not found:
+        return
+    saved = [name for name, wrapped in found.items() if wrapped]
+    live = [name for name, wrapped in found.items() if not wrapped]
+    places = ((saved, "in the checkpoint", "here"), (live, "here", "in the checkpoint"))
+    listed = [text for each in places for text in _unlike_text(*each)]
+    raise IncompatibleCheckpointError(
+        f"{place} does not fit the training state, and nothing was loaded: {'; '.join(listed)}. Quantise the "
+        "model before the load as it was when it was saved. What an optimizer keeps quantised depends on the "
+        "size of each rank's shard: load on as many ranks as saved",
+        mismatched=sorted(found),
+    )
+
+
+def _unlike_text(names: Sequence[str], place: str, other: str) -> Iterator[str]:
+    if names:
+        more = f" and {len(names) - _SHOWN_UNLIKE} more" if len(names) > _SHOWN_UNLIKE else ""
+        yield (
+            f"{', '.join(names[:_SHOWN_UNLIKE])}{more}: made of other tensors (quantised, for example) "
+            f"{place}, and at least in part plain {other}"
+        )

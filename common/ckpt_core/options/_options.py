@@ -112,8 +112,8 @@ class CheckpointOptions:
             it partly overwritten, and `resume` goes on with an older checkpoint, which overwrites all of it.
             None means `arrival` for `resume` and `read` for `load`. True means `read`, False means `off`, as
             YAML reads that word.
-        read_once: whether bytes that several ranks need are read by one of them and broadcast; if False,
-            every rank reads for itself.
+        read_once: whether parts of tensors that several ranks hold are read by one of them and broadcast; if
+            False, every rank reads for itself.
         allow_pickle: whether loading may execute pickles, which can run any code.
         deadline_seconds: the longest wait of ranks for one another.
         job_name: the name of this job in `writer.json`, for a job that finds the root in use; host and

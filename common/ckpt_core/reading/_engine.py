@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Final, Self, final
 
 from ckpt_core.crew import run_all
-from ckpt_core.errors import FileFailure
+from ckpt_core.errors import CorruptCheckpointError, FileFailure
+from ckpt_core.formats.checksums import combine_crc32, crc32
 from ckpt_core.reading._buffers import Buffers, Lender
+from ckpt_core.reading._data_files import DataFile, DataFiles
 from ckpt_core.reading._findings import VerifyReport
-from ckpt_core.reading._open_files import OpenFiles
-from ckpt_core.reading._passes import VerifyPass, deliver
 from ckpt_core.reading._payloads import Payload, RangeRead
-from ckpt_core.reading._placing import VerifiedPlan, check_destinations, plan_unverified
 from ckpt_core.reading._requests import (
     MEMORY_LIMITS,
     NETWORK_LIMITS,
+    Order,
     Piece,
     Request,
+    check_destinations,
     is_comparable_alone,
+    pieces_of,
+    plan_fetch,
+    plan_verify,
 )
-from ckpt_core.storage import Storage
+from ckpt_core.storage import ForeignFileError, Storage
 
 _LOCAL_THREADS: Final = 4
 _REMOTE_THREADS: Final = 12
 _KEEP_BYTES: Final = 256 << 20
+_TRIES: Final = 2
 
 
 @final
@@ -62,7 +69,7 @@ class Engine:
         self._reads_in_place = storage.reads_in_place and not self._rereads
         self._threads = threads or (min(_LOCAL_THREADS, _cpus()) if self._rereads else _REMOTE_THREADS)
         self._limits = MEMORY_LIMITS if self._rereads else NETWORK_LIMITS
-        self._files = OpenFiles(storage, directory, keep_bytes)
+        self._files = DataFiles(storage, directory, keep_bytes)
         self._buffers = Buffers(self._limits.verified_bytes)
         # Checksums from pass 1 of the steps of pieces that are too large for a buffer.
         self._steps: dict[tuple[str, int, int], int] = {}
@@ -108,12 +115,12 @@ class Engine:
         if on_arrival and not self._rereads:
             self._on_arrival = True
             ranges = list(ranges)
-            self._probe(ranges)
+            # A byte of every file, so that what is archived or denied fails first.
+            paths = {each.payload.path for each in ranges if each.payload.size_bytes}
+            self._run([Request(path, 0, 1, ()) for path in paths], self._probe)
             ranges = (each for each in ranges if not is_comparable_alone(each.payload))
         ranges = ranges if twin_of is None else list(ranges)
-        verify_pass, requests = self._plan_verify(ranges)
-        run_all(self._registered(requests, verify_pass.serve), requests, self._threads)
-        report = verify_pass.report()
+        report = self._verified(ranges)
         failures = report.report()
         if twin_of is None or not failures:
             return failures
@@ -139,31 +146,156 @@ class Engine:
                 each.take(memoryview(bytearray()))
         if self._reads_in_place:
             self._limits = self._limits.shared_by(self._threads, sum(each.size_bytes for each in ranges))
-        requests = self._plan_fetch(ranges)
-        serve = partial(deliver, files=self._files, buffers=lender or self._buffers)
-        run_all(self._registered(requests, serve), requests, self._threads)
+        self._files.begin({each.payload.path: 0 for each in ranges})
+        requests = plan_fetch(
+            ranges,
+            self._limits,
+            # A file that stayed open is the verified one, even if its name was reused.
+            compared=self._has_verified and (not self._rereads or self._files.reopens),
+            in_place=self._on_arrival,
+            is_held=lambda path, start, stop: self._files.at(path).holds(start, stop),
+        )
+        self._run(requests, partial(self._deliver, lender or self._buffers))
 
     def close(self) -> None:
         """Close all files and drop kept bytes; harmless when repeated."""
         self._files.close()
 
-    def _probe(self, ranges: Sequence[RangeRead]) -> None:
-        """Read a byte of every file, so that what is archived or denied fails first."""
-        paths = {each.payload.path: 1 for each in ranges if each.payload.size_bytes}
-        self._files.begin(paths)
+    def _run(self, requests: Sequence[Request], serve: Callable[[Request, DataFile], None]) -> None:
+        """Serve the requests of a pass on several threads, and close finished files."""
+        self._files.begin(Counter(request.path for request in requests))
 
-        def read(path: str) -> None:
-            try:
-                self._files.at(path).read_into(0, memoryview(bytearray(1)))
-            finally:
-                self._files.done(path)
+        def work(request: Request) -> None:
+            with self._files.served(request.path) as file:
+                serve(request, file)
 
-        run_all(read, list(paths), self._threads)
+        run_all(work, requests, self._threads)
 
-    def _plan_verify(self, ranges: Iterable[RangeRead]) -> tuple[VerifyPass, Sequence[Request]]:
+    def _probe(self, request: Request, file: DataFile) -> None:
+        file.read(request.start, [memoryview(bytearray(1))])
+
+    def _verified(self, ranges: Iterable[RangeRead]) -> VerifyReport:
+        """Read and compare what ranges touch, in buffers."""
         self._has_verified = True
-        verify_pass = VerifyPass(self._files, self._buffers, self._steps)
-        return verify_pass, verify_pass.plan(ranges, self._limits)
+        report = VerifyReport()
+        pieces, bare = pieces_of(ranges)
+        for payload in bare:
+            report.add_unverifiable(payload)
+        large = [piece for piece in pieces if len(piece.steps) > 1]
+        for piece in large:
+            for step in piece.steps:
+                self._steps.pop(step.identity, None)
+        self._run(plan_verify(pieces, self._limits), partial(self._check, report))
+        for piece in large:
+            crcs = [(self._steps.get(step.identity), step.stop - step.start) for step in piece.steps]
+            found = 0
+            for crc, size in crcs:
+                found = combine_crc32(found, crc or 0, size)
+            # Of a step that could not be read the failure is recorded.
+            if found != piece.crc32 and all(crc is not None for crc, _ in crcs):
+                report.add_changed(piece, found)
+        return report
+
+    def _check(self, report: VerifyReport, request: Request, file: DataFile) -> None:
+        """Serve one request of the first pass: record damage, raise any other error."""
+        if report.is_missing(request.path):
+            return
+        size = request.stop - request.start
+        room = file.room(request.start, size)
+        lent = self._buffers.lend(request.start, size) if room is None else nullcontext(room)
+        try:
+            with lent as buffer:
+                changed = self._read(request, file, [buffer], lambda piece: piece.crc32)
+        except (FileNotFoundError, ForeignFileError) as error:
+            is_foreign = isinstance(error, ForeignFileError)
+            report.add_missing(request.path, str(error.strerror) if is_foreign else "missing")
+        except (EOFError, OSError) as error:
+            # A block that the device cannot read is lost; any other error may be temporary.
+            if isinstance(error, OSError) and error.errno != errno.EIO:
+                raise
+            self._narrow_down(report, request, file, error)
+        else:
+            for piece, found in changed:
+                report.add_changed(piece, found)
+            if room is not None and not changed:
+                file.keep(request.start, room)
+
+    def _narrow_down(
+        self, report: VerifyReport, request: Request, file: DataFile, error: EOFError | OSError
+    ) -> None:
+        """Read each piece by itself, so that readable ones are not reported."""
+        if len(request.orders) > 1:
+            for order in request.orders:
+                self._check(report, Request(request.path, order.start, order.stop, [order]), file)
+            return
+        (piece,) = request.orders[0].pieces
+        if isinstance(error, OSError):
+            report.add_unreadable(piece, error)
+        else:
+            report.add_cut(piece, file.size_bytes)
+
+    def _deliver(self, lender: Lender, request: Request, file: DataFile) -> None:
+        """Serve one request of the second pass.
+
+        Raises:
+            CorruptCheckpointError: the bytes differ from their checksum, also when read again; none of them
+                were delivered, unless the request is direct.
+        """
+        if request.direct:
+            self._read_intact(request, file, request.places)
+            return
+        with lender.lend(request.start, request.stop - request.start) as buffer:
+            self._read_intact(request, file, [buffer])
+            for order in request.orders:
+                content = buffer[order.first - request.start : order.last - request.start]
+                if order.into is not None:
+                    order.into[:] = content
+                elif order.take is not None:
+                    order.take(content)
+
+    def _read_intact(self, request: Request, file: DataFile, buffers: Sequence[memoryview]) -> None:
+        if changed := self._read(request, file, buffers, self._expected):
+            report = VerifyReport()
+            for piece, found in changed:
+                report.add_changed(piece._replace(crc32=self._expected(piece)), found)
+            failures = report.report()
+            raise CorruptCheckpointError(
+                f"{failures[0]}; it was read {_TRIES} times. The storage is failing, or another program "
+                "writes to this checkpoint",
+                failures=failures,
+            )
+
+    def _read(
+        self,
+        request: Request,
+        file: DataFile,
+        buffers: Sequence[memoryview],
+        expected: Callable[[Piece], int | None],
+    ) -> list[tuple[Piece, int]]:
+        """Read a request, and once more if bytes differ: a transfer may have failed.
+
+        Returns:
+            The pieces that differ, each with the checksum of its bytes. Whether a step of the first pass is
+            intact is known only later.
+        """
+        changed: list[tuple[Piece, int]] = []
+        for _ in range(_TRIES):
+            file.read(request.start, buffers)
+            changed = []
+            for order in request.orders:
+                for piece in order.pieces:
+                    found = crc32(_bytes_of(piece, order, request, buffers))
+                    known = expected(piece)
+                    if known is None:
+                        self._steps[piece.identity] = found
+                    elif found != known:
+                        changed.append((piece, found))
+            if not changed:
+                break
+        return changed
+
+    def _expected(self, piece: Piece) -> int | None:
+        return self._steps.get(piece.identity) if piece.crc32 is None else piece.crc32
 
     def _verify_twins(
         self, damaged: Sequence[RangeRead], report: VerifyReport, twin_of: Callable[[str], str | None]
@@ -176,9 +308,7 @@ class Engine:
             for each in damaged
             if (twin := twins[each.payload.path]) is not None
         ]
-        verify_pass, requests = self._plan_verify(moved)
-        run_all(self._registered(requests, verify_pass.serve), requests, self._threads)
-        second = verify_pass.report()
+        second = self._verified(moved)
         without = report.has_unverifiable or None in twins.values()
         if without or any(second.concerns(each.payload) for each in moved):
             return failures + second.report()
@@ -191,32 +321,12 @@ class Engine:
         instead = self._instead.get((read.payload.path, read.payload.offset))
         return read if instead is None else replace(read, payload=instead)
 
-    def _plan_fetch(self, ranges: Sequence[RangeRead]) -> list[Request]:
-        # A file that stayed open is the verified one, even if its name was reused.
-        if not self._has_verified or (self._rereads and not self._files.reopens):
-            return plan_unverified(ranges, self._limits)
-        self._files.begin({each.payload.path: 0 for each in ranges})
-        plan = VerifiedPlan(
-            files=self._files, crcs=self._crc32, limits=self._limits, in_place=self._on_arrival
-        )
-        return plan.requests(ranges)
 
-    def _crc32(self, piece: Piece) -> int | None:
-        return self._steps.get(piece.identity) if piece.crc32 is None else piece.crc32
-
-    def _registered(
-        self, requests: Sequence[Request], serve: Callable[[Request], None]
-    ) -> Callable[[Request], None]:
-        """Register the requests of a pass; return `serve` with closing of finished files."""
-        self._files.begin(Counter(request.path for request in requests))
-
-        def work(request: Request) -> None:
-            try:
-                serve(request)
-            finally:
-                self._files.done(request.path)
-
-        return work
+def _bytes_of(piece: Piece, order: Order, request: Request, buffers: Sequence[memoryview]) -> memoryview:
+    """Return where the bytes of a piece are, once its request has been read."""
+    memory, at = (order.into, order.start) if request.direct else (buffers[0], request.start)
+    assert memory is not None
+    return memory[piece.file_start - at : piece.file_stop - at]
 
 
 def _cpus() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final, NamedTuple, final
 
 from ckpt_core.errors import FileFailure
@@ -68,27 +68,30 @@ class VerifyReport:
             piece, "changed", f"differ from those that were saved: CRC-32 is {found:08x}, {saved} was saved"
         )
 
+    def _add(self, piece: Piece, kind: str, text: str) -> None:
+        with self._guard:
+            self._payloads.add((piece.payload.path, piece.payload.offset))
+            self._damage[piece.payload.path, piece.payload.offset, kind].append(_Damage(piece, text))
+
     def concerns(self, payload: Payload) -> bool:
         """Return whether a problem of that payload, or of its whole file, was recorded."""
         return payload.path in self._missing or (payload.path, payload.offset) in self._payloads
 
     def report(self) -> list[FileFailure]:
         """Return all failures, by path and position in the file."""
-        found = [
-            *((path, -1, problem) for path, problem in self._missing.items()),
-            *((path, -1, self._cut_text(path)) for path in self._cut if path not in self._missing),
-            *(
-                (p.path, p.offset, f"cannot be verified: tensor {p.key!r} has no checksum")
-                for p in self._unverifiable
-            ),
-            *self._damage_texts(),
+        found = [(path, -1, problem) for path, problem in self._missing.items()]
+        found += [(path, -1, self._cut_text(path)) for path in self._cut if path not in self._missing]
+        found += [
+            (p.path, p.offset, f"cannot be verified: tensor {p.key!r} has no checksum")
+            for p in self._unverifiable
         ]
+        for (path, offset, _), damages in self._damage.items():
+            if path not in self._missing:
+                damages.sort(key=lambda damage: damage.piece.start)
+                runs = [f"{start} to {stop}" for start, stop in _runs([each.piece for each in damages])]
+                key, text = damages[0].piece.payload.key, damages[0].text
+                found.append((path, offset, f"tensor {key!r}: bytes {_few(runs)} of the file {text}"))
         return [FileFailure(path=path, problem=problem) for path, _, problem in sorted(found)]
-
-    def _add(self, piece: Piece, kind: str, text: str) -> None:
-        with self._guard:
-            self._payloads.add((piece.payload.path, piece.payload.offset))
-            self._damage[piece.payload.path, piece.payload.offset, kind].append(_Damage(piece, text))
 
     def _cut_text(self, path: str) -> str:
         pieces = sorted(self._cut[path], key=lambda piece: piece.file_start)
@@ -96,14 +99,6 @@ class VerifyReport:
         missing = max(piece.file_stop for piece in pieces) - self._sizes[path]
         end = f"ends {missing} bytes too early" if missing > 0 else "became shorter while it was read"
         return f"{end}: of {_few([repr(key) for key in keys])} not everything is there"
-
-    def _damage_texts(self) -> Iterator[tuple[str, int, str]]:
-        for (path, offset, _), damages in self._damage.items():
-            if path not in self._missing:
-                damages.sort(key=lambda damage: damage.piece.start)
-                runs = [f"{start} to {stop}" for start, stop in _runs([each.piece for each in damages])]
-                key = damages[0].piece.payload.key
-                yield path, offset, f"tensor {key!r}: bytes {_few(runs)} of the file {damages[0].text}"
 
 
 def _runs(pieces: Sequence[Piece]) -> list[tuple[int, int]]:
