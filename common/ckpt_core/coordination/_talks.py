@@ -26,6 +26,8 @@ from ckpt_core.errors import CoordinationError, failure_text
 _logger = logger_of(__name__)
 _FOREVER: Final = timedelta(days=20)
 """A Store that waits longer has an overflow; one that waits shorter writes to stderr when it ends."""
+_SMALL_BYTES: Final = 64 << 10
+"""What a message may carry; more goes over gloo."""
 _TAGS: Final = 1 << 30
 _STOP: Final = (-1, -1)
 
@@ -98,8 +100,12 @@ class Talk:
 
     def give(self, pieces: Sequence[memoryview]) -> None:
         """Send bytes to `take` of the other side, which may tell an error instead."""
+        sizes = list(map(len, pieces))
+        if sum(sizes) <= _SMALL_BYTES:
+            self.tell((sizes, b"".join(pieces)))
+            return
         tag = self._talks.tags(len(pieces))
-        self.tell((list(map(len, pieces)), tag))
+        self.tell((sizes, tag))
         self.hear()  # there is room
         self._talks.move(self.other, pieces, tag)
 
@@ -109,9 +115,15 @@ class Talk:
         Args:
             room: the memory for them, or a function that returns so many bytes.
         """
-        sizes, tag = self.hear()
+        sizes, sent = self.hear()
         pieces = [room(size) for size in sizes] if callable(room) else room
-        self._talks.move(self.other, pieces, tag, ready=lambda: self.tell(None))
+        if isinstance(sent, int):
+            self._talks.move(self.other, pieces, sent, ready=lambda: self.tell(None))
+            return pieces
+        start = 0
+        for piece in pieces:
+            piece[:] = sent[start : start + len(piece)]
+            start += len(piece)
         return pieces
 
 

@@ -119,6 +119,7 @@ class TwinSession:
         self._events: SimpleQueue[BaseException | str] = SimpleQueue()
         self._begun: list[_Pieces] = []
         self._pending: set[str] = set()
+        self._changed: set[str] = set()
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="ckpt-twins", daemon=True)
         self._thread.start()
@@ -196,7 +197,10 @@ class TwinSession:
 
         key = f"{self._working}/{twin_name(path)}"
         self._disk.write_pieces(key, taken() if self._pace is None else self._pace(taken()))
-        self._disk.sync_directory(key.rpartition("/")[0])
+        self._changed.add(key.rpartition("/")[0])
+        if self._files.empty():  # the save thread waits for no more of them, for now
+            while self._changed:
+                self._disk.sync_directory(self._changed.pop())
 
     def _failed(self, path: str, error: Exception) -> SaveError:
         if isinstance(error, TimeoutError):

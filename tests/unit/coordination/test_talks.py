@@ -47,7 +47,7 @@ def test_many_talks_at_once_are_never_mixed_up(pair):
             assert heard == [(number, word) for word in range(20)]
 
 
-@pytest.mark.parametrize("sizes", [[], [0], [1], [5, 0, 1 << 20], [1 << 20] * 3])
+@pytest.mark.parametrize("sizes", [[], [0], [1], [7, 0, 1 << 15], [5, 0, 1 << 20], [1 << 20] * 3])
 def test_bytes_arrive_as_they_were_given_in_both_directions_at_once(pair, sizes):
     def back(talk: Talk) -> None:
         pieces = talk.take(lambda size: memoryview(bytearray(size)))
@@ -73,7 +73,11 @@ def test_bytes_arrive_as_they_were_given_in_both_directions_at_once(pair, sizes)
 )
 def test_an_error_told_instead_of_an_answer_is_raised_where_it_is_awaited(pair, error):
     pair[1].answer_with(lambda talk: talk.tell(error))
-    for await_answer in (Talk.hear, lambda talk: talk.give([memoryview(b"1")]), lambda talk: talk.take([])):
+    for await_answer in (
+        Talk.hear,
+        lambda talk: talk.give([memoryview(bytes(1 << 17))]),
+        lambda talk: talk.take([]),
+    ):
         with pair[0].begin(1) as talk:
             talk.tell("?")
             with pytest.raises(type(error)) as caught:
@@ -125,10 +129,10 @@ def test_a_rank_that_does_not_answer_is_named_in_time_and_costs_no_later_talk():
     with quick.begin(1) as talk:
         talk.tell("hang")
         with pytest.raises(TimeoutError, match=r"rank 1 did not answer for 0.2 s"):
-            talk.give([memoryview(b"never sent")])
+            talk.give([memoryview(bytes(1 << 17))])
     with quick.begin(1) as talk:
         talk.tell("go on")
-        talk.give([memoryview(b"sent")])
+        talk.give([memoryview(bytes(1 << 17))])
     assert answered.wait(LONG)
     woken.set()
     for each in (quick, slow):
