@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Self, final
 
 from ckpt_core import CheckpointOptions, ConfigError
-from ckpt_core.coordination import KEY_VARIABLE
 from ckpt_core.options import parse_yaml, read_document
 from ckpt_core.provenance import CODE_VERSION_VARIABLE
 from ckpt_core.state import Contents, Override, contents_problem
@@ -27,7 +26,7 @@ PREFIX = "CKPT_SUITE_"
 FILE_VARIABLE = f"{PREFIX}CONFIG"
 SECTION = "ckpt"
 
-_OF_THE_CORE = frozenset({FILE_VARIABLE, KEY_VARIABLE, CODE_VERSION_VARIABLE})
+_OF_THE_CORE = frozenset({FILE_VARIABLE, CODE_VERSION_VARIABLE})
 """Variables with our prefix that are no settings."""
 
 _OWN = ("root", "stock_files", "override", "gradients", "contents", "log_costs")

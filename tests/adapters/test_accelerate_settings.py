@@ -53,7 +53,7 @@ def test_explicit_arguments_win_over_the_environment_and_that_over_a_file(tmp_pa
 
 
 def test_variables_of_the_core_are_no_settings() -> None:
-    named = {"CKPT_SUITE_KEY": "a secret of the job", "CKPT_SUITE_CODE_VERSION": "image-7"}
+    named = {"CKPT_SUITE_CODE_VERSION": "image-7"}
     assert Settings.resolve({}, named) == Settings.resolve({}, {})
 
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from ckpt_core.coordination._signer import Signer
+from ckpt_core.coordination._talks import Talks
 from ckpt_core.errors import CoordinationError
 
 T = TypeVar("T")
@@ -213,12 +213,13 @@ class Coordinator(ABC):
                 f"{list(ranks[1:])}: `can_broadcast_tensors` is False"
             )
 
-    def signer(self, scope: str) -> Signer:
-        """Return a signer of messages between ranks outside of the Store.
+    def talks(self) -> Talks:
+        """Return this rank's talks with others; the first call is collective.
 
-        Not collective, and equal on all ranks; the default knows no secret.
+        Raises:
+            CoordinationError: the ranks did not connect to one another, or there are none to talk to.
         """
-        return Signer(scope=scope)
+        raise CoordinationError(f"rank {self.rank}: {type(self).__name__} connects no two ranks")
 
     @abstractmethod
     def close(self) -> None:

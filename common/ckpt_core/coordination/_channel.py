@@ -9,7 +9,6 @@ from typing import Any, Literal, final
 
 from ckpt_core import messages
 from ckpt_core.coordination._mailbox import Mailbox, MessageStore
-from ckpt_core.coordination._signer import Signer
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, CoordinationError, DeadlineError, Failure
 
@@ -34,9 +33,9 @@ class _Word:
 class Channel:
     """Exchanges messages with the other ranks; used by one thread at a time.
 
-    Messages are plain values (see `ckpt_core.messages`), signed with a secret of the job. The coordinator
-    reads all messages of a call in one request, and every rank deletes its own, so that the coordinator's
-    work hardly grows with the number of ranks.
+    Messages are plain values (see `ckpt_core.messages`). The coordinator reads all messages of a call in one
+    request, and every rank deletes its own, so that the coordinator's work hardly grows with the number of
+    ranks.
 
     All ranks agree on the outcome of a call, unless it is reported as in doubt: before the coordinator
     decides, and before another rank gives up waiting, it claims one key, where the first claim wins. So a
@@ -50,9 +49,8 @@ class Channel:
         world_size: int,
         *,
         patience_seconds: float = 1800.0,
-        signer: Signer | None = None,
     ) -> None:
-        self._mail = Mailbox(store, rank, patience_seconds, signer or Signer())
+        self._mail = Mailbox(store, patience_seconds)
         self._rank = rank
         self._world_size = world_size
         self._stale: list[str] = []
@@ -261,11 +259,11 @@ class Channel:
         """
         grace = min(_GRACE_SECONDS, deadline_seconds)
         if self._mail.wait([key], time.monotonic() + deadline_seconds + grace):
-            return _read(key, self._mail.take(key, 0))
+            return _read(key, self._mail.take(key))
         if not may_be_deciding or self._mail.claim(f"{topic}/verdict", f"rank {self._rank}") != _DECIDING:
             raise _missing(topic, [0], waited_seconds + deadline_seconds, {})
         if self._mail.wait([key], time.monotonic() + deadline_seconds):
-            return _read(key, self._mail.take(key, 0))
+            return _read(key, self._mail.take(key))
         # A late coordinator can still drop the answers of a gather_scatter; a commit cannot be undone.
         if self._mail.claim(f"{topic}/outcome", f"rank {self._rank}") == _DECIDED:
             return self._await(key, topic, deadline_seconds)

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from ckpt_core.coordination._base import CommitChannel, Coordinator, R, T
-from ckpt_core.coordination._signer import Signer
 from ckpt_core.coordination._solo import Solo
 from ckpt_core.coordination._store import StoreCoordinator
+from ckpt_core.coordination._talks import Talks
 from ckpt_core.errors import ConfigError
 
 _ALONE = "coordinator=ckpt_core.coordination.Solo() and a root of its own"
@@ -122,8 +122,8 @@ class JobCoordinator(Coordinator):
         self._current.broadcast_tensor(buffer, ranks)
 
     @override
-    def signer(self, scope: str) -> Signer:
-        return self._current.signer(scope)
+    def talks(self) -> Talks:
+        return self._current.talks()
 
     @override
     def close(self) -> None:

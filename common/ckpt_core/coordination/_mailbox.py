@@ -5,14 +5,13 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeAlias, TypeVar, cast, final
 
-from ckpt_core.coordination._signer import Signer
 from ckpt_core.errors import CoordinationError, DeadlineError
 
 T = TypeVar("T")
@@ -42,39 +41,27 @@ class MessageStore(Protocol):
 
 @final
 class Mailbox:
-    """Reads and writes signed messages of one rank in a store.
+    """Reads and writes messages of one rank in a store.
 
-    Used by one thread at a time. Every method raises `CoordinationError` when the store is gone, or holds a
-    message that no rank of this job wrote, and `DeadlineError` when the store does not answer within
-    `patience_seconds`.
+    Used by one thread at a time. Every method raises `CoordinationError` when the store is gone, and
+    `DeadlineError` when it does not answer within `patience_seconds`.
     """
 
-    def __init__(self, store: MessageStore, rank: int, patience_seconds: float, signer: Signer) -> None:
+    def __init__(self, store: MessageStore, patience_seconds: float) -> None:
         self._thread = StoreThread(store)
-        self._rank = rank
         self._patience_seconds = patience_seconds
-        self._signer = signer
 
     def put(self, key: str, message: bytes) -> None:
         """Store a message."""
-        signed = self._signer.sign(key, self._rank, message)
-        self._ask(lambda store: store.set(key, signed))
+        self._ask(lambda store: store.set(key, message))
 
-    def take(self, key: str, sender: int) -> bytes:
-        """Return a message that has arrived from that rank; it stays."""
-        return self._signer.verify(key, sender, self._ask(lambda store: store.get(key)))
+    def take(self, key: str) -> bytes:
+        """Return a message that has arrived; it stays."""
+        return self._ask(lambda store: store.get(key))
 
-    def take_all(self, senders: Mapping[str, int]) -> list[bytes]:
-        """Return messages that have arrived, in one request.
-
-        Args:
-            senders: key -> the rank that wrote the message.
-        """
-        found = self._ask(lambda store: store.multi_get(list(senders))) if senders else []
-        return [
-            self._signer.verify(key, sender, message)
-            for (key, sender), message in zip(senders.items(), found, strict=True)
-        ]
+    def take_all(self, keys: Collection[str]) -> list[bytes]:
+        """Return messages that have arrived, in one request."""
+        return self._ask(lambda store: store.multi_get(list(keys))) if keys else []
 
     def has(self, keys: Sequence[str]) -> bool:
         """Return whether all of these messages have arrived, in one request."""
@@ -82,8 +69,7 @@ class Mailbox:
 
     def claim(self, key: str, word: str) -> str:
         """Store `word` if the key is unset, return the stored word."""
-        own = self._signer.sign_word(key, self._rank, word)
-        return self._signer.verify_word(key, self._ask(lambda store: store.compare_set(key, "", own)))
+        return self._ask(lambda store: store.compare_set(key, "", word)).decode("utf-8", "replace")
 
     def wait(self, keys: Sequence[str], deadline: float) -> bool:
         """Wait for all of these messages; False at `deadline` (monotonic)."""
@@ -101,14 +87,11 @@ class Mailbox:
     def delete(self, keys: Sequence[str]) -> None:
         """Delete messages."""
         for key in keys:
-            self._delete(key)
+            self._ask(partial(_delete, key))
 
     def close(self) -> None:
         """Drop the connection and end its thread; harmless when repeated."""
         self._thread.close()
-
-    def _delete(self, key: str) -> None:
-        self._ask(lambda store: store.delete_key(key))
 
     def _ask(self, question: Callable[[MessageStore], T], deadline: float | None = None) -> T:
         now, patience = time.monotonic(), self._patience_seconds
@@ -121,6 +104,10 @@ class Mailbox:
                 f"the job's store is gone: {error}. "
                 "The process that serves it (rank 0 or the launcher) has died, or its file was removed"
             ) from error
+
+
+def _delete(key: str, store: MessageStore) -> None:
+    store.delete_key(key)
 
 
 _Asked: TypeAlias = tuple[Callable[[], Any], Future[Any]]

@@ -18,14 +18,12 @@ from typing_extensions import override
 from ckpt_core._torch_internals import PrefixStore, default_store
 from ckpt_core.coordination._base import CommitChannel, Coordinator, R, T
 from ckpt_core.coordination._channel import Channel
-from ckpt_core.coordination._signer import KEY_VARIABLE, Signer, fingerprint, job_key, session_secret
+from ckpt_core.coordination._talks import Talks
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, CoordinationError, DeadlineError
 
 _logger = logger_of(__name__)
 _WORD_BITS = 62
-_SECRET_WORDS = 4
-_SHOWN_RANKS = 8
 _FAREWELL_SECONDS = 10.0
 _ROLL_CALL_SECONDS = 5.0
 
@@ -62,13 +60,13 @@ class StoreCoordinator(Coordinator):
         self.world_size = dist.get_world_size()
         self._deadline_seconds = deadline_seconds
         self._default_group = weakref.ref(dist.group.WORLD)
-        self._group, self.session, signer = self._connect(session, problem)
+        self._group, self.session = self._connect(session, problem)
         self._prefix = f"ckpt_core/{self.session:x}"
-        self._signer = signer
         # A client blocks while it waits: saves in the background need a connection of their own.
         self._main = self._open_channel("main")
         self._background = _SharedChannel(self._open_channel("background"))
         self._sequence = itertools.count()
+        self._talks: Talks | None = None
         self._broken = self._released = False
 
     @property
@@ -136,8 +134,12 @@ class StoreCoordinator(Coordinator):
             self._pass(dist.send, buffer, child)
 
     @override
-    def signer(self, scope: str) -> Signer:
-        return self._signer.within(f"{self._prefix}/{scope}")
+    def talks(self) -> Talks:
+        if self._talks is None:
+            # Half, so that the error of a rank reaches the others before their deadline.
+            patience = self._deadline_seconds / 2
+            self._talks = Talks(self._connection("talks"), self._new_group(), self.rank, patience)
+        return self._talks
 
     def release(self) -> None:
         """Close this rank's connections; not collective.
@@ -148,7 +150,9 @@ class StoreCoordinator(Coordinator):
             self._released = True
             self._main.close()
             self._background.leave()
-            self._group = None
+            if self._talks is not None:
+                self._talks.close()
+            self._group = self._talks = None
 
     @override
     def close(self) -> None:
@@ -186,42 +190,40 @@ class StoreCoordinator(Coordinator):
                 ) from error
             raise CoordinationError(f"{what} failed, the connection was lost: {error}") from error
 
-    def _connect(self, session: int, problem: str | None) -> tuple[Any, int, Signer]:
-        """Make the gloo group, the session's number and its signer."""
-        key = b""
+    def _new_group(self) -> Any:
+        """Make a gloo group of all ranks. Collective."""
         try:
-            key = job_key()
-        except ConfigError as error:
-            problem = problem or str(error)
-        own = fingerprint(key)
-        drawn = [0 if self.rank else secrets.randbits(_WORD_BITS) for _ in range(1 + _SECRET_WORDS)]
-        # The collective gives maxima; of a number and its negative they show whether all ranks have the same.
-        sent = [int(problem is not None), session, -session, own, -own, *drawn]
-        try:
-            group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._deadline_seconds))
-            refused, greatest, smallest, most, least, *drawn = _reduced(sent, group)
+            return dist.new_group(backend="gloo", timeout=timedelta(seconds=self._deadline_seconds))
         except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
-            raise CoordinationError(
-                f"rank {self.rank}: the {self.world_size} ranks could not connect to one another, to save "
-                f"checkpoints together, within {self._deadline_seconds:g} s: {reason}"
-            ) from error
+            raise self._unconnected(error) from error
+
+    def _connect(self, session: int, problem: str | None) -> tuple[Any, int]:
+        """Make the gloo group and the session's number."""
+        drawn = 0 if self.rank else secrets.randbits(_WORD_BITS)
+        group = self._new_group()
+        # The collective gives maxima; of a number and its negative they show whether all ranks have the same.
+        tensor = torch.tensor([int(problem is not None), session, -session, drawn], device="cpu")
+        try:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+        except RuntimeError as error:
+            raise self._unconnected(error) from error
+        refused, greatest, smallest, number = map(int, tensor.tolist())
         if refused or greatest != -smallest:
             found = problem or (
-                "a manager on another rank belongs to a process group with other ranks, or is newer, or has "
-                f"an invalid {KEY_VARIABLE}"
+                "a manager on another rank belongs to a process group with other ranks, or is newer"
             )
             dist.destroy_process_group(group)
             raise ConfigError(
                 f"rank {self.rank}: {found}: close the managers and make new ones, on every rank"
             )
-        if most != -least:
-            prints = _gathered(own, self.world_size, group)
-            dist.destroy_process_group(group)
-            raise ConfigError(_different_keys(prints))
-        number, *words = drawn
-        secret = b"".join(word.to_bytes(8, "big") for word in words)
-        return group, number, Signer(session_secret(key, secret))
+        return group, number
+
+    def _unconnected(self, error: RuntimeError) -> CoordinationError:
+        reason = str(error).partition("\n")[0]
+        return CoordinationError(
+            f"rank {self.rank}: the {self.world_size} ranks could not connect to one another, to save "
+            f"checkpoints together, within {self._deadline_seconds:g} s: {reason}"
+        )
 
     def _lost_group(self, what: str, error: RuntimeError) -> None:
         self._broken = True
@@ -230,18 +232,20 @@ class StoreCoordinator(Coordinator):
             self.rank, what, str(error).partition("\n")[0],
         )  # fmt: skip
 
+    def _connection(self, name: str) -> Callable[[timedelta], Any]:
+        """Return what makes a connection to the job's store, with keys of its own."""
+
+        def connect(timeout: timedelta) -> Any:
+            clone = default_store().clone()
+            clone.set_timeout(timeout)
+            return PrefixStore(f"{self._prefix}/{name}", clone)
+
+        return connect
+
     def _open_channel(self, name: str) -> Channel:
-        clone = default_store().clone()
         # The time for which a FileStore looks for its file after that was removed.
-        clone.set_timeout(timedelta(seconds=self._deadline_seconds))
-        store: Any = PrefixStore(f"{self._prefix}/{name}", clone)
-        return Channel(
-            store,
-            self.rank,
-            self.world_size,
-            patience_seconds=self._deadline_seconds,
-            signer=self._signer.within(f"{self._prefix}/{name}"),
-        )
+        store = self._connection(name)(timedelta(seconds=self._deadline_seconds))
+        return Channel(store, self.rank, self.world_size, patience_seconds=self._deadline_seconds)
 
     def _topic(self, verb: str, what: str = "") -> str:
         topic = f"{verb}/{next(self._sequence)}"
@@ -328,32 +332,3 @@ def neighbours(ranks: Sequence[int], rank: int) -> tuple[int | None, list[int]]:
 
 def _maxima(values: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return [tuple(map(max, zip(*values, strict=True)))] * len(values)
-
-
-def _reduced(numbers: Sequence[int], group: Any) -> list[int]:
-    """Return the maximum of each number over all ranks."""
-    tensor = torch.tensor(list(numbers), device="cpu")
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
-    return [int(number) for number in tensor.tolist()]
-
-
-def _gathered(number: int, world_size: int, group: Any) -> list[int]:
-    """Return the number of every rank."""
-    found = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
-    dist.all_gather(found, torch.tensor([number]), group=group)
-    return [int(each) for each in found]
-
-
-def _different_keys(prints: Sequence[int]) -> str:
-    without = [rank for rank, each in enumerate(prints) if not each]
-    if without:
-        found = f"{KEY_VARIABLE} is set on some ranks, and not on rank(s) {_few(without)}"
-    else:
-        other = [rank for rank, each in enumerate(prints) if each != prints[0]]
-        found = f"{KEY_VARIABLE} is not the same on all ranks: on rank(s) {_few(other)} not that of rank 0"
-    return f"{found}. Give every rank the same, or none, and start the job again; nothing was saved or loaded"
-
-
-def _few(ranks: Sequence[int]) -> str:
-    more = f" and {len(ranks) - _SHOWN_RANKS} more" if len(ranks) > _SHOWN_RANKS else ""
-    return ", ".join(map(str, ranks[:_SHOWN_RANKS])) + more

@@ -14,7 +14,6 @@ from typing_extensions import override
 
 from ckpt_core.crew import run_all
 from ckpt_core.errors import HalfRenamedError
-from ckpt_core.groups._peer_storage import PeerStorage
 from ckpt_core.names import EVERY_GROUP
 from ckpt_core.storage import LocalStorage, Lock, RangeReader, Space, Storage, StorageEntry, open_storage
 from ckpt_core.types import FileEntry
@@ -51,12 +50,12 @@ class GroupedStorage(Storage):
         self.patience_seconds = patience_seconds
         self.supports_rename = own.supports_rename
         self.rereads_from_memory = own.rereads_from_memory
-        self._peers: Sequence[PeerStorage] = ()
+        self._peers: Sequence[Storage] = ()
         self._number = 0
         self._ranks: Sequence[int] = (1,)
         self._names = threading.RLock()
 
-    def join(self, number: int, ranks: Sequence[int], peers: Sequence[PeerStorage]) -> None:
+    def join(self, number: int, ranks: Sequence[int], peers: Sequence[Storage]) -> None:
         """Extend the root to the disks of other groups.
 
         Args:
@@ -68,16 +67,8 @@ class GroupedStorage(Storage):
         self.num_disks = len(ranks)
 
     def leave(self) -> None:
-        """End the connections to other groups."""
-        peers, self._peers = self._peers, ()
-        self._number, self._ranks, self.num_disks = 0, (1,), 1
-        for peer in peers:
-            peer.close()
-
-    @property
-    def number(self) -> int:
-        """The number of this rank's group, from 0."""
-        return self._number
+        """Be the own disk again."""
+        self._peers, self._number, self._ranks, self.num_disks = (), 0, (1,), 1
 
     @property
     @override
@@ -120,16 +111,11 @@ class GroupedStorage(Storage):
 
     @override
     def write_pieces(self, key: str, pieces: Iterable[memoryview]) -> None:
-        with ExitStack() as stack:
-            sends = [stack.enter_context(peer.writing(key)) for peer in self._peers]
-
-            def sent() -> Generator[memoryview]:
-                for piece in pieces:
-                    for send in sends:
-                        send(piece)
-                    yield piece
-
-            self._own.write_pieces(key, sent() if sends else pieces)
+        if not self._peers:
+            self._own.write_pieces(key, pieces)
+            return
+        content = [*pieces]
+        self._in_all(lambda part: part.write_pieces(key, content))
 
     @contextmanager
     @override
@@ -363,11 +349,6 @@ def local_part(storage: Storage) -> LocalStorage | None:
     """Return the local directory with all files of a root; None if there is none."""
     own = storage.own
     return own if isinstance(own, LocalStorage) and storage.num_disks == 1 else None
-
-
-def group_number(storage: Storage) -> int:
-    """Return the number of this rank's group."""
-    return storage.number if isinstance(storage, GroupedStorage) else 0
 
 
 def holders(storage: Storage, directory: str, files: Sequence[FileEntry]) -> tuple[int, ...]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from typing import final
 
 from ckpt_core.coordination import Coordinator
 from ckpt_core.disclosure import logger_of
-from ckpt_core.groups import GroupedStorage, Grouping, form_groups
+from ckpt_core.errors import CoordinationError
+from ckpt_core.groups import GroupedStorage, form_groups
 from ckpt_core.root._holdings import refuse_other_roots, sees_claim
 from ckpt_core.storage import Storage
 
@@ -28,7 +30,7 @@ class Disks:
     def __init__(self, storage: Storage, coordinator: Coordinator) -> None:
         self._storage = storage
         self._coordinator = coordinator
-        self._grouping: Grouping | None = None
+        self._taken = ""
 
     def find(
         self,
@@ -66,9 +68,9 @@ class Disks:
         if found:
             return found
         assert isinstance(storage, GroupedStorage)
-        self._grouping = form_groups(storage, coordinator)
+        self._taken, groups = owner_id, form_groups(storage, coordinator)
         if coordinator.is_coordinator:
-            _logger.info("%s is a disk of its own for each of: %s", storage.url, self._grouping)
+            _logger.info("%s is a disk of its own for each of: %s", storage.url, groups)
 
         def claim_all() -> str:
             for part in storage.parts[1:]:
@@ -78,10 +80,14 @@ class Disks:
         return coordinator.run_on_coordinator(claim_all, what="taking the disks of all nodes")
 
     def leave(self) -> None:
-        """End the connections between the disks; the coordinator has released the root."""
-        grouping, self._grouping = self._grouping, None
-        if grouping is None or not isinstance(self._storage, GroupedStorage):
+        """Let go of the disks of other nodes; the coordinator has released the root.
+
+        Until it has, the other ranks wait: the lock on each disk is released there.
+        """
+        storage = self._storage
+        if not isinstance(storage, GroupedStorage) or storage.num_disks == 1:
             return
-        self._storage.leave()
-        if grouping.service is not None:
-            grouping.service.close(self._storage.patience_seconds)
+        with closing(self._coordinator.commit_channel()) as channel, suppress(CoordinationError):
+            topic = f"leaving the disks of nodes ({self._taken})"
+            channel.broadcast(topic, lambda: None, deadline_seconds=storage.patience_seconds)
+        storage.leave()

@@ -19,12 +19,12 @@ from ckpt_core.options import CheckpointOptions
 from ckpt_core.provenance import configuration_digest
 from ckpt_core.root import Job, Ownership
 from ckpt_core.saving._checks import LoadNotes, refuse_non_finite_in_files
-from ckpt_core.saving._failure import failed_in, save_error
+from ckpt_core.saving._handle import failed_in, save_error
 from ckpt_core.saving._plan_cache import KeepOwn, Offer, PlanCache
 from ckpt_core.saving._prepared import Assignment, PreparedSave, SaveRequest
 from ckpt_core.saving._size_estimate import Overhead
 from ckpt_core.saving._stager import NOTHING_STAGED, Stager
-from ckpt_core.saving.twins import Partners
+from ckpt_core.saving._twins import Partners
 from ckpt_core.staging import Arenas
 from ckpt_core.state import (
     PICKLED,

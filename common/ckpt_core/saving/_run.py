@@ -24,14 +24,13 @@ from ckpt_core.errors import (
 )
 from ckpt_core.options import SignManifest
 from ckpt_core.saving._checks import refuse_non_finite
-from ckpt_core.saving._failure import failed_in, save_error
-from ckpt_core.saving._handle import SaveHandle, fulfil, reject
+from ckpt_core.saving._handle import SaveHandle, failed_in, fulfil, reject, save_error
 from ckpt_core.saving._in_flight import SaveThread
 from ckpt_core.saving._plan_cache import KeepOwn
 from ckpt_core.saving._prepared import PreparedSave
 from ckpt_core.saving._reports import ReportCache
+from ckpt_core.saving._twins import Partners, TwinSession
 from ckpt_core.saving._write import Terms, commit_all, write_rank
-from ckpt_core.saving.twins import Partners, TwinSession
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry
 from ckpt_core.types import CheckpointInfo, Lineage

@@ -24,8 +24,8 @@ from ckpt_core.saving._replicas import Judge
 from ckpt_core.saving._reports import ReportCache
 from ckpt_core.saving._run import SaveContext, SaveRun
 from ckpt_core.saving._stager import StepGuard
+from ckpt_core.saving._twins import Partners
 from ckpt_core.saving._write import Terms
-from ckpt_core.saving.twins import Partners
 from ckpt_core.state import State
 from ckpt_core.storage import Throttle
 from ckpt_core.types import CapturedState, CheckpointInfo, Provenance
@@ -176,8 +176,6 @@ class Saver:
         finally:
             self.copies.close()
             self._preparer.stager.close()
-            if self._partners is not None:
-                self._partners.close()
 
     def release(self) -> None:
         """Remove what only uploads had kept, and release the root, after `close`."""

@@ -20,12 +20,12 @@ from ckpt_core.groups import holders
 from ckpt_core.names import MANIFEST, METADATA, SIGNATURE, chunks_name, is_own_file, twin_name
 from ckpt_core.options import SignManifest
 from ckpt_core.provenance import software_versions
-from ckpt_core.saving._failure import failed_in
+from ckpt_core.saving._handle import failed_in
 from ckpt_core.saving._prepared import Assignment, PreparedSave
 from ckpt_core.saving._replicas import Judge
 from ckpt_core.saving._reports import RankReport, ReportCache
 from ckpt_core.saving._stager import StagedParts
-from ckpt_core.saving.twins import TwinSession
+from ckpt_core.saving._twins import TwinSession
 from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo, FileEntry, Provenance
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import random
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from ckpt_core.coordination._channel import Channel, _packed
-from ckpt_core.coordination._signer import Signer
+from ckpt_core.coordination._channel import Channel, _packed, _read
 from ckpt_core.errors import (
     CheckpointExistsError,
     CoordinationError,
@@ -329,9 +332,60 @@ def test_the_coordinators_requests_do_not_grow_with_the_number_of_ranks():
         peers, own = dist.HashStore(), CountingStore()
         own._inner = peers
         for rank in range(1, world_size):
-            key = f"t/arrive/{rank}"
-            peers.set(key, Signer().sign(key, rank, _packed("value", rank)))
+            peers.set(f"t/arrive/{rank}", _packed("value", rank))
         assert Channel(own, 0, world_size).commit_barrier("t", 0, sum, LONG) == sum(range(world_size))
         return own.requests
 
     assert requests(4) == requests(400)
+
+
+class Canary:
+    """Leaves a directory behind if anything unpickles it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def coordinator(left: bytes) -> Channel:
+    """Of two ranks, where something lies in the place of what rank 1 says."""
+    store = dist.HashStore()
+    store.set("t/arrive/1", left)
+    return Channel(store, 0, 2)
+
+
+def test_what_is_no_message_is_an_error_of_ours_and_a_pickle_is_never_loaded(tmp_path):
+    pickles = [pickle.dumps(each) for each in (1, Canary(tmp_path / "ran"), {"a": Canary(tmp_path / "ran")})]
+    for content in (b"", b"\xff" * 40, *pickles, _packed("value", 1)[:-1], b"\0" * 7 + b"\x011"):
+        with pytest.raises(CoordinationError, match=r"t/arrive/1: a message that"):
+            coordinator(content).gather_scatter("t", 0, list, LONG)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_ten_thousand_mutations_of_a_message_are_values_or_errors_of_ours():
+    chance, honest = random.Random(3), _packed("value", {"a": [1, b"xyz", ("b", None)]})
+    refused = 0
+    for _ in range(10_000):
+        changed = bytearray(honest)
+        for _ in range(chance.choice((1, 1, 3))):
+            changed[chance.randrange(len(changed))] ^= 1 << chance.randrange(8)
+        cut = bytes(changed[: chance.choice((None, None, chance.randrange(len(changed))))])
+        try:
+            _read("t/arrive/1", cut)
+        except CoordinationError:
+            refused += 1
+    assert refused > 5_000
+
+
+@pytest.mark.parametrize("word", ["deciding", "rank 1", "\x00", "\xff"])
+def test_a_claim_of_whatever_word_that_is_there_already_is_no_decision(word):
+    store = dist.HashStore()
+    store.set("t/arrive/1", _packed("value", 1))
+    store.set("t/verdict", word.encode("latin-1"))
+    if word == "deciding":  # its own, of which it had no answer
+        assert Channel(store, 0, 2).commit_barrier("t", 0, sum, LONG) == 1
+    else:
+        with pytest.raises(DeadlineError, match="gave up waiting for rank 0"):
+            Channel(store, 0, 2).commit_barrier("t", 0, sum, LONG)

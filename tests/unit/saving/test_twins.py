@@ -1,26 +1,23 @@
-"""Partners on other hosts, and connections that only they can make."""
+"""Partners on other hosts, and the files that they write."""
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections import Counter
-from contextlib import closing
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_core.coordination import Addressee, Greeting, Signer
+from ckpt_core.coordination import Talks
 from ckpt_core.errors import SaveError
+from ckpt_core.groups import RemoteDisk, serve_disk
 from ckpt_core.saving._reports import ReportCache
-from ckpt_core.saving.twins._hosts import choose_partners, host_name
-from ckpt_core.saving.twins._incoming import Incoming
-from ckpt_core.saving.twins._outgoing import Outgoing, RemoteWriter
-from ckpt_core.saving.twins._twin_files import PieceMemory, TwinFiles
+from ckpt_core.saving._twins import TwinSession, choose_partners, host_name
 from ckpt_core.storage import MemoryStorage
-
-SIGNER = Signer(b"the secret of the job", "twins")
+from ckpt_core.testing import Fault, FaultyStorage
+from tests.kit.talks import talks_of
 
 
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=24))
@@ -42,117 +39,63 @@ def test_the_name_of_a_host_may_be_given(monkeypatch):
 
 
 @pytest.fixture
-def partner():
-    """Rank 1, which has begun the save `aaaa`; and its storage."""
-    storage, incoming = MemoryStorage(), Incoming(1, SIGNER)
-    storage.make_directory("w")
-    incoming.start(1)
-    incoming.begin("aaaa", TwinFiles(storage, "w", ReportCache()))
-    yield incoming, storage
-    incoming.close(10)
-    assert not [each for each in threading.enumerate() if "twin" in each.name]
+def pair() -> Iterator[list[Talks]]:
+    made = talks_of(2, 5.0)
+    yield made
+    for each in made:
+        each.close()
+    assert not [each for each in threading.enumerate() if each.name.startswith("ckpt-t")]
 
 
-def outgoing(port, *, signer=SIGNER, save_id="aaaa", rank=0, seconds=5.0):
-    greeting = Greeting(signer=signer, rank=rank, topic=save_id)
-    made = Outgoing(RemoteWriter(Addressee(1, ["127.0.0.1"], port), greeting, seconds), "rank 1")
-    threading.Thread(target=made.run, daemon=True).start()
-    return made
+def session(pair, storage) -> TwinSession:
+    """The twins of rank 0, which rank 1 writes."""
+    serve_disk(storage, pair[1])
+    disk = RemoteDisk(pair[0], 1, storage.url)
+    return TwinSession(disk, "rank 1", "w", ReportCache(), patience_seconds=5.0)
 
 
-def test_the_twin_has_the_bytes_that_were_sent(partner):
-    incoming, storage = partner
+def test_the_twin_has_the_bytes_that_were_sent(pair):
+    storage = MemoryStorage()
     sent = [bytes([n]) * size for n, size in enumerate((1 << 20, 5, 0))]
-    files = outgoing(incoming.port)
-    assert list(files.follow("part/__0_0.distcp", map(memoryview, sent))) == sent
-    files.add("empty", b"")
-    files.finish(lambda _: None)
+    with session(pair, storage) as twins:
+        assert list(twins.follow("part/__0_0.distcp", map(memoryview, sent))) == sent
+        twins.add("empty", b"")
+        twins.finish()
     assert storage.read_bytes("w/part/__0_0.distcp.replica") == b"".join(sent)
     assert storage.read_bytes("w/empty.replica") == b""
-    files.stop()
 
 
-@pytest.mark.parametrize(
-    "stranger",
-    [
-        {"signer": Signer(b"another secret", "twins")},
-        {"signer": Signer(b"the secret of the job", "else")},
-    ],
-)
-def test_without_the_secret_of_the_job_nothing_is_written(partner, stranger):
-    incoming, storage = partner
-    files = outgoing(incoming.port, seconds=0.3, **stranger)
-    files.add("x", b"1")
-    with pytest.raises(SaveError, match="not reached"):
-        files.finish(lambda _: None)
-    files.stop()
-    assert not storage.exists("w/x.replica")
+@pytest.mark.parametrize("path", ["../x", "/x", "a/../../../x"])
+def test_no_path_leads_out_of_the_root(pair, path):
+    storage = MemoryStorage()
+    with session(pair, storage) as twins:
+        twins.add(path, b"1")
+        with pytest.raises(SaveError, match="could not write the twin of"):
+            twins.finish()
+    assert storage.list("") == []
 
 
-def test_bytes_are_sent_to_the_partner_only():
-    """Whoever listens at its port and does not know the secret gets no more than a greeting."""
-    heard = bytearray()
-
-    def listen() -> None:
-        connection, _ = listener.accept()
-        with closing(connection):
-            connection.sendall(b"\0\0\0\4abcd")
-            while got := connection.recv(4096):
-                heard.extend(got)
-                if b"nonce" in heard:
-                    connection.sendall(b"\0\0\0\x28" + bytes(40))
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=listen)
-        thread.start()
-        files = outgoing(listener.getsockname()[1], seconds=0.3)
-        files.add("x", b"the weights")
-        with pytest.raises(SaveError, match="not reached"):
-            files.finish(lambda _: None)
-        files.stop()
-        thread.join()
-    assert b"nonce" in heard
-    assert b"the weights" not in heard
+def test_after_an_error_no_more_is_written_and_no_piece_is_in_use(pair):
+    full = OSError(28, "No space left on device")
+    storage = FaultyStorage(MemoryStorage(), [Fault(method="write", key="*first*", error=full)])
+    with session(pair, storage) as twins:
+        twins.add("first", b"1" * 5000)
+        twins.add("second", b"2")
+        with pytest.raises(SaveError, match=r"rank 1 could not write the twin of first: .*No space left"):
+            twins.finish()
+    assert not storage.exists("w/second.replica")
 
 
-@pytest.mark.parametrize("path", ["../x", "/x", "a/../../x", "COMMITTED/\n"])
-def test_no_path_leads_out_of_the_directory_of_the_save(partner, path):
-    incoming, storage = partner
-    files = outgoing(incoming.port)
-    files.add(path, b"1")
-    with pytest.raises(SaveError, match="not a relative path"):
-        files.finish(lambda _: None)
-    files.stop()
-    assert storage.list("w") == []
-
-
-def test_a_connection_for_a_save_that_is_over_is_refused_and_one_for_a_later_save_waits(partner):
-    incoming, storage = partner
-    incoming.end("aaaa")
-    late = outgoing(incoming.port, seconds=0.3)
-    late.add("late", b"1")
-    with pytest.raises(SaveError, match="not reached"):
-        late.finish(lambda _: None)
-    late.stop()
-    early = outgoing(incoming.port, save_id="bbbb")
-    early.add("early", b"2")
-    incoming.begin("bbbb", TwinFiles(storage, "w", ReportCache()))
-    early.finish(lambda _: None)
-    early.stop()
-    assert [each.name for each in storage.list("w")] == ["early.replica"]
-
-
-def test_memory_of_a_piece_is_used_again_only_when_nothing_refers_to_it():
-    memory = PieceMemory(8192)
-    first = memory.take()
-    part = first[100:200]
-    part[:] = b"1" * 100
-    del first
-    second = memory.take()
-    second[:] = b"2" * 8192
-    assert bytes(part) == b"1" * 100
-    del part, second
-    assert len(memory._free) == 2
-    third, fourth = memory.take(), memory.take()
-    assert len(memory._free) == 0
-    assert len(third) == len(fourth) == 8192
+def test_what_was_stopped_in_the_middle_of_a_file_is_not_complete_and_the_next_save_is(pair):
+    storage = MemoryStorage()
+    with session(pair, storage) as twins:
+        pieces = iter(twins.follow("half", map(memoryview, [b"1" * 4096, b"2" * 4096])))
+        next(pieces)
+        twins.stop()
+    assert not storage.exists("w/half.replica")
+    with TwinSession(
+        RemoteDisk(pair[0], 1, storage.url), "rank 1", "w", ReportCache(), patience_seconds=5.0
+    ) as twins:
+        twins.add("whole", b"3")
+        twins.finish()
+    assert storage.read_bytes("w/whole.replica") == b"3"

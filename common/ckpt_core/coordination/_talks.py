@@ -1,0 +1,299 @@
+"""Talks of two ranks: messages over the job's Store, bytes over a gloo group.
+
+Every rank has an inbox in the Store: numbered keys, of which a thread takes one after another. Bytes are sent
+once the other side has made room for them. So no slow disk keeps a transfer waiting, and only a rank that
+dies or hangs in the middle of one costs the group, which gloo cannot mend.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from typing import Any, Final, Self, TypeAlias, final
+
+import torch
+
+from ckpt_core import messages
+from ckpt_core.coordination._mailbox import StoreThread
+from ckpt_core.disclosure import logger_of
+from ckpt_core.errors import CoordinationError, failure_text
+
+_logger = logger_of(__name__)
+_FOREVER: Final = timedelta(days=20)
+"""A Store that waits longer has an overflow; one that waits shorter writes to stderr when it ends."""
+_SMALL_BYTES: Final = 64 << 10
+"""What a message may carry; more goes over gloo."""
+_TAGS: Final = 1 << 30
+_STOP: Final = (-1, -1)
+
+_Name: TypeAlias = tuple[int, int]
+"""Of a talk: the rank that began it, and a number of that rank's."""
+_Message: TypeAlias = tuple[_Name, bool, object]
+"""The talk, whether it begins, and the content."""
+
+
+@final
+class Talk:
+    """One talk with another rank.
+
+    Concurrency: one thread. Left by an error, the context ends the talk for the other side, too. Every method
+    raises `OSError` if the other rank is lost, or does not answer in time, and the error that the other side
+    told instead of an answer.
+
+    Attributes:
+        other: the other rank.
+    """
+
+    def __init__(self, talks: Talks, other: int, name: _Name) -> None:
+        self.other = other
+        self._talks = talks
+        self._name = name
+        self._is_new = name[0] == talks.rank
+        self._heard: SimpleQueue[Any] = SimpleQueue()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.end()
+
+    def tell(self, content: object) -> None:
+        """Send a plain value, or an error that the other side then raises."""
+        is_new, self._is_new = self._is_new, False
+        self._talks.post(self.other, (self._name, is_new, content))
+
+    def close(self) -> None:
+        """Hear no more."""
+        self._talks.forget(self._name)
+
+    def end(self) -> None:
+        """Hear no more, and make the next `hear` of the other side raise, if there is one."""
+        self.close()
+        try:
+            self.tell(ConnectionAbortedError(errno.ECONNABORTED, f"rank {self._talks.rank} ended the talk"))
+        except OSError as error:
+            _logger.debug("%s", error)
+
+    def hear(self) -> Any:
+        """Return what the other side has told next."""
+        try:
+            content = self._heard.get(timeout=self._talks.patience_seconds)
+        except Empty:
+            raise TimeoutError(
+                errno.ETIMEDOUT, f"rank {self.other} did not answer for {self._talks.patience_seconds:g} s"
+            ) from None
+        if isinstance(content, BaseException):
+            raise content
+        return content
+
+    def heard(self, content: object) -> None:
+        """Take what the other side has told; on the thread of the inbox."""
+        self._heard.put(content)
+
+    def give(self, pieces: Sequence[memoryview]) -> None:
+        """Send bytes to `take` of the other side, which may tell an error instead."""
+        sizes = list(map(len, pieces))
+        if sum(sizes) <= _SMALL_BYTES:
+            self.tell((sizes, b"".join(pieces)))
+            return
+        tag = self._talks.tags(len(pieces))
+        self.tell((sizes, tag))
+        self.hear()  # there is room
+        self._talks.move(self.other, pieces, tag)
+
+    def take(self, room: Callable[[int], memoryview] | Sequence[memoryview]) -> Sequence[memoryview]:
+        """Receive the pieces of one `give`.
+
+        Args:
+            room: the memory for them, or a function that returns so many bytes.
+        """
+        sizes, sent = self.hear()
+        pieces = [room(size) for size in sizes] if callable(room) else room
+        if isinstance(sent, int):
+            self._talks.move(self.other, pieces, sent, ready=lambda: self.tell(None))
+            return pieces
+        start = 0
+        for piece in pieces:
+            piece[:] = sent[start : start + len(piece)]
+            start += len(piece)
+        return pieces
+
+
+@final
+class Talks:
+    """The talks of this rank with others of its job. Construction is collective.
+
+    Concurrency: any thread. Talks that others begin are answered on threads of their own.
+
+    Args:
+        connect: makes a connection to the Store with a time-out.
+        group: a gloo group of all ranks that nothing else uses.
+        rank: of this process.
+        patience_seconds: how long to wait for another rank.
+    """
+
+    def __init__(
+        self, connect: Callable[[timedelta], Any], group: Any, rank: int, patience_seconds: float
+    ) -> None:
+        self.rank = rank
+        self.patience_seconds = patience_seconds
+        self._group = group
+        self._inbox = connect(_FOREVER)
+        self._outbox = StoreThread(connect(timedelta(seconds=patience_seconds)))
+        self._posting = threading.Lock()
+        self._guard = threading.Lock()
+        self._open: dict[_Name, Talk] = {}
+        self._lost: OSError | None = None
+        self._numbers, self._next_tag = itertools.count(), 0
+        self._answer: Callable[[Talk], None] | None = None
+        self._ended: Callable[[], None] = lambda: None
+        # A daemon: a store that never answers must not keep the process from ending.
+        self._thread = threading.Thread(target=self._listen, name="ckpt-talks", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether `answer_with` was called."""
+        return self._answer is not None
+
+    def answer_with(
+        self, answer: Callable[[Talk], None], *, ended: Callable[[], None] = lambda: None
+    ) -> None:
+        """Have every talk that another rank begins answered; before one does.
+
+        Args:
+            answer: called on a thread for each talk.
+            ended: called when these talks are closed.
+        """
+        self._answer, self._ended = answer, ended
+
+    def begin(self, other: int) -> Talk:
+        """Begin a talk with another rank; the first word is this rank's."""
+        talk = Talk(self, other, (self.rank, next(self._numbers)))
+        with self._guard:
+            if self._lost is not None:
+                raise self._lost
+            self._open[talk._name] = talk
+        return talk
+
+    def forget(self, name: _Name) -> None:
+        """Let a talk end here."""
+        with self._guard:
+            self._open.pop(name, None)
+
+    def tags(self, count: int) -> int:
+        """Return the first of that many tags that no other transfer of this rank has."""
+        with self._guard:
+            first, self._next_tag = self._next_tag, (self._next_tag + count) % _TAGS
+        return first
+
+    def post(self, rank: int, message: _Message) -> None:
+        """Put a message into a rank's inbox."""
+        content = messages.encode(message)
+
+        def put(store: Any) -> None:
+            store.set(f"{rank}/{store.add(str(rank), 1)}", content)
+
+        try:
+            with self._posting:
+                self._outbox.ask(put, time.monotonic() + self.patience_seconds)
+        except (RuntimeError, CoordinationError) as error:
+            raise ConnectionResetError(
+                errno.ECONNRESET, f"rank {rank} was not reached over the job's store: {failure_text(error)}"
+            ) from error
+
+    def move(
+        self,
+        other: int,
+        pieces: Sequence[memoryview],
+        tag: int,
+        *,
+        ready: Callable[[], None] | None = None,
+    ) -> None:
+        """Send bytes to another rank, or receive them.
+
+        Args:
+            other: the rank.
+            pieces: the bytes, or the memory for them.
+            tag: of the first piece.
+            ready: to receive; called once there is room.
+        """
+        verb = self._group.send if ready is None else self._group.recv
+        try:
+            under_way = [
+                verb([_tensor(piece)], other, tag + place) for place, piece in enumerate(pieces) if len(piece)
+            ]
+            if ready is not None:
+                ready()
+            for each in under_way:
+                each.wait()
+        except RuntimeError as error:
+            raise ConnectionResetError(
+                errno.ECONNRESET,
+                f"the connection to rank {other} was lost, or it died or hung while bytes were on their way: "
+                f"{str(error).partition(chr(10))[0]}",
+            ) from error
+
+    def close(self) -> None:
+        """End the thread of the inbox and all talks; harmless when repeated."""
+        if self._thread.is_alive():
+            try:
+                self.post(self.rank, (_STOP, False, None))
+            except OSError as error:
+                _logger.debug("%s", error)
+            else:
+                self._thread.join()
+        self._end(ConnectionAbortedError(errno.ECONNABORTED, "this manager is closed"))
+        self._outbox.close()
+        self._group = None
+        self._ended()
+
+    def _listen(self) -> None:
+        try:
+            for number in itertools.count(1):
+                key = f"{self.rank}/{number}"
+                name, is_new, content = messages.decode(self._inbox.get(key))
+                self._inbox.delete_key(key)
+                if name == _STOP:
+                    return
+                self._deliver(name, content, is_new=is_new)
+        except (RuntimeError, messages.MessageError) as error:
+            self._end(ConnectionResetError(errno.ECONNRESET, f"the job's store is gone: {error}"))
+
+    def _deliver(self, name: _Name, content: object, *, is_new: bool) -> None:
+        with self._guard:
+            if is_new:
+                self._open[name] = Talk(self, name[0], name)
+            talk = self._open.get(name)
+        if talk is None:
+            return  # it has ended here
+        talk.heard(content)
+        if is_new:
+            threading.Thread(target=self._respond, args=(talk,), name="ckpt-talk", daemon=True).start()
+
+    def _respond(self, talk: Talk) -> None:
+        assert self._answer is not None
+        try:
+            with talk:
+                self._answer(talk)
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            _logger.debug("rank %d: a talk with rank %d ended: %s", self.rank, talk.other, error)
+
+    def _end(self, error: OSError) -> None:
+        with self._guard:
+            self._lost = error
+            talks = list(self._open.values())
+        for talk in talks:
+            talk.heard(error)
+
+
+def _tensor(piece: memoryview) -> torch.Tensor:
+    return torch.frombuffer(bytearray(piece) if piece.readonly else piece, dtype=torch.uint8)
