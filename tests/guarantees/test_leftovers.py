@@ -109,7 +109,7 @@ def test_what_waits_for_a_name_that_is_no_checkpoint_is_left_for_a_person(tmp_pa
     save_over(storage, 1, "last.ckpt")
     aside = tmp_path / ".aside-00000002-last.ckpt"
     (tmp_path / "last.ckpt").rename(aside)
-    (tmp_path / "last.ckpt").mkdir()
+    storage.write_bytes("last.ckpt/optimizer.bin", b"another program's")
     assert collect_orphans(storage, keep=()) == []
     assert aside.is_dir()
     assert "being replaced" in caplog.text

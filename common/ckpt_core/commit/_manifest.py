@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
+from pathlib import PurePosixPath
 from typing import Any, Final, Literal, TypeAlias, cast, final, get_args
 
 from ckpt_core.commit import _lineage
@@ -32,6 +33,11 @@ from ckpt_core.storage import Storage, read_intact, read_small
 from ckpt_core.types import CheckpointInfo, FileEntry, Lineage, Provenance
 
 _COLUMNS: Final = ("path", "size_bytes", "checksum")
+
+
+def join(directory: str, name: str) -> str:
+    """Join `directory` and `name` by a slash; either may be empty."""
+    return f"{directory}/{name}" if directory and name else directory or name
 
 
 def to_columns(files: Sequence[FileEntry]) -> dict[str, list[Any]]:
@@ -122,6 +128,13 @@ class Manifest:
     def size_bytes(self) -> int:
         """Total size of the files."""
         return sum(entry.size_bytes for entry in self.files)
+
+    @property
+    def directories(self) -> list[str]:
+        """Every directory of its files, a parent before its children; "" is the checkpoint's own."""
+        holders = {entry.path.rpartition("/")[0] for entry in self.files}
+        parents = {str(parent) for holder in holders for parent in PurePosixPath(holder).parents}
+        return sorted({""} | holders | (parents - {"."}))
 
     def is_everywhere(self, path: str) -> bool:
         """Return whether each of several disks has a copy of a file."""
