@@ -122,7 +122,7 @@ def test_a_prune_or_quarantine_cut_short_keeps_or_removes_the_whole(tmp_path, re
         root = tmp_path / job.__name__
         assert killed(job, root, "rename", renames) == there
         assert ("step-000000001" in next_run(root)) == there
-        assert strays(root) == set() or next(iter(strays(root))).startswith(".corrupt-")
+        assert strays(root) == set() or next(iter(strays(root))).startswith(".replaced-")
 
 
 @pytest.mark.slow

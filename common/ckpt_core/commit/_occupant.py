@@ -1,4 +1,4 @@
-"""What is in a root and is no checkpoint that counts, and what a user is told of it."""
+"""Names in a root that are no checkpoints, and advice for who looks for one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from ckpt_core.names import (
     METADATA,
     SIGNATURE,
     can_count,
-    corrupt_name,
     data_rank,
     is_own_file,
     is_own_json,
@@ -132,39 +131,28 @@ def _files(storage: Storage, directory: str, *, depth: int) -> Iterator[str]:
                 yield f"{child.name}/{path}"
 
 
-def quarantine(storage: Storage, name: str) -> str:
-    """Move a damaged checkpoint aside; return its place now.
+def quarantine(storage: Storage, name: str, original: str = "") -> str:
+    """Move aside what has or had the name of a checkpoint; return its place now.
 
-    The caller owns the root and has verified the damage. An object store cannot rename: the marker is
-    deleted, and the rest stays until the next save of that name deletes it.
+    The caller owns the root. Only a user deletes it. An object store cannot rename: the marker is deleted,
+    and the rest stays until the next save of that name deletes it.
     """
     if not storage.supports_rename:
         storage.delete(f"{name}/{MARKER}")
         return name
-    return _rename(storage, name, corrupt_name(name, secrets.token_hex(4)))
-
-
-def move_aside(storage: Storage, name: str, original: str) -> str:
-    """Move aside, unchanged, what had the name `original` and is not ours; return its name now.
-
-    POSIX only; the caller owns the root.
-    """
-    return _rename(storage, name, replaced_name(original, secrets.token_hex(4)))
-
-
-def replaced(storage: Storage) -> list[str]:
-    """List what `move_aside` moved; only a user deletes it."""
-    return [entry.name for entry in storage.list("") if is_replaced(entry.name)]
-
-
-def _rename(storage: Storage, name: str, target: str) -> str:
+    target = replaced_name(original or name, secrets.token_hex(4))
     storage.rename(name, target)
     # Durable before anything else takes the name: a power cut that kept only the latter would lose this.
     storage.sync_directory("")
     return target
 
 
-# --- what a user is told
+def replaced(storage: Storage) -> list[str]:
+    """List what `quarantine` moved."""
+    return [entry.name for entry in storage.list("") if is_replaced(entry.name)]
+
+
+# --- advice
 
 _MOST_DIRECTORIES: Final = 256
 _MOST_CHILDREN: Final = 16
@@ -180,7 +168,7 @@ _TORCH_SUFFIXES: Final = (".pt", ".pth", ".ckpt", ".bin")
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Surroundings:
-    """The directories of a root that are no checkpoints, and whether the root itself is one.
+    """The directories of a root that are no checkpoints; whether it is one itself.
 
     Attributes:
         unmarked: checkpoints of ours without commit marker.
@@ -231,9 +219,8 @@ def look_around(storage: Storage, *, known: Collection[str] = ()) -> Surrounding
     found: dict[str, list[str]] = {"unmarked": [], "stock": [], "runs": [], "unlisted": []}
     # Names of steps sort by age: the newest matter.
     links = [entry.name for entry in entries if entry.is_link and entry.is_directory]
-    for name in sorted(
-        {entry.name for entry in entries if entry.is_directory} - {*known, *links}, reverse=True
-    )[:_MOST_DIRECTORIES]:
+    others = {entry.name for entry in entries if entry.is_directory} - {*known, *links}
+    for name in sorted(others, reverse=True)[:_MOST_DIRECTORIES]:
         try:
             kind = _kind(storage, name) if can_count(name) else None
         except PermissionError:

@@ -17,7 +17,7 @@ the new one, because exactly one operation, atomic on its storage, moves between
     If `<name>` is a checkpoint to be replaced, step 4 exchanges the names; then the user's files move from
     the old one to the new one, and the old one is deleted. So it is with a directory of the user's, but the
     save has the name `.aside-<id>-<name>~` first, by which the next run knows what is left after a crash
-    (see `settle_asides`). Anything else is moved aside first (see `move_aside`).
+    (see `settle_asides`). Anything else is moved aside first (see `quarantine`).
 
     object store                             after a crash here, in the bucket is
     1. delete objects of a torn save         nothing, or fewer objects without marker
@@ -44,7 +44,7 @@ from contextlib import contextmanager, suppress
 from typing import Final, NoReturn
 
 from ckpt_core.commit._manifest import MAX_MANIFEST_BYTES, MAX_MARKER_BYTES, Manifest, Marker, join
-from ckpt_core.commit._occupant import Occupant, is_link, move_aside, occupant, quarantine
+from ckpt_core.commit._occupant import Occupant, is_link, occupant, quarantine
 from ckpt_core.commit._prune import delete_in_place, retire, retire_aside
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
@@ -82,6 +82,11 @@ from ckpt_core.types import CheckpointInfo
 _logger = logger_of(__name__)
 
 _RESERVED: Final = JOURNAL | {DAMAGED, PINS, TIERS, WRITER, MANIFEST, MARKER, METADATA, SHARED}
+_KINDS: Final = {
+    Occupant.UNREADABLE: "a torn or damaged checkpoint",
+    Occupant.TORN: "a torn or damaged checkpoint",
+    Occupant.STOCK: "another program's checkpoint",
+}
 _LONGEST_NAME: Final = 200
 """In bytes; most filesystems allow 255, and names of saves in flight are longer."""
 _MOST_ATTEMPTS: Final = 8
@@ -188,8 +193,7 @@ def commit(
         working: what `begin` returned.
         name: of the checkpoint.
         manifest: its contents list.
-        replace: whether to replace a committed checkpoint of that name: the two exchange places, so that one
-            of them has the name at every instant, and the old one is then deleted.
+        replace: whether to replace a committed checkpoint of that name.
         check: raises if another job has taken the root (see `Lease.check`); called where nothing else keeps
             that job from writing under the same name.
 
@@ -258,35 +262,19 @@ def commit_copy(
         if storage.supports_rename:
             storage.delete(f"{working}/{MARKER}")
             storage.write_bytes(f"{working}/{MARKER}", marker.to_bytes())
-            if repair and _holds_save(storage, name, manifest.save_id):
-                _exchange_damaged(storage, working, name, manifest)
-            else:
-                _move_into_place(storage, working, name, manifest, replace=False)
+            replace = repair and _holds_save(storage, name, manifest.save_id)
+            _move_into_place(storage, working, name, manifest, replace=replace)
         else:
             _commit_in_place(storage, name, manifest, marker=marker.to_bytes(), check=check)
     return marker.info(name)
 
 
-def _exchange_damaged(storage: Storage, working: str, name: str, manifest: Manifest) -> None:
-    """Exchange a whole copy with the damaged one of the same save, then remove that."""
-    for directory in manifest.directories:
-        storage.sync_directory(join(working, directory))
-    storage.exchange(working, name)
-    if not _holds_save(storage, working, manifest.save_id):
-        # Another save has taken the name since it was looked at.
-        storage.exchange(working, name)
-        _refuse(storage, name)
-    _make_name_durable(storage, name, manifest)
-    abandon(storage, working)
-
-
 def _holds_save(storage: Storage, name: str, save_id: str) -> bool:
-    """Return whether a directory, also one in flight, has that save's marker."""
+    """Return whether a directory has that save's marker."""
     try:
-        marker = Marker.read(storage, name)
+        return Marker.read(storage, name).save_id == save_id and not is_link(storage, name)
     except (FileNotFoundError, CheckpointError):
         return False
-    return marker.save_id == save_id and not is_link(storage, name)
 
 
 def _commit_in_place(
@@ -328,6 +316,7 @@ def _withdraw_if_torn(storage: Storage, name: str, manifest: Manifest, marker: b
 def _move_into_place(storage: Storage, working: str, name: str, manifest: Manifest, *, replace: bool) -> None:
     for directory in manifest.directories:
         storage.sync_directory(join(working, directory))
+    left = ""
     for attempt in range(_MOST_ATTEMPTS):
         # The name is checked first only for a replacement: mostly it is free.
         found = occupant(storage, name) if replace or attempt else Occupant.NOTHING
@@ -344,7 +333,7 @@ def _move_into_place(storage: Storage, working: str, name: str, manifest: Manife
 
 
 def _take_name(storage: Storage, working: str, name: str, *, found: Occupant, replace: bool) -> str:
-    """Give the finished save its name; return where the previous occupant is, if that is to be deleted.
+    """Give the finished save its name; return where what is to be deleted is.
 
     Raises:
         FileExistsError: another process has taken the name meanwhile.
@@ -362,31 +351,25 @@ def _take_name(storage: Storage, working: str, name: str, *, found: Occupant, re
         try:
             storage.sync_directory("")
             storage.exchange(aside, name)
+        except HalfRenamedError:
+            raise
         except OSError:
             with suppress(OSError):  # the first error is the one to raise
-                storage.rename(aside, working)
+                if storage.exists(f"{aside}/{MARKER}"):  # else both have exchanged their places all the same
+                    storage.rename(aside, working)
             raise
         return aside
     if found is not Occupant.NOTHING:
-        _clear_away(storage, name, found)
+        _logger.warning(
+            "%s/%s was %s and stood in the way of a new checkpoint: it was moved to %s/%s",
+            storage.url,
+            name,
+            _KINDS.get(found, "not a checkpoint of ours"),
+            storage.url,
+            quarantine(storage, name),
+        )
     storage.rename(working, name)
     return ""
-
-
-def _clear_away(storage: Storage, name: str, found: Occupant) -> None:
-    if found in {Occupant.UNREADABLE, Occupant.TORN}:
-        kind, moved = "a torn or damaged checkpoint", quarantine(storage, name)
-    else:
-        kind = "another program's checkpoint" if found is Occupant.STOCK else "not a checkpoint of ours"
-        moved = move_aside(storage, name, name)
-    _logger.warning(
-        "%s/%s was %s and stood in the way of a new checkpoint: it was moved to %s/%s",
-        storage.url,
-        name,
-        kind,
-        storage.url,
-        moved,
-    )
 
 
 def _make_name_durable(storage: Storage, name: str, manifest: Manifest) -> None:
@@ -426,44 +409,33 @@ def abandon(storage: Storage, working: str) -> None:
 
 
 def _encode(manifest: Manifest, groups: int) -> tuple[bytes, Marker]:
-    """Encode the manifest and its marker, and check that both can be read back."""
-    _refuse_unreadable(manifest)
+    """Encode manifest and marker; check that they and small files can be read back."""
+    for entry in manifest.files:
+        small = entry.size_bytes <= BIGGEST_SMALL_FILE or data_rank(entry.path) is not None
+        if not small and is_own_file(entry.path):
+            raise _uncommitted(
+                manifest,
+                f"{entry.path} has {entry.size_bytes} bytes, more than the {BIGGEST_SMALL_FILE} that a load "
+                "accepts for such a file: keep large values in tensors, which have files of their own",
+            )
     content = manifest.to_bytes()
     marker = Marker.of(manifest, content, groups=groups)
     try:
         Manifest.check_bytes(content)
         Marker.from_bytes(marker.to_bytes())
     except CorruptCheckpointError as error:
-        raise SaveError(
-            f"step {manifest.step} was not committed: {error}", step=manifest.step, phase="commit"
-        ) from error
+        raise _uncommitted(manifest, str(error)) from error
     return content, marker
-
-
-def _refuse_unreadable(manifest: Manifest) -> None:
-    """Refuse small files that no load would read into memory: see `read_small`."""
-    for entry in manifest.files:
-        small = entry.size_bytes <= BIGGEST_SMALL_FILE or data_rank(entry.path) is not None
-        if not small and is_own_file(entry.path):
-            raise SaveError(
-                f"step {manifest.step} was not committed: {entry.path} has {entry.size_bytes} bytes, more "
-                f"than the {BIGGEST_SMALL_FILE} that a load accepts for such a file: keep large values in "
-                "tensors, which have files of their own",
-                step=manifest.step,
-                phase="commit",
-            )
 
 
 def _check_files(storage: Storage, working: str, manifest: Manifest) -> None:
     """Compare the reported sizes with storage, by one listing per directory."""
     problems = _unlike(storage, working, manifest)
     if problems:
-        raise SaveError(
-            f"step {manifest.step} was not committed: of the files in {storage.url}/{working}, "
-            f"{len(problems)} differ from what the ranks wrote, first {problems[0]}; check the storage for "
-            "lost writes and save again",
-            step=manifest.step,
-            phase="commit",
+        raise _uncommitted(
+            manifest,
+            f"of the files in {storage.url}/{working}, {len(problems)} differ from what the ranks wrote, "
+            f"first {problems[0]}; check the storage for lost writes and save again",
         )
 
 
@@ -485,6 +457,10 @@ def _unlike(storage: Storage, directory: str, manifest: Manifest) -> list[str]:
         if found != entry.size_bytes:
             problems.append(f"{entry.path} has {found} bytes, not {entry.size_bytes}")
     return problems
+
+
+def _uncommitted(manifest: Manifest, why: str) -> SaveError:
+    return SaveError(f"step {manifest.step} was not committed: {why}", step=manifest.step, phase="commit")
 
 
 def _refuse(storage: Storage, name: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Removal: what is ours goes, first the marker or the name, then the bytes; what is the user's stays.
+"""Removal: first the marker or the name, then our bytes; the user's files stay.
 
 Our files are those that the manifest lists, the manifest, its signature and the marker. All others belong to
 the user, whenever they were added. They are moved by renames only, links as links, and no file overwrites
@@ -28,7 +28,7 @@ from typing import Any, Final
 
 from ckpt_core.commit._catalog import Catalog
 from ckpt_core.commit._manifest import MAX_MANIFEST_BYTES, Manifest, join
-from ckpt_core.commit._occupant import Occupant, is_link, move_aside, occupant
+from ckpt_core.commit._occupant import Occupant, is_link, occupant, quarantine
 from ckpt_core.crew import run_all
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError
@@ -81,7 +81,7 @@ def remove(storage: Storage, info: CheckpointInfo) -> None:
 
 
 def collect_orphans(storage: Storage, *, keep: Collection[str]) -> list[str]:
-    """Remove leftovers of crashes, except the directories in `keep`: of saves in flight.
+    """Remove leftovers of crashes, except `keep`: the directories of saves in flight.
 
     Only names that this package makes are touched, and only if this user owns them; the user's files in them
     are moved back. The caller owns the root (see `Lease`). Interrupted replacements are undone or finished.
@@ -174,25 +174,22 @@ def remove_drafts(storage: Storage) -> list[str]:
     The caller owns the root.
     """
 
-    def drafts(wanted: Collection[str]) -> list[str]:
-        names = [entry.name for entry in storage.list("") if not entry.is_directory]
-        return [name for name in names if drafted(name) in wanted or (wanted is _OWNERS and is_probe(name))]
+    def listed() -> list[str]:
+        return [entry.name for entry in storage.list("") if not entry.is_directory]
 
-    removed: list[str] = []
-    for key in (None, PINS, DAMAGED):
-        if key is not None and not drafts({key}):
-            continue
-        # Listed again under the lock: without it, a draft that another process is writing could be deleted.
-        lock = None if key is None else storage.try_lock(key)
-        if key is not None and lock is None:
-            continue
+    names = listed()
+    removed = without_others(storage, [name for name in names if is_probe(name) or drafted(name) in _OWNERS])
+    for name in removed:
+        storage.delete(name)
+    for key in {PINS, DAMAGED}.intersection(map(drafted, names)):
+        if (lock := storage.try_lock(key)) is None:
+            continue  # another process is changing it
         try:
-            found = without_others(storage, drafts(_OWNERS if key is None else {key}))
+            found = without_others(storage, [name for name in listed() if drafted(name) == key])
             for name in found:
                 storage.delete(name)
         finally:
-            if lock is not None:
-                lock.release()
+            lock.release()
         removed += found
     return removed
 
@@ -233,7 +230,7 @@ def retire_aside(storage: Storage, aside: str) -> None:
     try:
         _carry(storage, aside, name, _strangers(storage, aside, directories, ()))
     except PermissionError as error:
-        moved = move_aside(storage, aside, name)
+        moved = quarantine(storage, aside, name)
         _logger.warning(
             "files cannot be moved from what was %s/%s (%s): it was moved to %s/%s",
             storage.url,
