@@ -34,7 +34,7 @@ _OWN_JSON = re.compile(r"(?:rank|local|chunks)-([0-9]{5,})\.json(?:\.z)?")
 # Hosts and scripts find checkpoints by `checkpoint-*`, `*.ckpt` and the like: because of the dot in front and
 # the tilde at the end these match neither, also where `*` stands for a dot (`Path.glob`).
 _RESERVED = re.compile(
-    r"\.(?P<kind>incomplete|trash|corrupt|replaced|aside)-(?P<id>[0-9a-f]{8,32})-(?P<name>.+?)~?", re.DOTALL
+    r"\.(?P<kind>incomplete|trash|replaced|aside)-(?P<id>[0-9a-f]{8,32})-(?P<name>.+?)~?", re.DOTALL
 )
 _DRAFT = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.tmp")
 _SHARED = re.compile(r"shared-([0-9]{5,9})\.json")
@@ -69,24 +69,14 @@ def trash_name(name: str, prune_id: str) -> str:
     return f".trash-{prune_id}-{name}~"
 
 
-def corrupt_name(name: str, quarantine_id: str) -> str:
-    """Return the name of a damaged checkpoint `name` moved aside; it never counts."""
-    return f".corrupt-{quarantine_id}-{name}~"
-
-
 def replaced_name(name: str, replace_id: str) -> str:
-    """Return the name of a user's directory that a checkpoint replaced at `name`."""
+    """Return the name of what was moved aside for a checkpoint; it never counts."""
     return f".replaced-{replace_id}-{name}~"
 
 
 def aside_name(name: str, exchange_id: str) -> str:
     """Return the name of checkpoint `name` while another one replaces it."""
     return f".aside-{exchange_id}-{name}~"
-
-
-def is_corrupt(name: str) -> bool:
-    """Return whether `name` is a damaged checkpoint that was moved aside."""
-    return _parse(name)[0] == "corrupt"
 
 
 def is_incomplete(name: str) -> bool:
@@ -100,7 +90,7 @@ def is_trash(name: str) -> bool:
 
 
 def is_replaced(name: str) -> bool:
-    """Return whether `name` is a user's directory that a checkpoint has replaced."""
+    """Return whether `name` is of something that was moved aside for a checkpoint."""
     return _parse(name)[0] == "replaced"
 
 
@@ -110,7 +100,7 @@ def can_count(name: str) -> bool:
     False for names of saves in flight, of trash, and of directories moved aside; and for `lost+found`, which
     lies at the top of some filesystems, and only the administrator may list.
     """
-    never = is_incomplete(name) or is_trash(name) or is_corrupt(name) or is_replaced(name)
+    never = is_incomplete(name) or is_trash(name) or is_replaced(name)
     return name != _LOST_AND_FOUND and not never
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import accelerate_ckpt
+from ckpt_core import CheckpointError
 from ckpt_core.commit import replaced
 from ckpt_core.storage import LocalStorage
 from tests.adapters.accelerate_jobs import Job, committed, prepared, step, weights
@@ -44,23 +45,26 @@ def test_what_a_script_puts_there_before_during_and_after_a_save_stays(tmp_path:
     assert committed(tmp_path) == ["checkpoint-5"]
 
 
-def test_the_jobs_own_working_directory_can_become_a_checkpoint(
+def test_the_jobs_own_working_directory_is_refused_as_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with Hydra, which starts a job in its output directory, and `save_state(os.getcwd())`."""
     place = tmp_path / "output"
     place.mkdir()
     monkeypatch.chdir(place)
-    with Path("train.log").open("w") as log:
-        made, *rest = prepared(JOB.but(root=str(tmp_path)))
-        step(made, *rest)
+    Path("train.log").write_text("still mine")
+    made, *rest = prepared(JOB.but(root=str(tmp_path)))
+    step(made, *rest)
+
+    def save() -> None:
         made.save_state(str(place))
         made.end_training()
-        log.write("still mine")
+
+    with pytest.raises(CheckpointError, match=r"output is the working directory of this job.*another name"):
+        save()
     Path("after.txt").write_text("relative to where the job is")
-    assert (place / "train.log").read_text() == "still mine"
-    assert (place / "after.txt").exists()
-    assert committed(tmp_path) == ["output"]
+    assert {path.name for path in place.iterdir()} == {"train.log", "after.txt"}
+    assert committed(tmp_path) == []
 
 
 def test_over_a_stock_checkpoint_of_the_same_name_training_goes_on(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_a_damaged_checkpoint_is_in_nobodys_way_and_is_kept_for_a_look(run, name
         checkpoints.wait()
     assert resumed(run) == NEWEST
     # A directory whose marker says nothing makes way for the new one.
-    kept = next(run.glob(f".corrupt-*-{damaged.name}~"), damaged)
+    kept = next(run.glob(f".replaced-*-{damaged.name}~"), damaged)
     assert (kept / name).read_bytes() == evidence
 
 

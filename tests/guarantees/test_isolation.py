@@ -27,7 +27,7 @@ from ckpt_core import (
 )
 from ckpt_core.cli import main
 from ckpt_core.commit import Catalog, Owner, remove, verify
-from ckpt_core.root import _holdings
+from ckpt_core.root import _ownership
 from ckpt_core.storage import LocalStorage
 from ckpt_core.testing import Fault, FaultyStorage
 from tests.guarantees.isolation_jobs import STEPS
@@ -276,7 +276,7 @@ def test_a_predecessor_that_wakes_up_late_can_neither_commit_nor_touch_what_came
         old.save(1, state_of(1)).result()
         old.save(2, state_of(-2))
         assert stalled.wait(60), f"at {moment}"
-        _holdings._held.clear()  # the older job stands for one of another process
+        _ownership._held.clear()  # the older job stands for one of another process
         with CheckpointManager(root) as new:
             state = state_of(0)
             resumed = new.resume(state)

@@ -10,9 +10,21 @@ import zlib
 import pytest
 import torch
 
-from ckpt_core import CheckpointExistsError, CheckpointManager, KeepLatest, TrainState
-from ckpt_core.commit import Catalog, _strangers, begin, collect_orphans, commit, remove, replaced, verify
+from ckpt_core import CheckpointExistsError, CheckpointManager, ConfigError, KeepLatest, TrainState
+from ckpt_core.commit import (
+    Catalog,
+    _prune,
+    abandon,
+    begin,
+    collect_orphans,
+    commit,
+    remove,
+    replaced,
+    verify,
+)
+from ckpt_core.names import incomplete_name
 from ckpt_core.storage import LocalStorage
+from ckpt_core.storage.local import _paths
 from ckpt_core.testing import Fault, FaultyStorage
 from tests.support.emulators import forget_memory
 from tests.support.power import PowerLog, power_cut
@@ -108,21 +120,35 @@ def test_a_file_made_between_the_look_and_the_rename_keeps_its_place(new_storage
     storage = new_storage()
     storage.make_directory(NAME)
     mine = {"rank-00000.json": b"mine, by chance"}
-    made = Fault(
-        method="rename", key="*/rank-00000.json", before=lambda _done: put(storage, files=mine), nth=0
-    )
+    made = Fault(method="exchange", before=lambda _done: put(storage, files=mine), nth=0)
     save(FaultyStorage(storage, [made]), 5, name=NAME)
     assert_whole(storage)
     assert b"mine, by chance" in tree(storage, NAME).values()
 
 
-def test_an_empty_directory_made_beforehand_becomes_the_checkpoint(tmp_path):
+def test_an_empty_directory_made_beforehand_gives_the_checkpoint_its_name(tmp_path):
     storage = LocalStorage(tmp_path)
     (tmp_path / NAME).mkdir()
-    inode = (tmp_path / NAME).stat().st_ino
     save(storage, 5, name=NAME)
     assert_whole(storage)
-    assert (tmp_path / NAME).stat().st_ino == inode, "a job may work in it"
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+
+
+@pytest.mark.parametrize("replace", [False, True])
+@pytest.mark.parametrize("way", ["itself", "a link to the root", "a directory of the user's"])
+def test_the_directory_that_a_job_works_in_is_refused_and_stays_what_it_is(
+    tmp_path, monkeypatch, way, replace
+):
+    root = tmp_path / "run"
+    (root / NAME).mkdir(parents=True)
+    (tmp_path / "link").symlink_to(root)
+    if way.endswith("user's"):
+        put(LocalStorage(root))
+    monkeypatch.chdir(root / NAME)
+    storage = LocalStorage(tmp_path / "link" if "link" in way else root)
+    with pytest.raises(ConfigError, match=r"is the working directory of this job.*another name"):
+        begin(storage, NAME, "0123abcd", replace=replace)
+    assert [path.name for path in root.iterdir()] == [NAME]
 
 
 @pytest.mark.parametrize(
@@ -166,10 +192,33 @@ def save_first(storage):
 
 def test_a_commit_that_fails_half_way_among_the_users_files_takes_its_own_back(new_storage):
     storage = put(new_storage())
-    broken = Fault(method="rename", key="*/COMMITTED", error=OSError(errno.EIO, "Input/output error"))
+    broken = Fault(method="exchange", error=OSError(errno.EIO, "Input/output error"))
     with pytest.raises(OSError, match="Input/output"):
         save(FaultyStorage(storage, [broken]), 5, name=NAME)
     assert set(tree(storage, NAME)) == {f"{NAME}/{path}" for path in MINE}
+    assert Catalog(storage).committed() == []
+
+
+@pytest.mark.parametrize(("done", "exchanges"), [(False, True), (True, True), (False, False), (True, False)])
+def test_an_exchange_of_places_that_reports_an_error_loses_no_file_of_the_users(
+    tmp_path, monkeypatch, done, exchanges
+):
+    """Also one that was made all the same, as over a network, and where it takes three renames."""
+    if not exchanges:
+        monkeypatch.setattr(_paths, "_renameat2", None)
+    storage = put(save_first(LocalStorage(tmp_path)))
+
+    def fail(_operation):
+        raise OSError(errno.EIO, "Input/output error")
+
+    fault = Fault(method="exchange", **{"after" if done else "before": fail})
+    with pytest.raises(OSError, match="Input/output"):
+        save(FaultyStorage(storage, [fault]), 5, name=NAME)
+    abandon(storage, incomplete_name(NAME, "00000005"))
+    collect(storage)
+    assert_mine(storage)
+    assert [info.step for info in Catalog(storage).committed()] == ([1, 5] if done else [1])
+    assert {path.name for path in tmp_path.iterdir()} == {NAME, "step-000000001"}
 
 
 def test_a_directory_that_may_not_be_written_to_is_set_aside(tmp_path, caplog):
@@ -315,7 +364,7 @@ def prune_by_name(storage):
 
 def test_that_files_stay_behind_is_said_once_for_a_root(caplog):
     storage = posix_like()
-    _strangers._warned.discard(storage.url)
+    _prune._warned.discard((storage.url, ""))
     for step in (1, 2, 3):
         save(storage, step)
         put(storage, f"step-{step:09d}")
@@ -412,8 +461,7 @@ def test_another_checkpoint_of_that_name_is_set_aside_whole_when_the_new_one_is_
         storage.write_bytes(f"{working}/{path}", content)
     commit(storage, working, NAME, manifest_of(5))
     assert_whole(storage)
-    catalog = Catalog(storage)
-    (moved,) = catalog.quarantined() if "ours" in kind else replaced(storage)
+    (moved,) = replaced(storage)
     assert_mine(storage, moved, STOCK[kind])
     assert moved in caplog.text
     assert set(tree(storage, NAME)) == {f"{NAME}/{path}" for path in (*FILES, "manifest.json", "COMMITTED")}
@@ -439,7 +487,7 @@ def test_a_step_that_lost_its_marker_can_be_saved_again(tmp_path, caplog):
         assert checkpoints.resume(state_of(0.0)) == 1
         checkpoints.save(2, state_of(2.5)).result()
         assert [info.step for info in checkpoints.checkpoints()] == [1, 2]
-        (moved,) = Catalog(checkpoints.storage).quarantined()
+        (moved,) = replaced(checkpoints.storage)
     assert (tmp_path / moved / "manifest.json").exists()
     assert moved in caplog.text
 
@@ -453,7 +501,7 @@ def test_a_marker_that_cannot_be_read_costs_no_later_save(tmp_path):
         checkpoints.resume(state_of(0.0))
         checkpoints.save(2, state_of(2.5)).result()
         assert [info.step for info in checkpoints.checkpoints()] == [1, 2]
-        assert len(Catalog(checkpoints.storage).quarantined()) == 1
+        assert len(replaced(checkpoints.storage)) == 1
 
 
 @pytest.mark.parametrize("replace", [False, True])
@@ -543,7 +591,6 @@ def test_names_in_flight_never_look_like_a_hosts_checkpoints(tmp_path):
     makers = [
         names.incomplete_name,
         names.trash_name,
-        names.corrupt_name,
         names.replaced_name,
         names.aside_name,
     ]

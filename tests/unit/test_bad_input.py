@@ -36,7 +36,7 @@ from ckpt_core.errors import (
     SaveError,
 )
 from ckpt_core.names import EVENTS, HISTORY, SPARES
-from ckpt_core.root import _holdings
+from ckpt_core.root import _ownership
 from ckpt_core.storage import LocalStorage, ObjectStorage, Space
 from ckpt_core.testing import Fault, FaultyStorage
 
@@ -408,7 +408,7 @@ def bucket():
 
 def in_another_process():
     """Let managers that are made from now on know nothing of earlier ones of this process."""
-    _holdings._held.clear()
+    _ownership._held.clear()
 
 
 def test_on_an_object_store_the_newer_job_fences_the_older_at_its_next_save(bucket):

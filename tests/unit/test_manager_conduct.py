@@ -22,7 +22,7 @@ from ckpt_core.errors import (
     RootBusyError,
     SaveError,
 )
-from ckpt_core.root import _holdings
+from ckpt_core.root import _ownership
 from ckpt_core.storage import LocalStorage
 from ckpt_core.telemetry import InMemorySink
 from tests.unit.training import LONG, Gate, children, failing
@@ -184,7 +184,7 @@ def test_the_root_is_given_back_on_close_and_refused_before(tmp_path):
     first, second = CheckpointManager(tmp_path), CheckpointManager(tmp_path)
     first.save(1, {"a": 1})
     first.wait()
-    _holdings._held.clear()  # the first stands for one of another process
+    _ownership._held.clear()  # the first stands for one of another process
     with pytest.raises(RootBusyError, match="is held by"):
         second.save(2, {"a": 1})
     target = {"a": None}

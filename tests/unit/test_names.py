@@ -59,7 +59,7 @@ def test_a_name_in_flight_of_a_name_in_flight_is_of_the_checkpoint():
 )
 def test_no_pattern_by_which_others_look_for_checkpoints_finds_one_in_flight(tmp_path, name):
     makers = (
-        *(names.incomplete_name, names.trash_name, names.corrupt_name, names.replaced_name, names.aside_name),
+        *(names.incomplete_name, names.trash_name, names.replaced_name, names.aside_name),
     )
     for make in makers:
         (tmp_path / "run" / make(name, "0123abcd")).mkdir(parents=True)

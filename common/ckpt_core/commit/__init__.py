@@ -4,12 +4,23 @@ The one rule of the whole suite is enforced here: no `COMMITTED`, no checkpoint.
 torch, so that listing and verifying stay fast.
 """
 
-from ckpt_core.commit._catalog import Catalog, Survey, countable_names, read_all, read_manifest
+from ckpt_core.commit._catalog import Catalog, Survey, read_manifest
 from ckpt_core.commit._index import TensorEntry, list_tensors
+from ckpt_core.commit._inventory import Inventory
 from ckpt_core.commit._lease import Lease, Owner
 from ckpt_core.commit._lineage import is_same, next_lineage, on_present_line, present_lineage
-from ckpt_core.commit._manifest import MAX_MARKER_BYTES, ItemKind, Manifest, Marker, whole_info
-from ckpt_core.commit._occupant import Occupant, content_of, quarantine, replaced
+from ckpt_core.commit._manifest import MAX_MARKER_BYTES, ItemKind, Manifest, Marker
+from ckpt_core.commit._occupant import (
+    Occupant,
+    Surroundings,
+    content_of,
+    describe,
+    file_as_root,
+    look_around,
+    quarantine,
+    refuse_as_root,
+    replaced,
+)
 from ckpt_core.commit._protocol import (
     abandon,
     begin,
@@ -19,18 +30,9 @@ from ckpt_core.commit._protocol import (
     require_free,
     working_name,
 )
-from ckpt_core.commit._prune import collect_orphans, remove, remove_drafts
+from ckpt_core.commit._prune import collect_orphans, remove, remove_drafts, settle_asides, strangers
 from ckpt_core.commit._signature import MAX_SIGNATURE_BYTES, require_trusted, write_signature
-from ckpt_core.commit._soundness import Inventory, Soundness
 from ckpt_core.commit._stock_dcp import stock_parts, verify_part, verify_stock
-from ckpt_core.commit._strangers import finish_merge, strangers
-from ckpt_core.commit._surroundings import (
-    Surroundings,
-    describe,
-    file_as_root,
-    look_around,
-    refuse_as_root,
-)
 from ckpt_core.commit._verify import share, verify
 
 __all__ = [
@@ -44,7 +46,6 @@ __all__ = [
     "Marker",
     "Occupant",
     "Owner",
-    "Soundness",
     "Surroundings",
     "Survey",
     "TensorEntry",
@@ -54,10 +55,8 @@ __all__ = [
     "commit",
     "commit_copy",
     "content_of",
-    "countable_names",
     "describe",
     "file_as_root",
-    "finish_merge",
     "is_name",
     "is_same",
     "list_tensors",
@@ -66,7 +65,6 @@ __all__ = [
     "on_present_line",
     "present_lineage",
     "quarantine",
-    "read_all",
     "read_manifest",
     "refuse_as_root",
     "remove",
@@ -74,13 +72,13 @@ __all__ = [
     "replaced",
     "require_free",
     "require_trusted",
+    "settle_asides",
     "share",
     "stock_parts",
     "strangers",
     "verify",
     "verify_part",
     "verify_stock",
-    "whole_info",
     "working_name",
     "write_signature",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -18,18 +17,16 @@ from ckpt_core.commit._manifest import (
     whole_info,
 )
 from ckpt_core.commit._marks import (
-    PINS_REMEDY,
     Mark,
     Marks,
     known_marks,
+    known_pins,
     locked,
     marks_to_change,
-    note_readable,
     problem_of,
     read_pins,
     replace_marks,
     replace_pins,
-    warn_once,
 )
 from ckpt_core.commit._occupant import holds_torn_save, is_link
 from ckpt_core.disclosure import logger_of
@@ -48,7 +45,6 @@ from ckpt_core.names import (
     MARKER,
     PINS,
     can_count,
-    is_corrupt,
     is_incomplete,
     is_trash,
     original_name,
@@ -126,20 +122,16 @@ class Catalog:
         The job that owns the root may commit and prune meanwhile. Then the root is listed again: one listing
         could miss both the pruned checkpoint and the new one.
         """
-
-        def read(name: str) -> CheckpointInfo:
-            return whole_info(self._storage, name, self.marker(name))
-
-        listed = countable_names(self._storage)
-        infos, unreadable = read_all(listed, read)
-        for _ in range(_MOST_LISTINGS - 1):
-            if len(infos) + len(unreadable) == len(listed):
-                break
-            before, listed = listed, countable_names(self._storage)
+        infos, unreadable = list[CheckpointInfo](), dict[str, CheckpointError | OSError]()
+        listed: list[str] | None = None
+        for _ in range(_MOST_LISTINGS):
+            before, listed = listed, [n for n in sorted(self._storage.directories("")) if can_count(n)]
             if before == listed:
                 break
-            infos, unreadable = read_all(listed, read)
-        return with_remarks(self._storage, arrange(self._storage, infos, unreadable), unreadable)
+            infos, unreadable = read_all(listed, self.info)
+            if len(infos) + len(unreadable) == len(listed):
+                break
+        return arranged(self._storage, infos, unreadable)
 
     def latest(self) -> CheckpointInfo | None:
         """Return the newest unmarked checkpoint of the present lineage, or None.
@@ -169,7 +161,7 @@ class Catalog:
             if step in {None, info.step} and name in {None, info.name, set_aside(info.name)}
         ]
         if found:
-            return max(found, key=_preferred)
+            return max(found, key=lambda i: (not i.abandoned, i.usable, i.lineage.number, i.created, i.name))
         if name is not None and is_link(self._storage, name):
             return self.marker(name).info(name)
         expected = step_name(step or 0) if name is None else name
@@ -190,10 +182,17 @@ class Catalog:
 
         Other markers are read only where a name does not tell whose step it is.
         """
-        names = countable_names(self._storage)
+        names = [name for name in self._storage.directories("") if can_count(name)]
         named = [name for name in names if parse_step_name(original_name(name)) in {None, step}]
         there = [name for name in named if self._storage.exists(f"{name}/{MARKER}")]
         return there[0] if there == [step_name(step)] else self.find(step=step).name
+
+    def info(self, name: str) -> CheckpointInfo:
+        """Return the checkpoint in directory `name`, without pins and marks.
+
+        Errors as by `marker`, and PartialCheckpointError if only a part of it is here.
+        """
+        return whole_info(self._storage, name, self.marker(name))
 
     def marker(self, name: str) -> Marker:
         """Read the commit marker of directory `name`.
@@ -232,15 +231,12 @@ class Catalog:
         return [
             name
             for name in sorted(self._storage.directories(""))
-            if is_incomplete(name) or is_trash(name) or (in_place and _is_torn_step(self._storage, name))
+            if is_incomplete(name) or is_trash(name) or (in_place and self._is_torn_step(name))
         ]
 
-    def quarantined(self) -> list[str]:
-        """List directories of damaged checkpoints that were moved aside.
-
-        Only a user deletes them.
-        """
-        return [name for name in sorted(self._storage.directories("")) if is_corrupt(name)]
+    def _is_torn_step(self, name: str) -> bool:
+        committed = parse_step_name(name) is None or self._storage.exists(f"{name}/{MARKER}")
+        return not committed and holds_torn_save(self._storage, name)
 
     def pins(self) -> dict[int, str]:
         """Return step -> reason for every step protected from pruning.
@@ -264,12 +260,7 @@ class Catalog:
             replace_pins(self._storage, self.pins() | {step: reason})
 
     def unpin(self, step: int) -> None:
-        """Remove a pin; harmless where there is none.
-
-        Raises:
-            CorruptCheckpointError: the file of pins cannot be read.
-            OSError: the pins could not be written.
-        """
+        """Remove a pin, harmless where there is none; errors as by `pin`."""
         if step not in self.pins():
             return
         with locked(self._storage, PINS):
@@ -278,12 +269,9 @@ class Catalog:
                 replace_pins(self._storage, pins)
 
     def known_damage(self, name: str) -> str | None:
-        """Return the problem that a damage mark records for `name`, or None.
+        """Return what a mark of damage records for `name`, or None.
 
-        Raises:
-            CheckpointNotFoundError: `name` is not committed.
-            CorruptCheckpointError: its marker is malformed.
-            IncompatibleCheckpointError: its marker was written by a newer version.
+        Errors as by `marker`.
         """
         return problem_of(known_marks(self._storage).damaged, name, self.marker(name).save_id)
 
@@ -299,14 +287,14 @@ class Catalog:
             IncompatibleCheckpointError: its marker, or the file of marks, was written by a newer version.
             OSError: the mark could not be written.
         """
-        _mark(self._storage, self, name, problem, bad=False)
+        self._change_mark(name, "damaged", Mark.of(self.marker(name), problem))
 
     def mark_bad(self, name: str, reason: str) -> None:
         """Record for all later readers that checkpoint `name` must not be trained on.
 
         Its bytes are whole. Errors and the rest as by `mark_damaged`.
         """
-        _mark(self._storage, self, name, reason, bad=True)
+        self._change_mark(name, "bad", Mark.of(self.marker(name), reason))
 
     def unmark(self, name: str, *, bad: bool = False) -> None:
         """Remove a mark of damage, or a `bad` one; harmless where there is none.
@@ -315,12 +303,32 @@ class Catalog:
             IncompatibleCheckpointError: the file of marks was written by a newer version.
             OSError: the marks could not be written.
         """
-        if name not in _of_kind(marks_to_change(self._storage), bad=bad):
+        self._change_mark(name, "bad" if bad else "damaged", None)
+
+    def _change_mark(self, name: str, kind: str, mark: Mark | None) -> None:
+        present: Mark | None = getattr(marks_to_change(self._storage), kind).get(name)
+        if present == mark or (present and mark and replace(present, found=mark.found) == mark):
             return
         with locked(self._storage, DAMAGED):
             marks = marks_to_change(self._storage)
-            rest = {other: mark for other, mark in _of_kind(marks, bad=bad).items() if other != name}
-            replace_marks(self._storage, _current_marks(self, _with_kind(marks, rest, bad=bad)))
+            kinds = {"damaged": dict(marks.damaged), "bad": dict(marks.bad)}
+            kinds[kind].pop(name, None)
+            if mark is not None:
+                kinds[kind][name] = mark
+            current = {
+                each: {other: of[other] for other in of if self._may_apply(other, of[other])}
+                for each, of in kinds.items()
+            }
+            replace_marks(self._storage, Marks(**current))
+
+    def _may_apply(self, name: str, mark: Mark) -> bool:
+        """Return whether the marked checkpoint exists, or its marker cannot be read."""
+        try:
+            return mark.applies_to(self.marker(name).save_id)
+        except CheckpointNotFoundError:
+            return False
+        except (CheckpointError, OSError):
+            return True
 
 
 def read_manifest(storage: Storage, name: str, *, sha256: str | None = None) -> bytes:
@@ -350,33 +358,6 @@ def _committed_manifest(storage: Storage, name: str, sha256: str | None) -> tupl
     return content, manifest
 
 
-def _mark(storage: Storage, catalog: Catalog, name: str, problem: str, *, bad: bool) -> None:
-    mark = Mark.of(catalog.marker(name), problem, found=time.time())
-    if mark.repeats(_of_kind(marks_to_change(storage), bad=bad).get(name)):
-        return
-    with locked(storage, DAMAGED):
-        marks = _current_marks(catalog, marks_to_change(storage))
-        of_kind = {**_of_kind(marks, bad=bad), name: mark}
-        replace_marks(storage, _with_kind(marks, of_kind, bad=bad))
-
-
-def _of_kind(marks: Marks, *, bad: bool) -> Mapping[str, Mark]:
-    return marks.bad if bad else marks.damaged
-
-
-def _with_kind(marks: Marks, of_kind: Mapping[str, Mark], *, bad: bool) -> Marks:
-    return replace(marks, bad=of_kind) if bad else replace(marks, damaged=of_kind)
-
-
-def _preferred(info: CheckpointInfo) -> tuple[bool, bool, int, float, str]:
-    return not info.abandoned, info.usable, info.lineage.number, info.created, info.name
-
-
-def countable_names(storage: Storage) -> list[str]:
-    """List the directories that are checkpoints if they hold a marker."""
-    return [name for name in sorted(storage.directories("")) if can_count(name)]
-
-
 def read_all(
     names: Iterable[str], read: Callable[[str], CheckpointInfo]
 ) -> tuple[list[CheckpointInfo], dict[str, CheckpointError | OSError]]:
@@ -393,105 +374,40 @@ def read_all(
     return infos, unreadable
 
 
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Arranged:
-    """The checkpoints of a root without pins and marks, as they were committed.
-
-    Attributes:
-        infos: oldest step first, with `abandoned` set.
-        lineage: the present lineage.
-    """
-
-    infos: list[CheckpointInfo]
-    lineage: Lineage
-
-
-def arrange(storage: Storage, infos: Sequence[CheckpointInfo], unreadable: Iterable[str] = ()) -> Arranged:
-    """Arrange checkpoints along the present lineage.
-
-    Args:
-        storage: the root.
-        infos: every committed checkpoint.
-        unreadable: directories whose marker cannot be read.
-    """
+def arranged(
+    storage: Storage,
+    infos: Sequence[CheckpointInfo],
+    unreadable: Mapping[str, CheckpointError | OSError],
+) -> Survey:
+    """Arrange checkpoints along the present lineage, with the present pins and marks."""
     others = [lineage for name in unreadable if (lineage := lineage_in_manifest(storage, name)) is not None]
     present = present_lineage(infos, others)
-    return Arranged(infos=on_present_line(_without_replaced(infos), present), lineage=present)
+    names = {info.name for info in infos}
+    # Without those that were set aside and whose successor has the name.
+    found = on_present_line([info for info in infos if set_aside(info.name) not in names], present)
+    pins, marks = known_pins(storage), known_marks(storage)
 
+    def remarked(info: CheckpointInfo) -> CheckpointInfo:
+        pinned = _PINS_UNREADABLE if pins is None else pins.get(info.step)
+        damaged, bad = (problem_of(kind, info.name, info.save_id) for kind in (marks.damaged, marks.bad))
+        plain = pinned is None and damaged is None and bad is None
+        return info if plain else replace(info, pinned=pinned, damaged=damaged, bad=bad)
 
-def with_remarks(
-    storage: Storage, arranged: Arranged, unreadable: Mapping[str, CheckpointError | OSError]
-) -> Survey:
-    """Add the present pins and marks, and directories whose marker cannot be read."""
-    pins, marks = _pins_or_none(storage), known_marks(storage)
-    infos = arranged.infos
+    def parts() -> Iterator[CheckpointInfo]:
+        for name, error in unreadable.items():
+            if isinstance(error, PartialCheckpointError):
+                with suppress(CheckpointNotFoundError):  # the job that owns the root prunes parts, too
+                    yield Catalog(storage).marker(name).info(name)
+
     if pins != {} or marks.damaged or marks.bad:
-        infos = [_remarked(info, pins, marks) for info in infos]
+        found = list(map(remarked, found))
     return Survey(
-        lineage=arranged.lineage,
-        committed=[info for info in infos if not info.abandoned],
+        lineage=present,
+        committed=[info for info in found if not info.abandoned],
         unreadable=dict(unreadable),
-        abandoned=[info for info in infos if info.abandoned],
-        parts=[_remarked(info, pins, marks) for info in _parts(storage, unreadable)],
+        abandoned=[info for info in found if info.abandoned],
+        parts=list(map(remarked, parts())),
     )
-
-
-def _parts(storage: Storage, unreadable: Mapping[str, CheckpointError | OSError]) -> Iterator[CheckpointInfo]:
-    for name, error in unreadable.items():
-        if isinstance(error, PartialCheckpointError):
-            with suppress(CheckpointNotFoundError):  # the job that owns the root prunes parts, too
-                yield Catalog(storage).marker(name).info(name)
-
-
-def _remarked(info: CheckpointInfo, pins: Mapping[int, str] | None, marks: Marks) -> CheckpointInfo:
-    pinned = _PINS_UNREADABLE if pins is None else pins.get(info.step)
-    damaged, bad = (problem_of(kind, info.name, info.save_id) for kind in (marks.damaged, marks.bad))
-    plain = pinned is None and damaged is None and bad is None
-    return info if plain else replace(info, pinned=pinned, damaged=damaged, bad=bad)
-
-
-def _without_replaced(committed: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
-    """Leave out checkpoints that were set aside and whose successor has the name."""
-    names = {info.name for info in committed}
-    return [info for info in committed if set_aside(info.name) not in names]
-
-
-def _is_torn_step(storage: Storage, name: str) -> bool:
-    return (
-        parse_step_name(name) is not None
-        and not storage.exists(f"{name}/{MARKER}")
-        and holds_torn_save(storage, name)
-    )
-
-
-def _pins_or_none(storage: Storage) -> dict[int, str] | None:
-    try:
-        pins = read_pins(storage)
-    except CorruptCheckpointError as error:
-        problem = "; ".join(failure.problem for failure in error.failures)
-        warn_once(storage, PINS, problem, so_that=PINS_REMEDY)
-        return None
-    note_readable(storage, PINS)
-    return pins
-
-
-def _current_marks(catalog: Catalog, marks: Marks) -> Marks:
-    """Keep the marks of checkpoints that exist, or whose marker cannot be read."""
-    damaged, bad = (
-        {name: mark for name, mark in of_kind.items() if _may_apply(catalog, name, mark)}
-        for of_kind in (marks.damaged, marks.bad)
-    )
-    return Marks(damaged=damaged, bad=bad)
-
-
-def _may_apply(catalog: Catalog, name: str, mark: Mark) -> bool:
-    try:
-        return mark.applies_to(catalog.marker(name).save_id)
-    except CheckpointNotFoundError:
-        return False
-    except (CheckpointError, OSError):
-        return True
 
 
 def _located(place: str, error: CheckpointError | OSError) -> CheckpointError | OSError:

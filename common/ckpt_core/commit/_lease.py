@@ -47,14 +47,13 @@ class Owner:
     @property
     def has_ended(self) -> bool:
         """Whether its process certainly has: it ran on this host, and is not there."""
-        if self.host != socket.gethostname() or self.pid <= 0:
-            return False
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return True
-        except OSError:
-            return False
+        if self.host == socket.gethostname() and self.pid > 0:
+            try:
+                os.kill(self.pid, 0)
+            except ProcessLookupError:
+                return True
+            except OSError:
+                pass
         return False
 
     @classmethod
@@ -65,10 +64,7 @@ class Owner:
 
     @classmethod
     def of(cls, storage: Storage) -> Owner | None:
-        """Read the owner that took the root last and has not released it, dead or alive.
-
-        None if unknown.
-        """
+        """Read who took the root last and has not released it; None if unknown."""
         try:
             content = read_small(storage, WRITER, _MAX_BYTES)
         except (FileNotFoundError, CorruptCheckpointError):
@@ -103,12 +99,7 @@ class Lease:
 
     @classmethod
     def acquire(cls, storage: Storage, job: str, *, discreet: bool = False) -> Lease:
-        """Take the root for this process.
-
-        Args:
-            storage: the root.
-            job: name of this process, shown to a job that is refused.
-            discreet: whether to hide the host and the process id.
+        """Take the root for the process named `job`; `discreet` hides host and process.
 
         Raises:
             RootBusyError: another live job holds it; the message names the job and what to do.
@@ -121,11 +112,7 @@ class Lease:
         return lease
 
     def extend(self, storage: Storage) -> None:
-        """Take the disk of another node, too, for a root that has several.
-
-        Raises:
-            RootBusyError: another live job holds it.
-        """
+        """Take the disk of another node, too; errors as by `acquire`."""
         lock = storage.try_lock(WRITER)
         if lock is None:
             raise RootBusyError(f"on the disk of another node, {_busy(storage)}")
@@ -133,11 +120,7 @@ class Lease:
         self._claim(storage)
 
     def _reclaim(self) -> bool:
-        """Make the claim again unless another one is there by now.
-
-        Raises:
-            FileNotFoundError: this is not the directory that was claimed.
-        """
+        """Make the claim again unless another one is there by now."""
         if self._locks_a_file and not self._storage.exists(_LOCK_FILE):
             raise FileNotFoundError(
                 errno.ENOENT,
@@ -196,13 +179,9 @@ class Lease:
         return [holders[number] for number in range(len(parts))]
 
     def check(self, *, reclaim: bool = False) -> None:
-        """Raise if another job has taken the root.
+        """Raise RootBusyError if another job has taken the root, or the claim is gone.
 
-        Args:
-            reclaim: whether to make a claim again that was removed.
-
-        Raises:
-            RootBusyError: another job has taken it, or the claim has been removed.
+        With `reclaim`, a claim that was removed is made again.
         """
         holders = self._holders()
         lost = [number for number, holder in enumerate(holders) if holder != self.owner]

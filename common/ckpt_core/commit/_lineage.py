@@ -41,14 +41,10 @@ def on_present_line(infos: Sequence[CheckpointInfo], present: Lineage | None = N
 
 
 def present_lineage(infos: Sequence[CheckpointInfo], others: Sequence[Lineage] = ()) -> Lineage:
-    """Return the lineage with the highest number.
+    """Return the lineage with the highest number; of several, the one saved to last.
 
-    If a fault gave several the same number, the one saved to last.
-
-    Args:
-        infos: every committed checkpoint of the root.
-        others: lineages of checkpoints whose markers cannot be read: if the newest checkpoint is damaged, an
-            older run must not count as the present one, or a resume would continue what was abandoned.
+    `others` are those of checkpoints whose markers cannot be read: if the newest checkpoint is damaged, an
+    older run must not count as the present one, or a resume would continue what was abandoned.
     """
     found = [(lineage.number, 0.0, lineage.id, lineage) for lineage in others]
     if infos:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import attrgetter
+from pathlib import PurePosixPath
 from typing import Any, Final, Literal, TypeAlias, cast, final, get_args
 
 from ckpt_core.commit import _lineage
@@ -34,21 +35,12 @@ from ckpt_core.types import CheckpointInfo, FileEntry, Lineage, Provenance
 _COLUMNS: Final = ("path", "size_bytes", "checksum")
 
 
-def to_columns(files: Sequence[FileEntry]) -> dict[str, list[Any]]:
-    """Convert to columns of equal length."""
-    return {name: list(map(attrgetter(name), files)) for name in _COLUMNS}
+def join(directory: str, name: str) -> str:
+    """Join `directory` and `name` by a slash; either may be empty."""
+    return f"{directory}/{name}" if directory and name else directory or name
 
 
-def from_columns(columns: dict[str, Any]) -> tuple[FileEntry, ...]:
-    """Build the files, with safe paths and sane sizes; ValueError for bad values."""
-    check_columns(columns)
-    return tuple(
-        FileEntry(path=path, size_bytes=size, checksum=checksum)
-        for path, size, checksum in zip(*(columns[name] for name in _COLUMNS), strict=True)
-    )
-
-
-def check_columns(columns: dict[str, Any]) -> None:
+def _check_columns(columns: dict[str, Any]) -> None:
     """Raise ValueError if one of the files has a bad path, size or checksum."""
     lengths = {len(columns[name]) if type(columns.get(name)) is list else -1 for name in _COLUMNS}
     if len(lengths) != 1 or -1 in lengths:
@@ -95,8 +87,6 @@ class Manifest:
         producer: name -> version of the software that wrote it (ckpt_suite, torch, python, framework).
         files: every file of the directory but the manifest and the marker.
         num_chunks: number of tensor shards and byte entries in those files; the chunk tables locate them.
-        lineage: its line of saves.
-        provenance: where it comes from.
         replicas: number of files that hold the same bytes; 2 if every file has a twin (`twin_name`).
         groups: of each file, in order, the filesystem group on whose disk it is, `EVERY_GROUP` if on all of
             them; empty if all files are in one place. Copies of the checkpoint in one place keep it.
@@ -122,6 +112,13 @@ class Manifest:
     def size_bytes(self) -> int:
         """Total size of the files."""
         return sum(entry.size_bytes for entry in self.files)
+
+    @property
+    def directories(self) -> list[str]:
+        """The directories of its files, parents first; "" is the checkpoint's own."""
+        holders = {entry.path.rpartition("/")[0] for entry in self.files}
+        parents = {str(parent) for holder in holders for parent in PurePosixPath(holder).parents}
+        return sorted({""} | holders | (parents - {"."}))
 
     def is_everywhere(self, path: str) -> bool:
         """Return whether each of several disks has a copy of a file."""
@@ -162,7 +159,7 @@ class Manifest:
                 **provenance_fields(self.provenance),
                 **({"replicas": self.replicas} if self.replicas > 1 else {}),
                 **({"groups": list(self.groups)} if self.groups else {}),
-                "files": to_columns(self.files),
+                "files": {name: list(map(attrgetter(name), self.files)) for name in _COLUMNS},
             }
         )
         if len(content) > MAX_MANIFEST_BYTES:
@@ -180,39 +177,38 @@ class Manifest:
             IncompatibleCheckpointError: it was written by a newer version.
             CorruptCheckpointError: it is malformed, or holds impossible values.
         """
-        with codec.Fields.parse(content, source=MANIFEST, oldest=FORMAT_VERSION) as fields:
-            found = cls._read(fields, from_columns(fields.get("files", dict)))
-            return replace(found, groups=_groups(fields, len(found.files)))
+        return cls._parse(content)
 
     @classmethod
     def check_bytes(cls, content: bytes) -> None:
-        """Check that `from_bytes` can read `content`, without an object per file.
-
-        Raises the same errors.
-        """
-        with codec.Fields.parse(content, source=MANIFEST, oldest=FORMAT_VERSION) as fields:
-            check_columns(fields.get("files", dict))
-            _groups(fields, len(fields.get("files", dict)["path"]))
-            cls._read(fields, ())
+        """Check that `from_bytes` can read it, without an object per file; its errors."""
+        cls._parse(content, with_files=False)
 
     @classmethod
-    def _read(cls, fields: codec.Fields, files: tuple[FileEntry, ...]) -> Manifest:
-        return cls(
-            format_version=fields.format_version,
-            save_id=fields.get("save_id", str),
-            step=fields.count("step"),
-            created=fields.number("created"),
-            world_size=fields.count("world_size", least=1),
-            items=_kinds(fields.mapping("items", str)),
-            metrics=fields.numbers("metrics"),
-            annotations=fields.get("annotations", dict),
-            producer=fields.mapping("producer", str),
-            num_chunks=fields.count("num_chunks"),
-            lineage=_lineage.from_fields(fields),
-            provenance=read_provenance(fields),
-            replicas=fields.count("replicas", least=1) if fields.has("replicas") else 1,
-            files=files,
-        )
+    def _parse(cls, content: bytes, *, with_files: bool = True) -> Manifest:
+        with codec.Fields.parse(content, source=MANIFEST, oldest=FORMAT_VERSION) as fields:
+            columns = fields.get("files", dict)
+            _check_columns(columns)
+            rows = zip(*(columns[name] for name in _COLUMNS), strict=True) if with_files else ()
+            return cls(
+                format_version=fields.format_version,
+                save_id=fields.get("save_id", str),
+                step=fields.count("step"),
+                created=fields.number("created"),
+                world_size=fields.count("world_size", least=1),
+                items=_kinds(fields.mapping("items", str)),
+                metrics=fields.numbers("metrics"),
+                annotations=fields.get("annotations", dict),
+                producer=fields.mapping("producer", str),
+                num_chunks=fields.count("num_chunks"),
+                lineage=_lineage.from_fields(fields),
+                provenance=read_provenance(fields),
+                replicas=fields.count("replicas", least=1) if fields.has("replicas") else 1,
+                groups=_groups(fields, len(columns["path"])),
+                files=tuple(
+                    FileEntry(path=path, size_bytes=size, checksum=sum_) for path, size, sum_ in rows
+                ),
+            )
 
 
 @final
@@ -261,10 +257,18 @@ class Marker:
             CorruptCheckpointError: it is malformed.
             IncompatibleCheckpointError: it was written by a newer version.
         """
+
+        def damage(content: bytes) -> str:
+            try:
+                cls.from_bytes(content)
+            except CorruptCheckpointError as error:
+                return str(error)
+            except IncompatibleCheckpointError:
+                pass
+            return ""
+
         key = f"{directory}/{MARKER}"
-        content, _ = read_intact(
-            storage, key, lambda each: read_small(each, key, MAX_MARKER_BYTES), _damage_of_marker
-        )
+        content, _ = read_intact(storage, key, lambda each: read_small(each, key, MAX_MARKER_BYTES), damage)
         return cls.from_bytes(content)
 
     def matches(self, content: bytes) -> bool:
@@ -285,15 +289,8 @@ class Marker:
             and codec.numbers(self.metrics) == codec.numbers(manifest.metrics)
         )
 
-    def info(
-        self,
-        name: str,
-        pinned: str | None = None,
-        *,
-        damaged: str | None = None,
-        bad: str | None = None,
-    ) -> CheckpointInfo:
-        """Build the `CheckpointInfo` of directory `name`."""
+    def info(self, name: str) -> CheckpointInfo:
+        """Build the `CheckpointInfo` of directory `name`, without pins and marks."""
         return CheckpointInfo(
             step=self.step,
             name=name,
@@ -301,9 +298,6 @@ class Marker:
             size_bytes=self.size_bytes,
             world_size=self.world_size,
             metrics=self.metrics,
-            pinned=pinned,
-            damaged=damaged,
-            bad=bad,
             lineage=self.lineage,
             save_id=self.save_id,
             manifest_sha256=self.manifest_sha256,
@@ -384,24 +378,23 @@ def read_committed(
             raise damage from None
 
 
-def _refuse_part(storage: Storage, name: str, marker: Marker) -> None:
-    """Refuse a checkpoint if all files of one of its groups are on other disks.
+def whole_info(storage: Storage, name: str, marker: Marker) -> CheckpointInfo:
+    """Return the checkpoint of a marker.
 
-    Where only some of a group's files are missing, they are lost, which a verification finds.
+    Where only some files of a disk are missing, they are lost, which a verification finds.
 
     Raises:
-        PartialCheckpointError: the files of a group, and their twins, are not here.
-        CorruptCheckpointError: the manifest is damaged.
+        PartialCheckpointError: all files of one of its disks are elsewhere, and so are their twins.
+        CorruptCheckpointError: it is on several disks, and its manifest is damaged.
     """
     if marker.groups == 1:
-        return
+        return marker.info(name)
     manifest = Manifest.from_bytes(read_committed(storage, name, marker)[0])
     groups = {entry.path: group for entry, group in zip(manifest.files, manifest.groups, strict=False)}
-    holders = {entry.path.rpartition("/")[0] for entry in manifest.files}
     there = {
-        f"{holder}/{child.name}" if holder else child.name
-        for holder in holders
-        for child in storage.list(f"{name}/{holder}" if holder else name)
+        join(inner, child.name)
+        for inner in {entry.path.rpartition("/")[0] for entry in manifest.files}
+        for child in storage.list(join(name, inner))
     }
     twins = manifest.twins()
     missing = [
@@ -409,26 +402,15 @@ def _refuse_part(storage: Storage, name: str, marker: Marker) -> None:
         for entry in manifest.originals
         if entry.path not in there and (entry.path not in twins or twins[entry.path].path not in there)
     ]
-    lacking = {groups.get(path, EVERY_GROUP) for path in missing} - {EVERY_GROUP}
-    lacking -= {groups.get(path, EVERY_GROUP) for path in there}
+    held = {group for path, group in groups.items() if path in there} - {EVERY_GROUP}
+    lacking = {groups.get(path, EVERY_GROUP) for path in missing} - {EVERY_GROUP} - held
     if lacking:
-        held = {group for path, group in groups.items() if path in there} - {EVERY_GROUP}
         raise PartialCheckpointError(
             f"part of a checkpoint on the disks of {marker.groups} nodes: here are the files of disk "
             f"{_numbers(held)}, and not those of disk {_numbers(lacking)} ({len(missing)} of "
             f"{len(manifest.originals)} files)",
             lacking=tuple(sorted(lacking)),
         )
-
-
-def whole_info(storage: Storage, name: str, marker: Marker) -> CheckpointInfo:
-    """Return the checkpoint of a marker.
-
-    Raises:
-        PartialCheckpointError: only a part of it is here, see `_refuse_part`.
-        CorruptCheckpointError: it is in several parts, and its manifest is damaged.
-    """
-    _refuse_part(storage, name, marker)
     return marker.info(name)
 
 
@@ -436,30 +418,19 @@ def _numbers(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, sorted(numbers))) or "none"
 
 
-def _damage_of_marker(content: bytes) -> str:
-    """Return what is wrong with a marker; nothing if a newer version wrote it."""
-    try:
-        Marker.from_bytes(content)
-    except CorruptCheckpointError as error:
-        return str(error)
-    except IncompatibleCheckpointError:
-        pass
-    return ""
-
-
 def _named_by(marker: Marker, storage: Storage, name: str, path: str) -> bytes:
     """Read one file of a manifest, and compare it with the marker."""
     other = f"not the file that was committed: its digest differs from {MARKER}'s"
-    most = min(marker.manifest_bytes, MAX_MANIFEST_BYTES)
+    key, most = f"{name}/{path}", min(marker.manifest_bytes, MAX_MANIFEST_BYTES)
     try:
         content, problem = read_intact(
             storage,
-            f"{name}/{path}",
-            lambda each: read_small(each, f"{name}/{path}", most),
+            key,
+            lambda each: read_small(each, key, most),
             lambda content: "" if marker.matches(content) else other,
         )
     except FileNotFoundError:
-        raise corrupt_file(f"{storage.url}/{name}", path, "missing") from None
+        problem, content = "missing", b""
     if problem:
         raise corrupt_file(f"{storage.url}/{name}", path, problem)
     return content

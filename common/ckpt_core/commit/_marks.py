@@ -17,35 +17,30 @@ from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, ConfigError, CorruptCheckpointError, FileFailure
 from ckpt_core.formats import codec
 from ckpt_core.names import DAMAGED, FORMAT_VERSION, PINS
-from ckpt_core.storage import Lock, Storage, read_small
+from ckpt_core.storage import Storage, read_small
 
 _logger = logger_of(__name__)
+
+MAX_PINS_BYTES: Final = 16 << 20
+MAX_MARKS: Final = 1000
+"""Of either kind; the latest stay."""
+MAX_MARKS_BYTES: Final = 16 << 20
+"""More than `MAX_MARKS` marks with names and problems of maximum length take."""
+_MAX_PROBLEM: Final = 400
+_MAX_ID: Final = 64
+_PATIENCE_SECONDS: Final = 10.0
+_PAUSE_SECONDS: Final = 0.01
+_PINS_REMEDY: Final = "no checkpoint is pruned until the file is repaired or deleted"
 
 _warned: Final[WeakKeyDictionary[Storage, dict[str, str]]] = WeakKeyDictionary()
 
 
-def warn_once(storage: Storage, key: str, problem: str, *, so_that: str) -> None:
-    """Log why a file of the root cannot be read, unless it was the last warning.
-
-    Args:
-        storage: the root; the same root opened again is warned of again.
-        key: the file.
-        problem: why its present content cannot be read.
-        so_that: the consequence, and what to do.
-    """
-    warned = _warned.setdefault(storage, {})
-    if warned.get(key) != problem:
-        warned[key] = problem
+def _note_read(storage: Storage, key: str, problem: str = "", *, so_that: str = "") -> None:
+    """Log why a file of the root cannot be read, unless that was noted last."""
+    noted = _warned.setdefault(storage, {})
+    if problem and noted.get(key) != problem:
         _logger.warning("%s/%s cannot be read, so that %s: %s", storage.url, key, so_that, problem)
-
-
-def note_readable(storage: Storage, key: str) -> None:
-    """Note that a file can be read, so that later damage is logged again."""
-    _warned.get(storage, {}).pop(key, None)
-
-
-_PATIENCE_SECONDS: Final = 10.0
-_PAUSE_SECONDS: Final = 0.01
+    noted[key] = problem
 
 
 @contextmanager
@@ -58,37 +53,23 @@ def locked(storage: Storage, key: str, *, patience_seconds: float = _PATIENCE_SE
     Raises:
         TimeoutError: another process has held the lock for that long; a change takes milliseconds.
     """
-    lock = _acquire(storage, key, patience_seconds)
+    deadline = time.monotonic() + patience_seconds
+    while (lock := storage.try_lock(key)) is None:
+        if time.monotonic() >= deadline:
+            pid = storage.lock_holder(key)
+            holder = "another process" if pid is None else f"another process (pid {pid})"
+            holder = "this very process" if pid == os.getpid() else holder
+            raise TimeoutError(
+                errno.ETIMEDOUT,
+                f"{holder} has held the lock for {patience_seconds:g} s; a change takes milliseconds. If it "
+                "is stopped, end it, then try again",
+                f"{storage.url}/{key}",
+            )
+        time.sleep(_PAUSE_SECONDS)
     try:
         yield
     finally:
         lock.release()
-
-
-def _holder(storage: Storage, key: str) -> str:
-    pid = storage.lock_holder(key)
-    if pid == os.getpid():
-        return "this very process"
-    return "another process" if pid is None else f"another process (pid {pid})"
-
-
-def _acquire(storage: Storage, key: str, patience_seconds: float) -> Lock:
-    deadline = time.monotonic() + patience_seconds
-    while (lock := storage.try_lock(key)) is None:
-        if time.monotonic() >= deadline:
-            raise TimeoutError(
-                errno.ETIMEDOUT,
-                f"{_holder(storage, key)} has held the lock for {patience_seconds:g} s; a change takes "
-                "milliseconds. If it is stopped, end it, then try again",
-                f"{storage.url}/{key}",
-            )
-        time.sleep(_PAUSE_SECONDS)
-    return lock
-
-
-MAX_PINS_BYTES: Final = 16 << 20
-
-PINS_REMEDY: Final = "no checkpoint is pruned until the file is repaired or deleted"
 
 
 def read_pins(storage: Storage) -> dict[int, str]:
@@ -102,22 +83,30 @@ def read_pins(storage: Storage) -> dict[int, str]:
     except FileNotFoundError:
         return {}
     except CorruptCheckpointError as error:
-        raise CorruptCheckpointError(f"{error}; {PINS_REMEDY}", failures=error.failures) from error
+        raise CorruptCheckpointError(f"{error}; {_PINS_REMEDY}", failures=error.failures) from error
     try:
         return {int(step): str(reason) for step, reason in json.loads(content)["pins"].items()}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         failure = FileFailure(path=PINS, problem=f"malformed: {error}")
         raise CorruptCheckpointError(
-            f"{storage.url}/{failure}; {PINS_REMEDY}", failures=(failure,)
+            f"{storage.url}/{failure}; {_PINS_REMEDY}", failures=(failure,)
         ) from error
 
 
-def replace_pins(storage: Storage, pins: Mapping[int, str]) -> None:
-    """Write all pins; readers see the old ones or the new ones.
+def known_pins(storage: Storage) -> dict[int, str] | None:
+    """Read the pins for a listing; None, with a warning, if they cannot be read."""
+    try:
+        pins = read_pins(storage)
+    except CorruptCheckpointError as error:
+        problem = "; ".join(failure.problem for failure in error.failures)
+        _note_read(storage, PINS, problem, so_that=_PINS_REMEDY)
+        return None
+    _note_read(storage, PINS)
+    return pins
 
-    Raises:
-        ConfigError: the file would be too large to be read.
-    """
+
+def replace_pins(storage: Storage, pins: Mapping[int, str]) -> None:
+    """Write all pins; readers see the old ones or the new ones."""
     fields = {"pins": {str(step): pins[step] for step in sorted(pins)}}
     content = json.dumps(fields, indent=2).encode() + b"\n"
     if len(content) > MAX_PINS_BYTES:
@@ -125,26 +114,12 @@ def replace_pins(storage: Storage, pins: Mapping[int, str]) -> None:
     storage.replace(PINS, content)
 
 
-MAX_MARKS: Final = 1000
-"""Of either kind."""
-MAX_PROBLEM: Final = 400
-"""In characters; the rest is dropped."""
-
-MAX_MARKS_BYTES: Final = 16 << 20
-"""More than `MAX_MARKS` marks with names and problems of maximum length take."""
-
-_MAX_ID: Final = 64
-
-
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mark:
-    """The problem of one checkpoint.
+    """The problem of the checkpoint that one save wrote, found at a Unix time.
 
-    Attributes:
-        save_id: the save that wrote the checkpoint: a later one of the same name is not marked.
-        problem: the problem, in words.
-        found: Unix time in seconds.
+    A later checkpoint of the same name is not marked.
     """
 
     save_id: str
@@ -152,17 +127,13 @@ class Mark:
     found: float
 
     @classmethod
-    def of(cls, marker: Marker, problem: str, *, found: float) -> Mark:
-        """Build the mark of the checkpoint with that marker."""
-        return cls(save_id=marker.save_id[:_MAX_ID], problem=problem[:MAX_PROBLEM], found=found)
+    def of(cls, marker: Marker, problem: str) -> Mark:
+        """Build the mark of the checkpoint with that marker, found now."""
+        return cls(save_id=marker.save_id[:_MAX_ID], problem=problem[:_MAX_PROBLEM], found=time.time())
 
     def applies_to(self, save_id: str) -> bool:
         """Return whether the mark applies to the checkpoint that this save wrote."""
         return self.save_id == save_id[:_MAX_ID]
-
-    def repeats(self, other: Mark | None) -> bool:
-        """Return whether the other mark has the same checkpoint and problem."""
-        return other is not None and (self.save_id, self.problem) == (other.save_id, other.problem)
 
 
 @final
@@ -180,7 +151,6 @@ def read_marks(storage: Storage) -> Marks:
     Raises:
         CorruptCheckpointError: the file is malformed, or has changed since it was written.
         IncompatibleCheckpointError: it was written by a newer version.
-        OSError: it cannot be read.
     """
     try:
         content = read_small(storage, DAMAGED, MAX_MARKS_BYTES)
@@ -190,33 +160,40 @@ def read_marks(storage: Storage) -> Marks:
     with codec.Fields.parse(content, source=DAMAGED) as fields:
         if not has_checksum:
             raise ValueError("it does not name its checksum")
-        bad = {} if fields.optional("bad") is None else fields.mapping("bad", dict)
-        return Marks(damaged=_read(fields.mapping("checkpoints", dict)), bad=_read(bad))
+        return Marks(
+            damaged=_read(fields, "checkpoints"), bad=_read(fields, "bad") if "bad" in fields else {}
+        )
+
+
+def _read(fields: codec.Fields, kind: str) -> dict[str, Mark]:
+    found = {name: codec.Fields(mark) for name, mark in fields.mapping(kind, dict).items()}
+    return {
+        name: Mark(
+            save_id=mark.get("save_id", str),
+            problem=mark.get("problem", str)[:_MAX_PROBLEM],
+            found=mark.number("found"),
+        )
+        for name, mark in found.items()
+    }
 
 
 def known_marks(storage: Storage) -> Marks:
-    """Read the marks for a caller that changes nothing.
-
-    If they cannot be read, log a warning and return none.
-    """
+    """Read the marks for a listing; none, with a warning, if they cannot be read."""
     try:
         marks = read_marks(storage)
     except (CheckpointError, OSError) as error:
         effect = "nothing counts as damaged before it is verified again, and nothing as bad"
-        warn_once(storage, DAMAGED, str(error), so_that=effect)
+        _note_read(storage, DAMAGED, str(error), so_that=effect)
         return Marks()
-    note_readable(storage, DAMAGED)
+    _note_read(storage, DAMAGED)
     return marks
 
 
 def marks_to_change(storage: Storage) -> Marks:
-    """Read the marks for a caller that will replace them.
-
-    A malformed file counts as empty; any other failure is raised.
+    """Read the marks before they are replaced; a malformed file counts as empty.
 
     Raises:
         IncompatibleCheckpointError: they were written by a newer version.
-        OSError: they cannot be read.
     """
     try:
         return read_marks(storage)
@@ -233,26 +210,14 @@ def problem_of(marks: Mapping[str, Mark], name: str, save_id: str) -> str | None
 
 def replace_marks(storage: Storage, marks: Marks) -> None:
     """Write the latest `MAX_MARKS` marks; readers see the old ones or the new ones."""
-    fields = {"format_version": FORMAT_VERSION, "checkpoints": _latest(marks.damaged)}
+
+    def latest(marks: Mapping[str, Mark]) -> dict[str, Any]:
+        names = sorted(marks, key=lambda name: (marks[name].found, name))[-MAX_MARKS:]
+        return {name: asdict(marks[name]) for name in names}
+
+    fields = {"format_version": FORMAT_VERSION, "checkpoints": latest(marks.damaged)}
     if marks.bad:
-        fields["bad"] = _latest(marks.bad)
+        fields["bad"] = latest(marks.bad)
     # In ASCII: the name of a directory need not be valid Unicode.
     content = json.dumps(fields, separators=(",", ":")).encode()
     storage.replace(DAMAGED, codec.add_checksum(content))
-
-
-def _latest(marks: Mapping[str, Mark]) -> dict[str, dict[str, Any]]:
-    names = sorted(marks, key=lambda name: (marks[name].found, name))[-MAX_MARKS:]
-    return {name: asdict(marks[name]) for name in names}
-
-
-def _read(marks: Mapping[str, dict[str, Any]]) -> dict[str, Mark]:
-    return {name: _mark(codec.Fields(mark)) for name, mark in marks.items()}
-
-
-def _mark(fields: codec.Fields) -> Mark:
-    return Mark(
-        save_id=fields.get("save_id", str),
-        problem=fields.get("problem", str)[:MAX_PROBLEM],
-        found=fields.number("found"),
-    )

@@ -14,10 +14,10 @@ the new one, because exactly one operation, atomic on its storage, moves between
     crash within step 4 leaves the checkpoint on some disks, and the torn directory of 3, complete, on others:
     the next run renames it there, too (see `settle_parts`).
 
-    If `<name>` is a directory of the user's, step 4 moves the files into it one by one, fsyncs, then moves
-    the marker. After a crash in between both directories exist, and the next run completes it (see `merge`).
-    If a checkpoint is replaced, step 4 exchanges the names; then the user's files move from the old one to
-    the new one, and the old one is deleted. Anything else is moved aside first (see `set_aside`).
+    If `<name>` is a checkpoint to be replaced, step 4 exchanges the names; then the user's files move from
+    the old one to the new one, and the old one is deleted. So it is with a directory of the user's, but the
+    save has the name `.aside-<id>-<name>~` first, by which the next run knows what is left after a crash
+    (see `settle_asides`). Anything else is moved aside first (see `quarantine`).
 
     object store                             after a crash here, in the bucket is
     1. delete objects of a torn save         nothing, or fewer objects without marker
@@ -38,13 +38,14 @@ Any thread of the coordinator may call these, one save at a time per root.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final, NoReturn
 
-from ckpt_core.commit._manifest import MAX_MANIFEST_BYTES, MAX_MARKER_BYTES, Manifest, Marker
-from ckpt_core.commit._occupant import Occupant, is_link, occupant, quarantine, set_aside
-from ckpt_core.commit._strangers import delete_in_place, directories_of, join, merge, retire, unlike
+from ckpt_core.commit._manifest import MAX_MANIFEST_BYTES, MAX_MARKER_BYTES, Manifest, Marker, join
+from ckpt_core.commit._occupant import Occupant, is_link, occupant, quarantine
+from ckpt_core.commit._prune import delete_in_place, retire, retire_aside
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
     CheckpointError,
@@ -64,6 +65,7 @@ from ckpt_core.names import (
     SHARED,
     TIERS,
     WRITER,
+    aside_name,
     can_count,
     data_rank,
     drafted,
@@ -72,13 +74,19 @@ from ckpt_core.names import (
     is_own_file,
     is_probe,
     original_name,
+    set_aside,
 )
-from ckpt_core.storage import BIGGEST_SMALL_FILE, Storage, read_small
+from ckpt_core.storage import BIGGEST_SMALL_FILE, LocalStorage, Storage, read_small
 from ckpt_core.types import CheckpointInfo
 
 _logger = logger_of(__name__)
 
 _RESERVED: Final = JOURNAL | {DAMAGED, PINS, TIERS, WRITER, MANIFEST, MARKER, METADATA, SHARED}
+_KINDS: Final = {
+    Occupant.UNREADABLE: "a torn or damaged checkpoint",
+    Occupant.TORN: "a torn or damaged checkpoint",
+    Occupant.STOCK: "another program's checkpoint",
+}
 _LONGEST_NAME: Final = 200
 """In bytes; most filesystems allow 255, and names of saves in flight are longer."""
 _MOST_ATTEMPTS: Final = 8
@@ -158,6 +166,12 @@ def require_free(storage: Storage, name: str, *, replace: bool = False) -> Occup
             f"{storage.url}/{name} is a checkpoint that another program wrote, and an object store cannot "
             "move it aside; nothing there was touched: move or delete it, or save under another name"
         )
+    own = storage.own
+    if found is Occupant.FILES and isinstance(own, LocalStorage) and own.local_path(name).samefile("."):
+        raise ConfigError(
+            f"{storage.url}/{name} is the working directory of this job, which cannot become a checkpoint: "
+            "save under another name, such as that of a directory in it"
+        )
     return found
 
 
@@ -179,8 +193,7 @@ def commit(
         working: what `begin` returned.
         name: of the checkpoint.
         manifest: its contents list.
-        replace: whether to replace a committed checkpoint of that name: the two exchange places, so that one
-            of them has the name at every instant, and the old one is then deleted.
+        replace: whether to replace a committed checkpoint of that name.
         check: raises if another job has taken the root (see `Lease.check`); called where nothing else keeps
             that job from writing under the same name.
 
@@ -249,35 +262,19 @@ def commit_copy(
         if storage.supports_rename:
             storage.delete(f"{working}/{MARKER}")
             storage.write_bytes(f"{working}/{MARKER}", marker.to_bytes())
-            if repair and _holds_save(storage, name, manifest.save_id):
-                _exchange_damaged(storage, working, name, manifest)
-            else:
-                _move_into_place(storage, working, name, manifest, replace=False)
+            replace = repair and _holds_save(storage, name, manifest.save_id)
+            _move_into_place(storage, working, name, manifest, replace=replace)
         else:
             _commit_in_place(storage, name, manifest, marker=marker.to_bytes(), check=check)
     return marker.info(name)
 
 
-def _exchange_damaged(storage: Storage, working: str, name: str, manifest: Manifest) -> None:
-    """Exchange a whole copy with the damaged one of the same save, then remove that."""
-    for directory in directories_of(manifest):
-        storage.sync_directory(join(working, directory))
-    storage.exchange(working, name)
-    if not _holds_save(storage, working, manifest.save_id):
-        # Another save has taken the name since it was looked at.
-        storage.exchange(working, name)
-        _refuse(storage, name)
-    _make_name_durable(storage, name, manifest, "")
-    abandon(storage, working)
-
-
 def _holds_save(storage: Storage, name: str, save_id: str) -> bool:
-    """Return whether a directory, also one in flight, has that save's marker."""
+    """Return whether a directory has that save's marker."""
     try:
-        marker = Marker.read(storage, name)
+        return Marker.read(storage, name).save_id == save_id and not is_link(storage, name)
     except (FileNotFoundError, CheckpointError):
         return False
-    return marker.save_id == save_id and not is_link(storage, name)
 
 
 def _commit_in_place(
@@ -309,7 +306,7 @@ def _commit_in_place(
 def _withdraw_if_torn(storage: Storage, name: str, manifest: Manifest, marker: bytes) -> None:
     """Delete a marker that arrived after another job had deleted its objects."""
     try:
-        torn = unlike(storage, name, manifest)
+        torn = _unlike(storage, name, manifest)
         if torn and read_small(storage, f"{name}/{MARKER}", MAX_MARKER_BYTES) == marker:
             storage.delete(f"{name}/{MARKER}")
     except (CheckpointError, OSError) as error:
@@ -317,75 +314,68 @@ def _withdraw_if_torn(storage: Storage, name: str, manifest: Manifest, marker: b
 
 
 def _move_into_place(storage: Storage, working: str, name: str, manifest: Manifest, *, replace: bool) -> None:
-    for directory in directories_of(manifest):
+    for directory in manifest.directories:
         storage.sync_directory(join(working, directory))
-    found = Occupant.NOTHING
+    left = ""
     for attempt in range(_MOST_ATTEMPTS):
         # The name is checked first only for a replacement: mostly it is free.
         found = occupant(storage, name) if replace or attempt else Occupant.NOTHING
         try:
-            found = _take_name(storage, working, name, manifest, found=found, replace=replace)
-        except FileExistsError:
-            if attempt == _MOST_ATTEMPTS - 1:
+            left = _take_name(storage, working, name, found=found, replace=replace)
+        except (FileExistsError, FileNotFoundError):
+            if attempt == _MOST_ATTEMPTS - 1 or not storage.exists(f"{working}/{MARKER}"):
                 raise
         else:
             break
-    for directory in (name, "") if found is Occupant.FILES else ("",):
-        _make_name_durable(storage, name, manifest, directory)
-    if found in {Occupant.COMMITTED, Occupant.FILES}:
-        abandon(storage, working)
+    _make_name_durable(storage, name, manifest)
+    if left:
+        abandon(storage, left)
 
 
-def _take_name(
-    storage: Storage, working: str, name: str, manifest: Manifest, *, found: Occupant, replace: bool
-) -> Occupant:
-    """Give the finished save its name; return the previous occupant.
+def _take_name(storage: Storage, working: str, name: str, *, found: Occupant, replace: bool) -> str:
+    """Give the finished save its name; return where what is to be deleted is.
 
     Raises:
         FileExistsError: another process has taken the name meanwhile.
+        FileNotFoundError: another process has removed what had it.
         CheckpointExistsError: it is committed.
     """
     if found is Occupant.COMMITTED and replace and not is_link(storage, name):
         storage.exchange(working, name)
-        return found
+        return working
     if found is Occupant.COMMITTED and not replace:
         _refuse(storage, name)
     if found is Occupant.FILES:
+        aside = aside_name(name, secrets.token_hex(4))
+        storage.rename(working, aside)
         try:
-            merge(storage, working, name, manifest)
-        except PermissionError as error:
-            _logger.warning("files cannot be put into %s/%s (%s)", storage.url, name, error)
-        else:
-            return found
+            storage.sync_directory("")
+            storage.exchange(aside, name)
+        except HalfRenamedError:
+            raise
+        except OSError:
+            with suppress(OSError):  # the first error is the one to raise
+                if storage.exists(f"{aside}/{MARKER}"):  # else both have exchanged their places all the same
+                    storage.rename(aside, working)
+            raise
+        return aside
     if found is not Occupant.NOTHING:
-        _clear_away(storage, name, found)
+        _logger.warning(
+            "%s/%s was %s and stood in the way of a new checkpoint: it was moved to %s/%s",
+            storage.url,
+            name,
+            _KINDS.get(found, "not a checkpoint of ours"),
+            storage.url,
+            quarantine(storage, name),
+        )
     storage.rename(working, name)
-    return Occupant.NOTHING
+    return ""
 
 
-def _clear_away(storage: Storage, name: str, found: Occupant) -> None:
-    if found in {Occupant.UNREADABLE, Occupant.TORN}:
-        kind, moved = "a torn or damaged checkpoint", quarantine(storage, name)
-    else:
-        kind = "another program's checkpoint" if found is Occupant.STOCK else "not a checkpoint of ours"
-        moved = set_aside(storage, name)
-    _logger.warning(
-        "%s/%s was %s and stood in the way of a new checkpoint: it was moved to %s/%s",
-        storage.url,
-        name,
-        kind,
-        storage.url,
-        moved,
-    )
-
-
-def _make_name_durable(storage: Storage, name: str, manifest: Manifest, directory: str) -> None:
-    """Fsync the directory that holds the name.
-
-    Not retried after a failure: the kernel may report a lost page only once.
-    """
+def _make_name_durable(storage: Storage, name: str, manifest: Manifest) -> None:
+    """Fsync the root. Not retried: the kernel may report a lost page only once."""
     try:
-        storage.sync_directory(directory)
+        storage.sync_directory("")
     except OSError as error:
         text = f"{type(error).__name__}: {error}"
         raise SaveError(
@@ -411,51 +401,66 @@ def abandon(storage: Storage, working: str) -> None:
                 delete_in_place(storage, working)
         elif is_incomplete(working):
             retire(storage, working, original_name(working))
+        elif set_aside(working) is not None:
+            retire_aside(storage, working)
     except OSError as error:
         # A failure that led here is reported by the caller; leftovers are collected by a later prune.
         _logger.warning("could not remove torn %s/%s: %s", storage.url, working, error)
 
 
 def _encode(manifest: Manifest, groups: int) -> tuple[bytes, Marker]:
-    """Encode the manifest and its marker, and check that both can be read back."""
-    _refuse_unreadable(manifest)
+    """Encode manifest and marker; check that they and small files can be read back."""
+    for entry in manifest.files:
+        small = entry.size_bytes <= BIGGEST_SMALL_FILE or data_rank(entry.path) is not None
+        if not small and is_own_file(entry.path):
+            raise _uncommitted(
+                manifest,
+                f"{entry.path} has {entry.size_bytes} bytes, more than the {BIGGEST_SMALL_FILE} that a load "
+                "accepts for such a file: keep large values in tensors, which have files of their own",
+            )
     content = manifest.to_bytes()
     marker = Marker.of(manifest, content, groups=groups)
     try:
         Manifest.check_bytes(content)
         Marker.from_bytes(marker.to_bytes())
     except CorruptCheckpointError as error:
-        raise SaveError(
-            f"step {manifest.step} was not committed: {error}", step=manifest.step, phase="commit"
-        ) from error
+        raise _uncommitted(manifest, str(error)) from error
     return content, marker
-
-
-def _refuse_unreadable(manifest: Manifest) -> None:
-    """Refuse small files that no load would read into memory: see `read_small`."""
-    for entry in manifest.files:
-        small = entry.size_bytes <= BIGGEST_SMALL_FILE or data_rank(entry.path) is not None
-        if not small and is_own_file(entry.path):
-            raise SaveError(
-                f"step {manifest.step} was not committed: {entry.path} has {entry.size_bytes} bytes, more "
-                f"than the {BIGGEST_SMALL_FILE} that a load accepts for such a file: keep large values in "
-                "tensors, which have files of their own",
-                step=manifest.step,
-                phase="commit",
-            )
 
 
 def _check_files(storage: Storage, working: str, manifest: Manifest) -> None:
     """Compare the reported sizes with storage, by one listing per directory."""
-    problems = unlike(storage, working, manifest)
+    problems = _unlike(storage, working, manifest)
     if problems:
-        raise SaveError(
-            f"step {manifest.step} was not committed: of the files in {storage.url}/{working}, "
-            f"{len(problems)} differ from what the ranks wrote, first {problems[0]}; check the storage for "
-            "lost writes and save again",
-            step=manifest.step,
-            phase="commit",
+        raise _uncommitted(
+            manifest,
+            f"of the files in {storage.url}/{working}, {len(problems)} differ from what the ranks wrote, "
+            f"first {problems[0]}; check the storage for lost writes and save again",
         )
+
+
+def _unlike(storage: Storage, directory: str, manifest: Manifest) -> list[str]:
+    """List files whose size differs from the manifest, with their size in storage."""
+    sizes = {
+        join(inner, child.name): child.size_bytes
+        for inner in manifest.directories
+        for child in storage.list(join(directory, inner))
+        if not child.is_directory
+    }
+    problems: list[str] = []
+    for entry in manifest.files:
+        if sizes.get(entry.path) == entry.size_bytes:
+            continue
+        found: int | str = "no"
+        with suppress(FileNotFoundError):  # asked for by name: a listing may not show new objects yet
+            found = storage.size(f"{directory}/{entry.path}")
+        if found != entry.size_bytes:
+            problems.append(f"{entry.path} has {found} bytes, not {entry.size_bytes}")
+    return problems
+
+
+def _uncommitted(manifest: Manifest, why: str) -> SaveError:
+    return SaveError(f"step {manifest.step} was not committed: {why}", step=manifest.step, phase="commit")
 
 
 def _refuse(storage: Storage, name: str) -> NoReturn:

@@ -35,19 +35,10 @@ MAX_SIGNATURE_BYTES: Final = 1 << 20
 
 
 def write_signature(storage: Storage, working: str, manifest: Manifest, sign: Sign) -> bytes:
-    """Sign a manifest before its commit; write and return the signature.
-
-    On the coordinator.
-
-    Args:
-        storage: the root.
-        working: the directory of the save.
-        manifest: the manifest; its bytes, as `commit` writes them, are signed.
-        sign: the user's function, called with the bytes.
+    """Sign a manifest as `commit` writes it; write and return the signature.
 
     Raises:
         SaveError: `sign` raised, or returned no signature.
-        OSError: storage failed.
     """
     try:
         signature: Any = sign(manifest.to_bytes())
@@ -66,11 +57,6 @@ def require_trusted(storage: Storage, name: str, verify: VerifyManifest | None) 
 
     Called before any other file of the checkpoint is used.
 
-    Args:
-        storage: the root.
-        name: of the checkpoint's directory.
-        verify: the user's function; None accepts every checkpoint.
-
     Returns:
         SHA-256 of the accepted manifest, so that later reads can require the same one; None without `verify`.
 
@@ -79,7 +65,6 @@ def require_trusted(storage: Storage, name: str, verify: VerifyManifest | None) 
         CheckpointNotFoundError: the directory does not exist.
         CorruptCheckpointError: the manifest is not the one that was committed.
         LoadError: the function could not decide.
-        OSError: storage failed.
     """
     if verify is None:
         return None

@@ -7,10 +7,9 @@ verifies. `.metadata`, a pickle, tells where the chunks are; it is read without 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePosixPath
-from typing import IO, final
+from typing import IO, NamedTuple
 
 from ckpt_core.errors import (
     CheckpointNotFoundError,
@@ -49,10 +48,7 @@ def verify_stock(
 ) -> list[FileFailure]:
     """Verify every DCP directory at or below `name` against its CRC32s.
 
-    Args:
-        storage: where it is.
-        name: the directory.
-        seen: called with a number of bytes compared.
+    `seen` is called with a number of bytes compared.
 
     Returns:
         The problems, file by file; empty if there are none.
@@ -72,16 +68,6 @@ def verify_stock(
     ]
 
 
-def verify_part(
-    storage: Storage, part: str, *, seen: Callable[[int], None] = lambda _: None
-) -> list[FileFailure]:
-    """Verify one directory of DCP's data, "" for the storage's own.
-
-    Arguments and result as of `verify_stock`.
-    """
-    return list(_failures(storage, f"{part}/" if part else "", seen))
-
-
 def stock_parts(storage: Storage, directory: str) -> Iterator[str]:
     """Yield the directories at or below this one that hold DCP's data."""
     children = storage.list(directory)
@@ -93,63 +79,54 @@ def stock_parts(storage: Storage, directory: str) -> Iterator[str]:
             yield from stock_parts(storage, f"{directory}/{child.name}")
 
 
-def _failures(storage: Storage, prefix: str, seen: Callable[[int], None]) -> Iterator[FileFailure]:
+def verify_part(
+    storage: Storage, part: str, *, seen: Callable[[int], None] = lambda _: None
+) -> list[FileFailure]:
+    """Verify one directory of DCP's data, as by `verify_stock`; "" is the root."""
+    prefix = f"{part}/" if part else ""
+    chunks = defaultdict[str, list[_StockChunk]](list)
     try:
-        chunks = _read_chunks(read_small(storage, f"{prefix}{METADATA}"))
+        index = read_index(read_small(storage, f"{prefix}{METADATA}"), METADATA)
     except FileNotFoundError:
-        yield FileFailure(path=METADATA, problem="missing: the save did not end, DCP cannot load this")
-        return
+        problem = "missing: the save did not end, DCP cannot load this"
+        return [FileFailure(path=METADATA, problem=problem)]
     except CorruptCheckpointError as error:
-        yield from error.failures
-        return
+        return list(error.failures)
     except UnsafeCheckpointError as error:
-        yield FileFailure(path=METADATA, problem=str(error))
-        return
-    for path, in_file in chunks.items():
-        problem = _file_problem(storage, f"{prefix}{path}", in_file, seen)
-        if problem is not None:
-            yield FileFailure(path=path, problem=problem)
+        return [FileFailure(path=METADATA, problem=str(error))]
+    for key, place in index.storage_data.items():
+        chunks[place.relative_path].append(_StockChunk(place.offset, place.length, key.fqn))
+    return [
+        FileFailure(path=path, problem=problem)
+        for path in sorted(chunks)
+        if (problem := _file_problem(storage, f"{prefix}{path}", sorted(chunks[path]), seen)) is not None
+    ]
 
 
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _StockChunk:
-    key: str
+class _StockChunk(NamedTuple):
     offset: int
     size_bytes: int
+    key: str
 
 
 def _file_problem(
     storage: Storage, key: str, chunks: Sequence[_StockChunk], seen: Callable[[int], None]
 ) -> str | None:
     """Verify one data file; return the problem of the first damaged chunk, or None."""
+    damaged: list[str] = []
     try:
         size = storage.size(key)
         end = max(chunk.offset + chunk.size_bytes for chunk in chunks)
         if size < end:
             return f"truncated: has {size} bytes, its chunks need {end}"
         with storage.open(key) as stream:
-            problems: list[str | None] = []
             for chunk in chunks:
-                problems.append(zip_problem(stream, chunk.offset, chunk.size_bytes))
+                problem = zip_problem(stream, chunk.offset, chunk.size_bytes)
+                if problem is not None:
+                    damaged.append(f"{chunk.key!r} at byte {chunk.offset}: {problem}")
                 seen(chunk.size_bytes)
     except FileNotFoundError:
         return "missing"
     except (OSError, ValueError) as error:
         return f"cannot be verified: {error}"
-    damaged = [(chunk, p) for chunk, p in zip(chunks, problems, strict=True) if p is not None]
-    if not damaged:
-        return None
-    chunk, problem = damaged[0]
-    first = f"{chunk.key!r} at byte {chunk.offset}: {problem}"
-    return f"{len(damaged)} of {len(chunks)} chunks damaged, first {first}"
-
-
-def _read_chunks(content: bytes) -> Mapping[str, Sequence[_StockChunk]]:
-    """Return file -> its chunks in file order; errors as by `read_index`."""
-    chunks: defaultdict[str, list[_StockChunk]] = defaultdict(list)
-    for key, place in read_index(content, METADATA).storage_data.items():
-        chunks[place.relative_path].append(
-            _StockChunk(key=key.fqn, offset=place.offset, size_bytes=place.length)
-        )
-    return {path: sorted(chunks[path], key=lambda chunk: chunk.offset) for path in sorted(chunks)}
+    return f"{len(damaged)} of {len(chunks)} chunks damaged, first {damaged[0]}" if damaged else None

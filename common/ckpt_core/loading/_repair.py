@@ -34,7 +34,7 @@ class _GivenUpError(Exception):
 def note_copied(ownership: Ownership, info: CheckpointInfo) -> None:
     """Note in a root that a checkpoint was copied there, and verified on the way."""
     ownership.inventory.note_written(info)
-    ownership.soundness.vouch(info)
+    ownership.inventory.vouch(info)
     ownership.note_sound(info.name)
 
 

@@ -1,66 +1,12 @@
-"""Roots held by managers of this process, and the check that ranks share one root."""
+"""The check that ranks share one root."""
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Final, final
+from collections.abc import Sequence
 
-from ckpt_core.commit import Lease, Owner
+from ckpt_core.commit import Owner
 from ckpt_core.errors import ConfigError
 from ckpt_core.storage import Storage
-
-TAKING: Final = threading.RLock()
-"""Held while a manager takes a root."""
-
-_held: dict[str, Holding] = {}
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Holding:
-    """A root that a manager of this process holds.
-
-    Attributes:
-        lease: of the root.
-        until_idle: blocks until no save of that manager is in flight.
-        supersede: notes in that manager that it has lost the root.
-        pid: of the holder: a forked child inherits this table, but none of the roots.
-    """
-
-    lease: Lease
-    until_idle: Callable[[], None]
-    supersede: Callable[[], None]
-    pid: int
-
-
-def hold(lease: Lease, *, until_idle: Callable[[], None], supersede: Callable[[], None]) -> None:
-    """Record a held root; the arguments must not keep a manager from being collected."""
-    _held[lease.owner.id] = Holding(lease, until_idle, supersede, os.getpid())
-
-
-def let_go(lease: Lease) -> None:
-    """Forget a released root."""
-    _held.pop(lease.owner.id, None)
-
-
-def take_from_earlier_manager(storage: Storage) -> bool:
-    """Wait for this process's earlier manager of the root, then take the root from it.
-
-    Returns:
-        Whether there was one.
-    """
-    owner = Owner.of(storage)
-    holding = None if owner is None else _held.get(owner.id)
-    if holding is None or holding.pid != os.getpid():
-        return False
-    holding.until_idle()
-    holding.supersede()
-    let_go(holding.lease)
-    holding.lease.release()
-    return True
 
 
 def sees_claim(storage: Storage, owner_id: str, urls: Sequence[str], *, rank: int) -> bool:

@@ -1,13 +1,16 @@
-"""The right to write to a root, taken by the coordinator before the first byte."""
+"""The right to write to a root, taken before the first byte; lineages of saves."""
 
 from __future__ import annotations
 
+import logging
+import os
 import secrets
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, TypeAlias, final
 
@@ -15,10 +18,12 @@ from ckpt_core.commit import (
     Catalog,
     Inventory,
     Lease,
-    Soundness,
+    Owner,
     Survey,
     collect_orphans,
     is_name,
+    next_lineage,
+    on_present_line,
     quarantine,
     refuse_as_root,
     require_free,
@@ -40,16 +45,12 @@ from ckpt_core.errors import (
 from ckpt_core.journal import Journal
 from ckpt_core.names import run_name
 from ckpt_core.provenance import code_version
-from ckpt_core.root._ancestry import Ancestry
 from ckpt_core.root._disks import Disks
-from ckpt_core.root._holdings import TAKING, hold, let_go, take_from_earlier_manager
 from ckpt_core.root._settling import settle_parts
 from ckpt_core.storage import Storage, unwritable
-from ckpt_core.types import CheckpointInfo, Lineage
+from ckpt_core.types import CheckpointInfo, Lineage, Parent
 
 _logger = logger_of(__name__)
-
-_MOST_LISTED: Final = 5
 
 Elsewhere: TypeAlias = Callable[[Survey], tuple[Sequence[CheckpointInfo], Lineage]]
 
@@ -77,9 +78,8 @@ class Ownership:
     """The lease of a root, its known content, and the lineage of saves.
 
     Attributes:
-        line: the lineage of the live state; valid on the coordinator only, like the following ones.
-        inventory: the committed checkpoints in the root.
-        soundness: those known to be whole.
+        line: the lineage of the live state; valid on the coordinator only, like the inventory.
+        inventory: the committed checkpoints in the root, and which of them are known to be whole.
 
     Args:
         storage: the root.
@@ -108,7 +108,7 @@ class Ownership:
         self._elsewhere = elsewhere
         self._further: dict[str, CheckpointInfo] = {}
         self._job_name = job_name
-        self._until_idle = until_idle
+        self.until_idle = until_idle
         self._disks = Disks(storage, coordinator)
         self._superseded = False
         self._storage = storage
@@ -118,9 +118,10 @@ class Ownership:
         self._damaged: set[str] = set()
         self._occupied: set[str] = set()
         self._prefix = ""
+        self.inventory = Inventory(
+            storage, self._hooks.held, mark=lambda name, problem: self.note_damaged({name: problem})
+        )
         self.line = Ancestry(storage.url)
-        self.inventory = Inventory(storage, self._hooks.held)
-        self.soundness = Soundness(storage, lambda name, problem: self.note_damaged({name: problem}))
 
     def take(self) -> None:
         """Claim the root, unless claimed already, and remove the remains of crashed saves.
@@ -133,9 +134,13 @@ class Ownership:
             return
 
         def acquire(urls: list[str]) -> list[tuple[str, list[str]]]:
-            self._acquire()
-            owner_id = "" if self._lease is None else self._lease.owner.id
-            return [(owner_id, urls)] * len(urls)
+            with _explained(self._storage.url):
+                with suppress(PermissionError):  # of which `check_root` says more
+                    refuse_as_root(self._storage)  # before its probe: nothing is written there
+                self._storage.check_root()
+                if self._lease is None:  # else an earlier call acquired it and failed later
+                    self._lease = _take_lease(self, self._storage, self._job_name)
+            return [(self._lease.owner.id, urls)] * len(urls)
 
         owner_id, urls = self._coordinator.gather_scatter(self._storage.url, acquire, what="taking the root")
         try:
@@ -245,10 +250,19 @@ class Ownership:
             damaged: name -> problem, in words.
         """
         self._damaged |= set(damaged)
-        if self._lease is None:
+        lease = self._lease
+        if lease is None:
             return
         for name, problem in damaged.items():
-            _mark(self._storage, self._lease, name, problem)
+            try:
+                lease.check()
+                Catalog(self._storage).mark_damaged(name, problem)
+            except CorruptCheckpointError:
+                continue  # without its marker it is no checkpoint any more, and does not count anyway
+            except (CheckpointError, OSError) as error:
+                _logger.warning(
+                    "%s/%s is damaged, but could not be marked so: %s", self._storage.url, name, error
+                )
 
     def note_sound(self, name: str) -> None:
         """Undo `note_damaged` for a checkpoint that verifies after all."""
@@ -264,43 +278,39 @@ class Ownership:
             )
 
     def note_verified(self, info: CheckpointInfo, failures: Sequence[FileFailure]) -> None:
-        """Set or remove the mark of a checkpoint that a user verified, in any job's root.
-
-        A mark that cannot be written is a warning, and still known to this process.
-        """
-        failures = lost(failures)
-        problem = "; ".join(map(str, failures[:_MOST_LISTED]))
-        if failures:
+        """Set or remove the mark of a checkpoint that a user verified, in any job's root."""
+        if lost(failures):
             self._damaged.add(info.name)
         else:
             self._damaged.discard(info.name)
-        try:
-            self.soundness.learn(info, problem)
-        except (CheckpointError, OSError) as error:
-            _logger.warning(
-                "%s/%s %s, and its mark could not be changed: %s",
-                self._storage.url,
-                info.name,
-                f"is damaged ({problem})" if failures else "is whole",
-                error,
-            )
+        self.inventory.learn(info, failures)
 
     def release(self) -> None:
         """Release the root."""
-        _close_journal(self._hooks)
+        self._close_journal()
         lease = self._lease
         if lease is not None and not self._superseded:
-            let_go(lease)
+            _held.pop(lease.owner.id, None)
             lease.release()
             self._given_back = True
         self._lease, self._taken = None, False
         self._disks.leave()
 
+    def supersede(self) -> None:
+        """Note that another manager of this process has taken the root."""
+        self._close_journal()
+        self._superseded = True
+
+    def _close_journal(self) -> None:
+        if self._hooks.journal is not None:
+            self._hooks.journal.close()
+
     def _own_name(self, name: str, step: int) -> str:
+        """Return `name`, or one of this lineage where another one's checkpoint has it."""
         try:
             require_free(self._storage, name)
         except CheckpointExistsError:
-            if self._is_made(name, step):
+            if name not in self._damaged and self._is_made(name, step):
                 raise
         else:
             further = self._further.get(name)
@@ -327,36 +337,21 @@ class Ownership:
 
     def _is_made(self, name: str, step: int) -> bool:
         """Return whether the checkpoint of that name is already this run's save of `step`."""
-        try:
-            info = Catalog(self._storage).find(name=name)
-        except (
-            CheckpointNotFoundError,
-            CorruptCheckpointError,
-            IncompatibleCheckpointError,
-            PartialCheckpointError,
-        ):
-            return False
-        return name not in self._damaged and self.line.is_committed(info, step)
-
-    def _acquire(self) -> None:
-        with _explained(self._storage.url):
-            with suppress(PermissionError):  # of which `check_root` says more
-                refuse_as_root(self._storage)  # before its probe: nothing is written there
-            self._storage.check_root()
-            if self._lease is None:  # else an earlier call acquired it and failed later
-                self._lease = _take_lease(self._storage, self._job_name, self._until_idle, _superseding(self))
+        unreadable = (CorruptCheckpointError, IncompatibleCheckpointError, PartialCheckpointError)
+        with suppress(CheckpointNotFoundError, *unreadable):
+            return self.line.is_committed(Catalog(self._storage).find(name=name), step)
+        return False
 
     def _open(self) -> str:
         """Clean up the root, and read what is there; return an id for this run."""
         with _explained(self._storage.url):
             self.collect_orphans()
             self._occupied = {entry.name for entry in self._storage.list("")}
-            self.inventory = Inventory(self._storage, self._hooks.held)
-            survey = self.inventory.survey()
+            # Parts, too: to go on before one of them is to leave it, should the rest of it come back.
+            survey = self.inventory.survey(afresh=True)
             further, present = self._elsewhere(survey)
             self._further = {info.name: info for info in further}
-            # Parts, too: to go on before one of them is to leave it, should the rest of it come back.
-            self.line.survey([*survey.everything, *survey.parts], present, further)
+            self.line.survey([*survey.everything, *survey.parts], further, present)
             code_version()  # now, so that no save waits for git
         return secrets.token_hex(4)
 
@@ -375,26 +370,130 @@ class Ownership:
             )
 
 
-def _close_journal(hooks: OwnerHooks) -> None:
-    if hooks.journal is not None:
-        hooks.journal.close()
+@final
+class Ancestry:
+    """The lineage of the live state.
+
+    Concurrency: `record_commit` on any thread, but not during another call for the first save after a load;
+    the other methods on the main thread.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._known: dict[str, CheckpointInfo] = {}
+        self._further: Sequence[CheckpointInfo] = ()
+        self._present = Lineage()
+        self._origin: CheckpointInfo | None = None
+        self._elsewhere: Parent | None = None
+        self._own: Lineage | None = None
+        self._on_purpose = self._branch = False
+
+    def survey(
+        self, infos: Sequence[CheckpointInfo], further: Sequence[CheckpointInfo], present: Lineage
+    ) -> None:
+        """Record what is in the root, which this job has taken, and only in further tiers.
+
+        What is pruned here later stays known, because a tier may have it.
+        """
+        self._known, self._further, self._present = {info.name: info for info in infos}, further, present
+
+    def continue_from(self, info: CheckpointInfo, *, branch: bool = False) -> None:
+        """Note that the live state is that of this checkpoint: it was loaded as a whole.
+
+        With `branch` the training differs from now on, so that its saves begin a lineage of their own.
+        """
+        self._origin, self._elsewhere, self._own = info, None, None
+        self._on_purpose, self._branch = False, branch
+
+    def start_afresh(self) -> None:
+        """Note that the live state continues no checkpoint, as the user intends."""
+        self._origin = self._own = None
+        self._on_purpose = True
+
+    def begin_from(self, parent: Parent | None) -> None:
+        """Note that the live state was loaded from another root, if it was.
+
+        That is the parent of the next commit, and changes nothing in the lineages of this root.
+        """
+        if parent is not None:
+            self._elsewhere = replace(parent, elsewhere=True)
+
+    @property
+    def parent(self) -> Parent | None:
+        """The checkpoint that a commit made now continues; None if training began here."""
+        own = None if self._origin is None else Parent.of(self._origin)
+        return self._elsewhere or own
+
+    def lineage_of(self, step: int) -> Lineage:
+        """Return the lineage of a save made now; a new one unless it continues the newest."""
+        if self._own is None:
+            known = [*self._known.values(), *self._further]
+            self._own, begun = next_lineage(known, self._present, self._origin, step, branch=self._branch)
+            if begun and known:
+                self._log(step, self._own, known)
+        return self._own
+
+    def record_commit(self, info: CheckpointInfo) -> None:
+        """Record a committed save of this job, which the live state continues."""
+        self._known[info.name] = info
+        self._origin, self._present, self._elsewhere = info, info.lineage, None
+
+    def is_committed(self, info: CheckpointInfo, step: int) -> bool:
+        """Return whether the checkpoint `info` is already this lineage's save of `step`."""
+        return info.usable and self.lineage_of(step).includes(info.lineage, info.step)
+
+    def _log(self, step: int, lineage: Lineage, known: Sequence[CheckpointInfo]) -> None:
+        abandoned = [info for info in on_present_line(known, lineage) if info.abandoned]
+        if self._origin is None:
+            _logger.log(
+                logging.INFO if self._on_purpose else logging.WARNING,
+                "starting afresh in %s, which holds %d checkpoint(s) of an earlier run, up to step %d: they "
+                "are abandoned from the commit of step %d on, and stay, or are removed one by one with "
+                'abandoned="prune". To continue from them instead, stop, and resume the newest before the '
+                "first save",
+                self._url,
+                len(known),
+                max(info.step for info in known),
+                step,
+            )
+        elif abandoned:
+            _logger.warning(
+                "going back to step %d of %s: %d checkpoint(s) that are not before it (%s) are abandoned "
+                "from the commit of step %d on",
+                self._origin.step,
+                self._url,
+                len(abandoned),
+                ", ".join(info.name for info in abandoned[-5:]),
+                step,
+            )
 
 
-def _mark(storage: Storage, lease: Lease, name: str, problem: str) -> None:
-    try:
-        lease.check()
-        Catalog(storage).mark_damaged(name, problem)
-    except CorruptCheckpointError:
-        return  # without its marker it is no checkpoint any more, and does not count anyway
-    except (CheckpointError, OSError) as error:
-        _logger.warning("%s/%s is damaged, but could not be marked so: %s", storage.url, name, error)
+@dataclass(frozen=True, slots=True)
+class _Holding:
+    """A root that a manager of this process holds, without keeping that alive."""
+
+    lease: Lease
+    until_idle: Callable[[], None]
+    owner: weakref.ref[Ownership]
+    pid: int
+    """A forked child inherits the table, but none of the roots."""
 
 
-def _take_lease(
-    storage: Storage, job_name: str | None, until_idle: Callable[[], None], supersede: Callable[[], None]
-) -> Lease:
-    with TAKING:
-        if take_from_earlier_manager(storage):
+_taking: Final = threading.RLock()
+_held: dict[str, _Holding] = {}
+
+
+def _take_lease(ownership: Ownership, storage: Storage, job_name: str | None) -> Lease:
+    """Take a root, also from this process's earlier manager, once that is idle."""
+    with _taking:
+        found = Owner.of(storage)
+        earlier = None if found is None else _held.get(found.id)
+        if earlier is not None and earlier.pid == os.getpid():
+            earlier.until_idle()
+            if (alive := earlier.owner()) is not None:
+                alive.supersede()
+            _held.pop(earlier.lease.owner.id, None)
+            earlier.lease.release()
             _logger.warning(
                 "%s was held by an earlier CheckpointManager of this process, which was not closed: it is "
                 "taken over, and the earlier one cannot save any more",
@@ -402,21 +501,8 @@ def _take_lease(
             )
         job = job_name or Path(next(iter(sys.argv), "")).name or "python"
         lease = Lease.acquire(storage, job, discreet=job_name is not None)
-        hold(lease, until_idle=until_idle, supersede=supersede)
+        _held[lease.owner.id] = _Holding(lease, ownership.until_idle, weakref.ref(ownership), os.getpid())
     return lease
-
-
-def _superseding(ownership: Ownership) -> Callable[[], None]:
-    """Return a function that supersedes an ownership, without keeping it alive."""
-    found = weakref.ref(ownership)
-
-    def supersede() -> None:
-        alive = found()
-        if alive is not None:
-            _close_journal(alive._hooks)
-            alive._superseded = True
-
-    return supersede
 
 
 @contextmanager

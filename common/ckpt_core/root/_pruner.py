@@ -54,26 +54,20 @@ class Pruner:
     ) -> PrunePlan:
         """Apply the policy to a history, by default that of the root, without removals.
 
-        Args:
-            history: every committed checkpoint.
-            newest: the step committed last. Timestamps are not enough: a clock may have been set back.
+        `newest` is the step committed last. Timestamps are not enough: a clock may have been set back.
         """
-        history = (
-            Inventory(self._storage, lambda: self._ownership.held).history() if history is None else history
-        )
+        if history is None:
+            history = Inventory(self._storage, lambda: self._ownership.held).history()
         self._check_metrics(history)
         return plan_prune(self._policy, history, time.time(), abandoned=self._abandoned, last=newest)
 
     def apply(self, *, newest: int | None = None, go_on: Callable[[], bool] = lambda: True) -> PrunePlan:
         """Remove checkpoints that the policy does not keep, oldest first.
 
-        One that stays must be known to be whole first. So are parts of checkpoints, where the disks of nodes
-        that are gone had the rest. The root is listed again, so that pins and marks set
-        meanwhile are seen. Marked checkpoints are neither counted nor removed.
-
-        Args:
-            newest: see `plan`.
-            go_on: called while checkpoints are verified; see `Soundness.droppable`.
+        One that stays must be known to be whole first (see `Inventory.droppable`, also for `go_on`). Parts of
+        checkpoints, where the disks of nodes that are gone had the rest, are removed likewise. The root is
+        listed again, so that pins and marks set meanwhile are seen. Marked checkpoints are neither counted
+        nor removed.
 
         Returns:
             The plan as carried out.
@@ -88,20 +82,24 @@ class Pruner:
             plans.append(self.plan(history, newest=newest))
             return [*plans[-1].drop, *self._parts_to_drop(history, newest)]
 
-        drop = ownership.soundness.droppable(ownership.inventory, choose, go_on=go_on)
+        drop = ownership.inventory.droppable(choose, go_on=go_on)
         removed: list[CheckpointInfo] = []
         for info in drop:
             ownership.check()
             # Another process may have deleted or replaced it meanwhile.
             if ownership.inventory.still_there(info):
-                with self._telemetry.span("prune.remove", step=info.step, name=info.name):
-                    remove(self._storage, info)
-                ownership.inventory.forget(info.name)
+                self._remove(info)
                 removed.append(info)
         self._report(removed, f"not kept by {self._policy!r}")
         planned = {info.name for info in plans[-1].drop}
         plan = withheld(plans[-1], [info for info in drop if info.name in planned])
-        kept = _steps_by_reason(plan)
+        found = defaultdict[str, list[int]](list)
+        for step, reasons in plan.keep.items():
+            for reason in reasons:
+                found[reason].append(step)
+        for info in plan.abandoned:
+            found["abandoned, and not pruned"].append(info.step)
+        kept = {reason: steps[-MOST_STEPS:] for reason, steps in found.items()}
         if kept != self._kept:
             self._kept = kept
             self._telemetry.point("retention", kept=kept, tier=self._storage.url)
@@ -121,10 +119,13 @@ class Pruner:
             raise ConfigError(f"it is pinned ({info.pinned}); unpin it first")
         if info.name in self._ownership.held:
             raise ConfigError("its upload has not ended; remove it afterwards")
+        self._remove(info)
+        self._report([info], "removed by its host")
+
+    def _remove(self, info: CheckpointInfo) -> None:
         with self._telemetry.span("prune.remove", step=info.step, name=info.name):
             remove(self._storage, info)
         self._ownership.inventory.forget(info.name)
-        self._report([info], "removed by its host")
 
     def _report(self, removed: Sequence[CheckpointInfo], why: str) -> None:
         if removed:
@@ -176,14 +177,3 @@ class Pruner:
                 " or ".join(map(repr, unknown)),
                 ", ".join(there) or "none",
             )
-
-
-def _steps_by_reason(plan: PrunePlan) -> dict[str, list[int]]:
-    """Map each reason to keep checkpoints to the newest steps that it keeps."""
-    found = defaultdict[str, list[int]](list)
-    for step, reasons in plan.keep.items():
-        for reason in reasons:
-            found[reason].append(step)
-    for info in plan.abandoned:
-        found["abandoned, and not pruned"].append(info.step)
-    return {reason: steps[-MOST_STEPS:] for reason, steps in found.items()}

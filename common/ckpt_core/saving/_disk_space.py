@@ -15,7 +15,7 @@ from typing import Final, final
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from ckpt_core.commit import Catalog, on_present_line, remove
+from ckpt_core.commit import Catalog, on_present_line, remove, replaced
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError, NoRoomError
 from ckpt_core.options import CheckpointOptions, bytes_text
@@ -141,8 +141,7 @@ class DiskSpace:
         if self._keep is None:
             return ()
         policy, deadline = self._keep, time.monotonic() + self._patience_seconds
-        return self._ownership.soundness.droppable(
-            self._ownership.inventory,
+        return self._ownership.inventory.droppable(
             lambda history: droppable(policy, history, coming, self._clock(), abandoned=self._abandoned),
             go_on=lambda: time.monotonic() < deadline,
         )
@@ -175,7 +174,7 @@ class DiskSpace:
         history = self._ownership.inventory.history()
         gone = f" Step(s) {_steps(removed)} were removed ahead of the policy." if removed else ""
         kept = "; ".join(
-            _kept(self._keep or KeepAll(), history, Catalog(self._storage).quarantined(), self._clock())
+            _kept(self._keep or KeepAll(), history, replaced(self._storage), self._clock())
         )
         text = (
             f"{_figures_text(needed, free)}. Nothing was written.{gone} "
@@ -295,7 +294,7 @@ def _kept(
     for info in plan.abandoned:
         yield f"{info.name}, {bytes_text(info.size_bytes)} (abandoned)"
     for name in aside:
-        yield f"{name} (damaged, moved aside)"
+        yield f"{name} (moved aside)"
 
 
 def _steps(infos: Iterable[CheckpointInfo]) -> str:

@@ -230,7 +230,7 @@ class Saver:
     def _committed(self, info: CheckpointInfo) -> None:
         self._ownership.note_committed(info)
         if self._options.verification == "off":
-            self._ownership.soundness.vouch(info)
+            self._ownership.inventory.vouch(info)
         if self._options.keep is not None:
             self._prune(info)
         try:

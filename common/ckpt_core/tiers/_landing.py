@@ -15,8 +15,8 @@ from ckpt_core.commit import (
     Manifest,
     Occupant,
     abandon,
-    finish_merge,
     require_free,
+    settle_asides,
     working_name,
 )
 from ckpt_core.errors import (
@@ -26,7 +26,7 @@ from ckpt_core.errors import (
     CorruptCheckpointError,
     IncompatibleCheckpointError,
 )
-from ckpt_core.names import MANIFEST, MARKER, is_incomplete
+from ckpt_core.names import MANIFEST, is_incomplete, original_name
 from ckpt_core.storage import Storage, read_small
 
 
@@ -45,8 +45,9 @@ def is_committed_as(storage: Storage, name: str, manifest: Manifest, content: by
         CheckpointExistsError: it holds another checkpoint, or a damaged marker, under that name.
     """
     working = working_name(storage, name, manifest.save_id)
-    if storage.supports_rename and storage.exists(f"{working}/{MARKER}"):
-        finish_merge(storage, working, name)
+    for aside in settle_asides(storage):
+        if original_name(aside) == name:
+            abandon(storage, aside)
     try:
         marker = Catalog(storage).marker(name)
     except (CheckpointNotFoundError, NotADirectoryError):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Final, final
+from typing import Any, final
 
-from ckpt_core.commit import Catalog, Soundness, verify
+from ckpt_core.commit import Catalog, Inventory, verify
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
     CheckpointError,
@@ -14,14 +14,12 @@ from ckpt_core.errors import (
     FileFailure,
     LoadError,
     failure_text,
-    lost,
 )
 from ckpt_core.tiers._tier import Tier
 from ckpt_core.tiers._union import Held, United, unite
 from ckpt_core.types import CheckpointInfo
 
 _logger = logger_of(__name__)
-_MOST_LISTED: Final = 5
 
 
 @final
@@ -100,14 +98,7 @@ class RunCatalog:
         if not copy.tier:
             note(info, failures)
             return failures
-        problem = "; ".join(map(str, lost(failures)[:_MOST_LISTED]))
-        try:
-            Soundness(storage, Catalog(storage).mark_damaged).learn(info, problem)
-        except (CheckpointError, OSError) as error:
-            found = f"is damaged ({problem})" if problem else "is whole"
-            _logger.warning(
-                "%s/%s %s, and its mark could not be changed: %s", storage.url, info.name, found, error
-            )
+        Inventory(storage).learn(info, failures)
         return failures
 
     def pin(self, step: int, reason: str) -> None:

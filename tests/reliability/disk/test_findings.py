@@ -66,7 +66,7 @@ def touch_a_stranger(root):
 
 
 def remove_a_stranger(root):
-    shutil.rmtree(root / f".corrupt-0badc0de-{step_name(1)}")
+    shutil.rmtree(root / f".replaced-0badc0de-{step_name(1)}")
 
 
 def leave_something(root):

@@ -36,7 +36,7 @@ FOREIGN: Final = {
     ".hidden.tmp": b"not ours either",
     "step-12/model.pt": b"a name like ours",
     "plots.incomplete-draft/loss.png": b"a name like a torn save's",
-    f".corrupt-0badc0de-{step_name(1)}/COMMITTED": b"kept for a person to look at",
+    f".replaced-0badc0de-{step_name(1)}/COMMITTED": b"kept for a person to look at",
     f"{LAST_NAME}/tokenizer.json": b"in a checkpoint that is replaced",
     f"{step_name(1)}/adapter/model.bin": b"in a checkpoint that is pruned",
     f"{THEIR_NAME}/args.json": b"in a directory that becomes a checkpoint",

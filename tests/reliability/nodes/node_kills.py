@@ -242,6 +242,6 @@ def _judged(sweep: NodeSweep, heirs: Sequence[forks.Child], base: Path) -> tuple
         str(path.relative_to(base))
         for node in range(_NODES)
         for path in (base / f"node-{node}").iterdir()
-        if path.name.startswith(".") and not path.name.startswith((".corrupt-", ".spare-"))
+        if path.name.startswith(".") and not path.name.startswith((".replaced-", ".spare-"))
     ]
     return steps[0] or 0, f"left behind: {', '.join(left)}" if left else ""

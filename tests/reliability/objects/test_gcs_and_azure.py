@@ -9,7 +9,7 @@ import pytest
 from ckpt_core import CheckpointManager, KeepLatest, RootBusyError, SaveError
 from ckpt_core.errors import CheckpointExistsError
 from ckpt_core.names import JOURNAL
-from ckpt_core.root import _holdings
+from ckpt_core.root import _ownership
 from tests.reliability.objects.filled import state_of, value_of
 from tests.support.clouds import Cloud
 
@@ -83,7 +83,7 @@ def test_a_late_marker_of_a_job_that_was_replaced_does_not_damage_the_newer_chec
     begun = len(cloud.control.log())
     late = older.save(2, state_of(-2))
     until(lambda: any(request.faults for request in cloud.control.log(begun)))
-    _holdings._held.clear()  # the older job stands for one of another process
+    _ownership._held.clear()  # the older job stands for one of another process
     newer = manager(cloud)
     assert newer.resume(state_of(0)) == 1
     newer.save(2, state_of(2)).result()

@@ -12,7 +12,7 @@ from ckpt_core import CheckpointManager, KeepLatest, RootBusyError, SaveError
 from ckpt_core.commit import Catalog, collect_orphans, remove, verify
 from ckpt_core.errors import CheckpointExistsError
 from ckpt_core.names import JOURNAL
-from ckpt_core.root import _holdings
+from ckpt_core.root import _ownership
 from ckpt_core.storage import ObjectStorage
 from tests.reliability.objects.filled import state_of, value_of
 from tests.reliability.sampling import sample
@@ -226,7 +226,7 @@ def late_upload(bucket, key):
     begun = len(bucket.control.log())
     late = older.save(2, state_of(-2))
     until(lambda: any(request.faults for request in bucket.control.log(begun)))
-    _holdings._held.clear()  # the older job stands for one of another process
+    _ownership._held.clear()  # the older job stands for one of another process
     newer = bucket.manager("newer")
     assert newer.resume(state_of(0)) == 1
     newer.save(2, state_of(2)).result()

@@ -285,7 +285,7 @@ def require_tidy(root: Path) -> None:
     """Nothing is left but checkpoints, their files, and the files of the root."""
     names = {info.name for info in Catalog(LocalStorage(root)).committed(abandoned=True)}
     # What was damaged and in the way is kept for a person to look at.
-    there = {path.name for path in root.iterdir() if not path.name.startswith(".corrupt-")}
+    there = {path.name for path in root.iterdir() if not path.name.startswith(".replaced-")}
     left = there - names - _KNOWN
     for name in names:
         # What a checkpoint may hold is in its manifest, but for what a copy or a replacement forgot.

@@ -198,7 +198,7 @@ def test_a_save_id_belongs_to_one_save():
         "a/b",
         ".incomplete-12345678-a",
         ".trash-12345678-a",
-        ".corrupt-12345678-a",
+        ".replaced-12345678-a",
         ".metadata",
         ".pins.json.0123abcd.tmp",
         "COMMITTED",

@@ -58,7 +58,7 @@ def test_a_local_copy_that_does_not_even_count_is_made_whole_again(two, lost):
     path.write_bytes(path.read_bytes()[:-9])
     repaired(two)
     assert is_whole(two.local)
-    assert sum(name.startswith(".corrupt-") for name in children(two.local)) == (lost == "COMMITTED")
+    assert sum(name.startswith(".replaced-") for name in children(two.local)) == (lost == "COMMITTED")
 
 
 def test_the_checkpoint_resumed_is_fetched_to_an_empty_disk_if_retention_keeps_it(two):

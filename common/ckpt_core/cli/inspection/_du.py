@@ -11,7 +11,7 @@ from ckpt_core.cli._arguments import named_checkpoint, none_committed, open_root
 from ckpt_core.cli._outcome import Outcome, Table
 from ckpt_core.commit import Catalog, list_tensors
 from ckpt_core.errors import CheckpointError
-from ckpt_core.names import METADATA, is_corrupt, is_incomplete, is_trash
+from ckpt_core.names import METADATA, is_incomplete, is_replaced, is_trash
 from ckpt_core.options import bytes_text
 from ckpt_core.storage import Storage, read_small
 from ckpt_core.types import CheckpointInfo
@@ -92,10 +92,10 @@ def _by_item(storage: Storage, infos: Sequence[CheckpointInfo]) -> dict[str, int
 
 
 def _left_over(storage: Storage) -> Iterator[tuple[str, int]]:
-    """Yield directories of torn saves, begun prunes and moved damage; and sizes."""
+    """Yield directories of torn saves, begun prunes, and moved aside; with sizes."""
     for entry in storage.list(""):
         name = entry.name
-        if entry.is_directory and (is_incomplete(name) or is_trash(name) or is_corrupt(name)):
+        if entry.is_directory and (is_incomplete(name) or is_trash(name) or is_replaced(name)):
             yield name, _size_below(storage, name)
 
 

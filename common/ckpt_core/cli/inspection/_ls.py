@@ -75,14 +75,14 @@ def run(arguments: Namespace) -> Outcome:
     catalog, survey = Catalog(storage), Catalog(storage).survey()
     tiers, problem = _tiers(storage, survey, arguments)
     united = unite([each.survey for each in tiers if each.survey is not None]).infos
-    infos, stock_aside = survey.everything, replaced(storage)
+    infos, aside = survey.everything, replaced(storage)
     events: list[Record] = []
     with suppress(OSError):  # a journal that cannot be read is no reason to list nothing
         events = read_events(storage)
     why = why_kept(events)
     around = look_around(storage, known=[*survey.unreadable, *(info.name for info in infos)])
     children = [] if infos else [_run_facts(name, arguments) for name in around.runs]
-    torn, quarantined = sorted({*catalog.torn(), *around.unmarked}), catalog.quarantined()
+    torn = sorted({*catalog.torn(), *around.unmarked})
     summary = f"{len(infos)} committed in {storage.url}, {bytes_text(sum(i.size_bytes for i in infos))}"
     if children:
         summary = f"{len(children):,} runs in {storage.url}, give one of them as the root"
@@ -97,8 +97,7 @@ def run(arguments: Namespace) -> Outcome:
                 {"name": name, "problem": str(error)} for name, error in survey.unreadable.items()
             ],
             "torn": torn,
-            "quarantined": quarantined,
-            "replaced": stock_aside,
+            "replaced": aside,
             "stock": around.stock,
             "runs": around.runs,
             "children": children,
@@ -117,8 +116,7 @@ def run(arguments: Namespace) -> Outcome:
             *(_unreadable(name, error) for name, error in survey.unreadable.items()),
             *(f"torn or being written: {name}" for name in torn if name not in around.unmarked),
             *(f"torn, or lost its marker: {name}" for name in around.unmarked),
-            *(f"damaged and moved aside: {name}" for name in quarantined),
-            *(f"not ours and moved aside: {name}" for name in stock_aside),
+            *(f"moved aside: {name}" for name in aside),
             *(f"written by stock DCP, see `ckpt verify`: {name}" for name in around.stock),
             *(f"holds checkpoints of its own: {name}" for name in around.runs if not children),
             *(f"may not be listed by this user: {name}" for name in around.unlisted),

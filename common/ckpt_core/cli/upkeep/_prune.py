@@ -14,7 +14,7 @@ from typing import Final
 from ckpt_core.cli._arguments import claimed, none_committed, number_in, open_root
 from ckpt_core.cli._outcome import Outcome, Table
 from ckpt_core.cli._progress_line import ProgressLine
-from ckpt_core.commit import Catalog, Inventory, Lease, Soundness, collect_orphans, look_around, remove
+from ckpt_core.commit import Catalog, Inventory, Lease, collect_orphans, look_around, remove
 from ckpt_core.errors import ConfigError, CorruptCheckpointError
 from ckpt_core.journal import add_event
 from ckpt_core.options import CheckpointOptions, bytes_text
@@ -74,9 +74,8 @@ def _applied(
         plans.append(choose(history))
         return plans[-1].drop
 
-    catalog, inventory = Catalog(storage), Inventory(storage)
-    soundness = Soundness(storage, catalog.mark_damaged, watch=_watched)
-    drop = soundness.droppable(inventory, droppable)
+    catalog, inventory = Catalog(storage), Inventory(storage, watch=_watched)
+    drop = inventory.droppable(droppable)
     if not drop:
         return withheld(plans[-1], drop)
     with ProgressLine("deleting", sum(info.size_bytes for info in drop)) as progress:

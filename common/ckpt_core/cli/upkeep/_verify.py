@@ -18,7 +18,7 @@ from ckpt_core.cli._arguments import (
 )
 from ckpt_core.cli._outcome import Outcome
 from ckpt_core.cli._progress_line import ProgressLine
-from ckpt_core.commit import Catalog, strangers, verify, verify_part, whole_info
+from ckpt_core.commit import Catalog, strangers, verify, verify_part
 from ckpt_core.errors import (
     ArchivedError,
     CheckpointError,
@@ -225,7 +225,7 @@ def _part(storage: Storage, name: str) -> _Result | None:
     """
     catalog = Catalog(storage)
     try:
-        whole_info(storage, name, catalog.marker(name))
+        catalog.info(name)
     except PartialCheckpointError as part:
         manifest = catalog.manifest(name)
         groups = zip(manifest.files, manifest.groups, strict=True)

@@ -179,7 +179,7 @@ class DurableRoot:
         self._ownership.inventory.note_written(info)
         if not self._reads_back:
             # The service has compared what it stored, and reading it back may cost money.
-            self._ownership.soundness.vouch(info)
+            self._ownership.inventory.vouch(info)
         return info
 
     def prune(self, info: CheckpointInfo, go_on: Callable[[], bool]) -> None:
