@@ -30,7 +30,7 @@ from ckpt_core.loading._checkpoint import is_stock
 from ckpt_core.loading._load import Load, LoadRequest
 from ckpt_core.loading._overwritten import Overwritten, release
 from ckpt_core.names import MARKER, is_incomplete, is_trash, parse_step_name
-from ckpt_core.options import VerifyManifest
+from ckpt_core.options import Verify, VerifyManifest
 from ckpt_core.root import Job
 from ckpt_core.state import StateSource
 from ckpt_core.storage import Storage
@@ -442,7 +442,7 @@ class Loader:
             text = str(error)
         if self._coordinator.is_coordinator:
             _logger.error("%s; loading it once more, verified first", text)
-        verification = "full" if request.verification == "full" else "read"
+        verification: Verify = "full" if request.verification == "full" else "read"
         try:
             return Load(replace(request, verification=verification), source, job, self.overwritten).run()
         except OverwrittenError as error:

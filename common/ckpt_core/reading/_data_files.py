@@ -110,7 +110,7 @@ class DataFile:
         with self._guard:
             place = bisect_right(self._starts, offset)
             start = self._starts[place - 1] if place else offset
-            content = self._kept[start][offset - start : end - start] if place else b""
+            content = self._kept[start][offset - start : end - start] if place else memoryview(b"")
             following = self._starts[place] if place < len(self._starts) else sys.maxsize
         return (content, offset + len(content)) if content else (None, min(end, following))
 
