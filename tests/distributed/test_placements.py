@@ -182,7 +182,7 @@ def test_what_has_no_value_or_no_place_is_refused_by_name_on_every_rank(tmp_path
     for told in run_ranks(refused, 2, tmp_path, timeout_seconds=100):
         assert len(told) == 2 * len(STAGINGS)
         assert all("grad.w is placed as" in each and "redistribute()" in each for each in told[::2])
-        assert all("shards of grad.w" in each and "overlap" in each for each in told[1::2])
+        assert all("chunks of 'grad.w'" in each and "overlap" in each for each in told[1::2])
 
 
 def fsdp2_tp(root: Path) -> None:

@@ -137,8 +137,8 @@ _kind = attrgetter("dtype", "layout", "requires_grad", "memory_format", "pin_mem
 
 def _resolved(kind: tuple[str, str, bool, str, bool]) -> tuple[Any, ...]:
     dtype, layout, grad, form, pinned = kind
-    form = _named(form, torch.memory_format)
-    return _named(dtype, torch.dtype), _named(layout, torch.layout), grad, form, pinned
+    memory = _named(form, torch.memory_format)
+    return _named(dtype, torch.dtype), _named(layout, torch.layout), grad, memory, pinned
 
 
 def _name(constant: object) -> str:

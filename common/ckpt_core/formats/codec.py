@@ -194,4 +194,3 @@ def _is_relative_path(value: object) -> bool:
     if type(value) is not str or not _PATH.fullmatch(value) or value in _RESERVED:
         return False
     return len(value.encode()) <= _MAX_PATH_BYTES
-

@@ -135,10 +135,10 @@ def check_chunks(key: str, shape: Sequence[int], chunks: Sequence[_Chunk]) -> in
             boxes.append((chunk.offsets, chunk.sizes))
         else:
             empty.add(chunk.offsets)
+    if len(boxes) > 1 and volume >= prod(shape):
+        _check_disjoint(key, boxes)
     if volume != prod(shape):
         raise ImpossibleError(f"the chunks of {key!r:.200} have {volume} of its {prod(shape)} elements")
-    if len(boxes) > 1:
-        _check_disjoint(key, boxes)
     # Several ranks without elements of a tensor may each describe the same empty chunk.
     return len(boxes) + len(empty.difference(map(itemgetter(0), boxes)))
 

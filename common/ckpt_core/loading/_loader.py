@@ -592,11 +592,11 @@ def _listed(tier: Tier) -> Survey | LoadError:
 
 
 def _unreadable(survey: Survey) -> dict[str, str]:
-    """List checkpoints with damaged markers; for archived ones see `_refuse_newer`."""
+    """List checkpoints with damaged markers; for others see `_refuse_newer`."""
     return {
         name: str(error)
         for name, error in survey.unreadable.items()
-        if not isinstance(error, ArchivedError | PartialCheckpointError)
+        if not isinstance(error, ArchivedError | IncompatibleCheckpointError | PartialCheckpointError)
     }
 
 
