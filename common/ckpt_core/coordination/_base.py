@@ -20,7 +20,7 @@ R = TypeVar("R")
 
 
 class CommitChannel(ABC):
-    """Connects the ranks for one save, on the background thread.
+    """Connects the ranks for saves, on the background thread.
 
     Uses no collectives, so it cannot deadlock against training. Every wait has a deadline; when it passes,
     `DeadlineError` names the missing ranks.
@@ -72,7 +72,7 @@ class CommitChannel(ABC):
         """
 
     def close(self) -> None:  # noqa: B027 - for channels that hold a connection
-        """Release the channel after its save; harmless when repeated."""
+        """Drop the connection and end its thread; harmless when repeated."""
 
 
 class Coordinator(ABC):
@@ -117,10 +117,10 @@ class Coordinator(ABC):
 
     @abstractmethod
     def commit_channel(self) -> CommitChannel:
-        """Open a channel to the present ranks for one save; not collective."""
+        """Return the channel of saves, which is closed with this; not collective."""
 
     def background_channel(self, name: str) -> CommitChannel:
-        """Open a channel of its own, for a thread beside that of saves; not collective.
+        """Open a channel for another thread, which closes it; not collective.
 
         Args:
             name: equal on all ranks, and of no other channel.
