@@ -37,7 +37,7 @@ class CommitChannel(ABC):
         return self.rank == 0
 
     @abstractmethod
-    def broadcast(self, name: str, make: Callable[[], T], *, deadline_seconds: float) -> T:
+    def broadcast(self, name: str, make: Callable[[], T], deadline_seconds: float) -> T:
         """Call `make` on the coordinator, return its result on every rank.
 
         One message, for any number of ranks. `name` is unique per broadcast and equal on all ranks. A rank
@@ -55,7 +55,6 @@ class CommitChannel(ABC):
         name: str,
         payload: bytes | BaseException,
         commit: Callable[[list[bytes]], bytes],
-        *,
         deadline_seconds: float,
     ) -> bytes:
         """Wait for all ranks, then commit once, on the coordinator.

@@ -145,7 +145,7 @@ class Talks:
     ) -> None:
         self.rank = rank
         self.patience_seconds = patience_seconds
-        self._group = group
+        self._group: Any = group
         self._inbox = connect(_FOREVER)
         self._outbox = StoreThread(connect(timedelta(seconds=patience_seconds)), patience_seconds)
         self._posting = threading.Lock()
