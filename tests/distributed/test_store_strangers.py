@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
+import accelerate_ckpt
+import ckpt_core
+import lightning_ckpt
 from ckpt_core import CheckpointManager
 from ckpt_core.coordination import StoreCoordinator, coordinator_for_job
 from ckpt_core.errors import CheckpointError
@@ -92,3 +96,20 @@ def test_what_is_not_plain_is_refused_on_every_rank_at_once():
             assert (
                 f"rank {rank}: MessageError: a builtins.object (['content']) cannot go to other ranks" in text
             )
+
+
+LISTENS = re.compile(
+    r"\b(create_server|start_server|socketserver|http\.server|hmac)\b|\.listen\(|socket\.socket\("
+)
+
+
+def test_no_shipped_module_listens_at_a_port_or_makes_up_a_proof_of_its_own():
+    packages = [Path(module.__file__).parent for module in (ckpt_core, lightning_ckpt, accelerate_ckpt)]
+    found = [
+        f"{path}:{number}"
+        for package in packages
+        for path in package.rglob("*.py")
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if LISTENS.search(line)
+    ]
+    assert found == []

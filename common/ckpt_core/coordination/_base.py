@@ -20,7 +20,7 @@ R = TypeVar("R")
 
 
 class CommitChannel(ABC):
-    """Connects the ranks for one save, on the background thread.
+    """Connects the ranks for saves, on the background thread.
 
     Uses no collectives, so it cannot deadlock against training. Every wait has a deadline; when it passes,
     `DeadlineError` names the missing ranks.
@@ -37,7 +37,7 @@ class CommitChannel(ABC):
         return self.rank == 0
 
     @abstractmethod
-    def broadcast(self, name: str, make: Callable[[], T], *, deadline_seconds: float) -> T:
+    def broadcast(self, name: str, make: Callable[[], T], deadline_seconds: float) -> T:
         """Call `make` on the coordinator, return its result on every rank.
 
         One message, for any number of ranks. `name` is unique per broadcast and equal on all ranks. A rank
@@ -55,7 +55,6 @@ class CommitChannel(ABC):
         name: str,
         payload: bytes | BaseException,
         commit: Callable[[list[bytes]], bytes],
-        *,
         deadline_seconds: float,
     ) -> bytes:
         """Wait for all ranks, then commit once, on the coordinator.
@@ -72,7 +71,7 @@ class CommitChannel(ABC):
         """
 
     def close(self) -> None:  # noqa: B027 - for channels that hold a connection
-        """Release the channel after its save; harmless when repeated."""
+        """Drop the connection and end its thread; harmless when repeated."""
 
 
 class Coordinator(ABC):
@@ -117,10 +116,10 @@ class Coordinator(ABC):
 
     @abstractmethod
     def commit_channel(self) -> CommitChannel:
-        """Open a channel to the present ranks for one save; not collective."""
+        """Return the channel of saves, which is closed with this; not collective."""
 
     def background_channel(self, name: str) -> CommitChannel:
-        """Open a channel of its own, for a thread beside that of saves; not collective.
+        """Open a channel for another thread, which closes it; not collective.
 
         Args:
             name: equal on all ranks, and of no other channel.

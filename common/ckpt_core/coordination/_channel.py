@@ -5,10 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from functools import partial
+from typing import Any, Literal, cast, final
+
+from typing_extensions import override
 
 from ckpt_core import messages
-from ckpt_core.coordination._mailbox import Mailbox, MessageStore
+from ckpt_core.coordination._base import CommitChannel, T
+from ckpt_core.coordination._store_thread import StoreThread
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, CoordinationError, DeadlineError, Failure
 
@@ -30,7 +34,7 @@ class _Word:
 
 
 @final
-class Channel:
+class Channel(CommitChannel):
     """Exchanges messages with the other ranks; used by one thread at a time.
 
     Messages are plain values (see `ckpt_core.messages`). The coordinator reads all messages of a call in one
@@ -42,31 +46,24 @@ class Channel:
     coordinator that wakes up after the others gave up decides nothing.
     """
 
-    def __init__(
-        self,
-        store: MessageStore,
-        rank: int,
-        world_size: int,
-        *,
-        patience_seconds: float = 1800.0,
-    ) -> None:
-        self._mail = Mailbox(store, patience_seconds)
-        self._rank = rank
+    def __init__(self, store: Any, rank: int, world_size: int, *, patience_seconds: float = 1800.0) -> None:
+        self._store = StoreThread(store, patience_seconds)
+        self.rank = rank
         self._world_size = world_size
         self._stale: list[str] = []
 
-    def broadcast(self, topic: str, make: Callable[[], Any], deadline_seconds: float) -> Any:
-        """Broadcast the result of `make`; see `CommitChannel.broadcast`."""
-        key = f"{topic}/said"
-        if self._rank != 0:
-            return _content(self._await(key, topic, deadline_seconds), None)
+    @override
+    def broadcast(self, name: str, make: Callable[[], T], deadline_seconds: float) -> T:
+        key = f"{name}/said"
+        if self.rank != 0:
+            return cast("T", _content(self._await(key, name, deadline_seconds), None))
         self._stale.append(key)
 
         def answer() -> tuple[Any, dict[str, bytes]]:
             made = make()
             return made, {key: _packed("value", made)}
 
-        return self._decided(topic, answer, [key], None)
+        return cast("T", self._decided(name, answer, [key], None))
 
     def gather_scatter(
         self,
@@ -88,16 +85,16 @@ class Channel:
             prefix: of the message of a failure.
             waited_seconds: time already spent on a collective that failed, for the message.
         """
-        if self._rank:
-            key = f"{topic}/depart/{self._rank}"
+        if self.rank:
+            key = f"{topic}/depart/{self.rank}"
             reply, cause = self._follow(topic, value, key, deadline_seconds, waited_seconds=waited_seconds)
-            self._forget([f"{topic}/arrive/{self._rank}", key])
+            self._forget([f"{topic}/arrive/{self.rank}", key])
             return _content(reply, cause)
         keys = [f"{topic}/depart/{rank}" for rank in range(1, self._world_size)]
 
         def answer() -> tuple[Any, dict[str, bytes]]:
             answers = decide(self._collect(topic, value, deadline_seconds, waited_seconds, prefix=prefix))
-            word = self._mail.claim(f"{topic}/outcome", _DECIDED)
+            word = self._claim(f"{topic}/outcome", _DECIDED)
             self._stale.append(f"{topic}/outcome")
             if word != _DECIDED:
                 raise _came_late(topic, word)
@@ -108,28 +105,40 @@ class Channel:
 
         return self._decided(topic, answer, keys, value, prefix=prefix)
 
+    @override
     def commit_barrier(
-        self, topic: str, value: Any, commit: Callable[[list[Any]], Any], deadline_seconds: float
+        self,
+        name: str,
+        payload: Any,
+        commit: Callable[[list[Any]], Any],
+        deadline_seconds: float,
     ) -> Any:
-        """Gather values, commit; see `CommitChannel.commit_barrier`."""
-        key = f"{topic}/depart"
-        if self._rank:
-            reply, cause = self._follow(topic, value, key, deadline_seconds)
-            self._forget([f"{topic}/arrive/{self._rank}"])
+        key = f"{name}/depart"
+        if self.rank:
+            reply, cause = self._follow(name, payload, key, deadline_seconds)
+            self._forget([f"{name}/arrive/{self.rank}"])
             return _content(reply, cause)
 
         def answer() -> tuple[Any, dict[str, bytes]]:
-            committed = commit(self._collect(topic, value, deadline_seconds))
+            committed = commit(self._collect(name, payload, deadline_seconds))
             return committed, {key: _packed("value", committed)}
 
         try:
-            return self._decided(topic, answer, [key], value, irrevocable=True)
+            return self._decided(name, answer, [key], payload, irrevocable=True)
         finally:
             self._stale.append(key)
 
+    @override
     def close(self) -> None:
-        """Drop the connection and end its thread; harmless when repeated."""
-        self._mail.close()
+        self._store.close()
+
+    def _put(self, key: str, message: bytes) -> None:
+        self._store.ask(lambda store: store.set(key, message))
+
+    def _claim(self, key: str, word: str) -> str:
+        """Store a word if the key is unset; return the stored word."""
+        stored: bytes = self._store.ask(lambda store: store.compare_set(key, "", word))
+        return stored.decode("utf-8", "replace")
 
     def _follow(
         self,
@@ -147,7 +156,7 @@ class Channel:
         """
         message, cause = _packed_value(value)
         try:
-            self._mail.put(f"{topic}/arrive/{self._rank}", message)
+            self._put(f"{topic}/arrive/{self.rank}", message)
             return (
                 self._await(
                     reply_key, topic, deadline_seconds, may_be_deciding=True, waited_seconds=waited_seconds
@@ -160,7 +169,7 @@ class Channel:
             if given_up or cause is not None:
                 raise
             raise error.retold(
-                f"{topic}: {error}; rank {self._rank} had reported to rank 0 before, so the outcome on "
+                f"{topic}: {error}; rank {self.rank} had reported to rank 0 before, so the outcome on "
                 "rank 0 is not known here",
                 in_doubt=True,
             ) from error
@@ -195,7 +204,7 @@ class Channel:
             raise refusal from error
         try:
             for key, reply in replies.items():
-                self._mail.put(key, reply)
+                self._put(key, reply)
         except CoordinationError as error:
             if not irrevocable:
                 raise
@@ -206,7 +215,7 @@ class Channel:
         reply = messages.encode(_Word("error", error))
         try:
             for key in reply_keys:
-                self._mail.put(key, reply)
+                self._put(key, reply)
         except CoordinationError as lost:
             _logger.warning("the failure cannot be reported to the other ranks: %s", lost)
 
@@ -222,8 +231,8 @@ class Channel:
         deadline = time.monotonic() + deadline_seconds
         causes = {0: Failure.of(value)} if isinstance(value, BaseException) else dict[int, Failure]()
         keys = [f"{topic}/arrive/{rank}" for rank in range(1, self._world_size)]
-        if keys and not self._mail.wait(keys, deadline):
-            missing = [rank for rank, key in enumerate(keys, start=1) if not self._mail.has([key])]
+        if keys and not self._store.wait(keys, deadline):
+            missing = [rank for rank, key in enumerate(keys, start=1) if not self._store.has([key])]
             causes |= _failures(self._arrived(keys, missing))
             raise _missing(topic, missing or [len(keys)], waited_seconds + deadline_seconds, causes)
         words = self._arrived(keys, ())
@@ -233,7 +242,7 @@ class Channel:
             raise CoordinationError(
                 f"{prefix}{_list_failures(causes)}", failures=_texts(causes), causes=causes
             )
-        word = self._mail.claim(f"{topic}/verdict", _DECIDING)
+        word = self._claim(f"{topic}/verdict", _DECIDING)
         if word != _DECIDING:
             raise _came_late(topic, word)
         return [value, *(each.content for each in words.values())]
@@ -241,7 +250,7 @@ class Channel:
     def _arrived(self, keys: Sequence[str], missing: Collection[int]) -> dict[int, _Word]:
         """Return the messages by rank, in order, without the missing ones."""
         there = {key: rank for rank, key in enumerate(keys, start=1) if rank not in missing}
-        found = self._mail.take_all(there)
+        found = self._store.ask(lambda store: store.multi_get(list(there))) if there else []
         return {rank: _read(key, message) for (key, rank), message in zip(there.items(), found, strict=True)}
 
     def _await(
@@ -258,14 +267,14 @@ class Channel:
         Waits twice as long if the coordinator is known to be deciding.
         """
         grace = min(_GRACE_SECONDS, deadline_seconds)
-        if self._mail.wait([key], time.monotonic() + deadline_seconds + grace):
-            return _read(key, self._mail.take(key))
-        if not may_be_deciding or self._mail.claim(f"{topic}/verdict", f"rank {self._rank}") != _DECIDING:
+        if self._store.wait([key], time.monotonic() + deadline_seconds + grace):
+            return _read(key, self._store.ask(lambda store: store.get(key)))
+        if not may_be_deciding or self._claim(f"{topic}/verdict", f"rank {self.rank}") != _DECIDING:
             raise _missing(topic, [0], waited_seconds + deadline_seconds, {})
-        if self._mail.wait([key], time.monotonic() + deadline_seconds):
-            return _read(key, self._mail.take(key))
+        if self._store.wait([key], time.monotonic() + deadline_seconds):
+            return _read(key, self._store.ask(lambda store: store.get(key)))
         # A late coordinator can still drop the answers of a gather_scatter; a commit cannot be undone.
-        if self._mail.claim(f"{topic}/outcome", f"rank {self._rank}") == _DECIDED:
+        if self._claim(f"{topic}/outcome", f"rank {self.rank}") == _DECIDED:
             return self._await(key, topic, deadline_seconds)
         raise DeadlineError(
             f"{topic}: rank(s) 0 had heard from all ranks, and sent no outcome within "
@@ -277,12 +286,17 @@ class Channel:
     def _forget(self, keys: Sequence[str] | None = None) -> None:
         """Delete these messages, or those of earlier calls."""
         try:
-            self._mail.delete(self._stale if keys is None else keys)
+            for key in self._stale if keys is None else keys:
+                self._store.ask(partial(_delete, key))
         except CoordinationError as error:
             # The reply that was read counts all the same; the next message reports the lost store.
             _logger.debug("messages stay in the job's store: %s", error)
         if keys is None:
             self._stale.clear()
+
+
+def _delete(key: str, store: Any) -> None:
+    store.delete_key(key)
 
 
 def _packed(kind: Literal["value", "failure"], content: object) -> bytes:

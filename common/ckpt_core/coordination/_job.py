@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -20,20 +19,13 @@ from ckpt_core.errors import ConfigError
 
 _ALONE = "coordinator=ckpt_core.coordination.Solo() and a root of its own"
 _inherited: weakref.ref[Any] | None = None
-_has_met_groups = False
 
 
 def _note_fork() -> None:
-    """Prepare a forked child, which inherits groups but none of their threads.
-
-    The destructor of a gloo group waits for these threads, here forever. So garbage of the parent's that
-    holds a group, such as an FSDP model of a group that was destroyed, must never be collected here.
-    """
+    """Note in a forked child the group that it inherited, without its threads."""
     global _inherited  # noqa: PLW0603 - one per process, as the group itself
     group = _default_group()
     _inherited = None if group is None else weakref.ref(group)
-    if _has_met_groups:
-        gc.freeze()
 
 
 os.register_at_fork(after_in_child=_note_fork)
@@ -41,39 +33,46 @@ os.register_at_fork(after_in_child=_note_fork)
 
 @final
 class JobCoordinator(Coordinator):
-    """Coordinates the ranks of the default process group as it is at each call.
+    """Coordinates the ranks of the default process group.
 
-    - With a group of several ranks it connects in its constructor, which is collective. Without one it works
-      alone, and connects at its first use after a group was made, unless plans depend on one rank by then
-      (`bind`).
-    - If a group was destroyed and made again with the same ranks, it connects to the new one; saves in flight
-      end over the store that they began with (`commit_channel`).
-    - Any other change is refused on every rank of the new group: the manager has plans for other ranks.
+    With a group of several ranks it connects in its constructor, which is collective. Without one it works
+    alone, and connects at its first use after a group was made, unless plans depend on one rank by then
+    (`bind`). When that group is destroyed, all further calls are refused.
     """
 
     def __init__(self, *, deadline_seconds: float = 1800.0) -> None:
         self._deadline_seconds = deadline_seconds
         self._pid = os.getpid()
         self._bound = False
-        self._refusal: ConfigError | None = None
-        self._group: Any = None
-        self._session = 0
         self._current: Solo | StoreCoordinator = Solo()
-        self._take_over(_usable_group(), None)
+        self._connect()
 
     @override
     def check(self) -> None:
         require_same_process(self._pid)
-        if self._refusal is not None:
-            raise self._refusal
-        group = _default_group()
-        if group is not (None if self._group is None else self._group()):
-            self._follow(_usable_group())
+        self._connect()
+
+    def _connect(self) -> None:
+        current = self._current
+        if isinstance(current, StoreCoordinator) and not current.is_current:
+            raise ConfigError(
+                f"rank {self.rank}: the process group of {self.world_size} ranks was destroyed, so the ranks "
+                "cannot save or load together any more: save or load before destroy_process_group(), or "
+                "close this manager and make new ones, on every rank"
+            )
+        if isinstance(current, Solo) and (size := _place(_usable_group())[1]) > 1:
+            if self._bound:
+                raise ConfigError(
+                    "this manager has worked as rank 0 of 1, and the process group that was made since has "
+                    f"{size} ranks: close this manager and make new ones, on every rank"
+                )
+            self._current = StoreCoordinator(deadline_seconds=self._deadline_seconds)
+        self.rank, self.world_size = self._current.rank, self._current.world_size
 
     @override
     def bind(self) -> None:
         self.check()
-        if not self._bound and self._group is None and (size := _launched_ranks()) > 1:
+        if not self._bound and _default_group() is None and (size := _launched_ranks()) > 1:
             raise ConfigError(
                 f"this process was launched as one of {size} ranks (RANK and WORLD_SIZE are set), but there "
                 "is no process group, so each rank would save only its own part: call "
@@ -129,49 +128,6 @@ class JobCoordinator(Coordinator):
     def close(self) -> None:
         if os.getpid() == self._pid:  # a forked child owns no connections
             self._current.close()
-
-    def _follow(self, group: Any) -> None:
-        """Connect to the present group, or refuse on all its ranks."""
-        before = self.rank, self.world_size
-        first_group = self._group is None and not self._bound
-        if group is None and self.world_size > 1:
-            self._refusal = ConfigError(
-                f"rank {self.rank}: the process group of {self.world_size} ranks was destroyed, so the ranks "
-                "cannot save or load together any more: save or load before destroy_process_group(), or make "
-                "the group again with the same ranks"
-            )
-            raise self._refusal
-        now = _place(group)
-        problem = None
-        if not first_group and now != before:
-            problem = (
-                f"this manager has worked as rank {before[0]} of {before[1]}, and is rank {now[0]} of "
-                f"{now[1]} in the process group that was made since"
-            )
-        try:
-            self._take_over(group, problem)
-        except ConfigError as error:
-            self._refusal = error
-            raise
-
-    def _take_over(self, group: Any, problem: str | None) -> None:
-        global _has_met_groups  # noqa: PLW0603 - of the process, for its forks
-        _has_met_groups |= group is not None
-        former = self._current
-        rank, size = _place(group)
-        if size > 1:
-            connected = StoreCoordinator(
-                deadline_seconds=self._deadline_seconds, session=self._session, problem=problem
-            )
-            self._current, self._session = connected, connected.session
-        elif problem is not None:
-            raise ConfigError(f"{problem}: close this manager and make a new one")
-        else:
-            self._current = Solo()
-        if isinstance(former, StoreCoordinator):
-            former.release()
-        self.rank, self.world_size = rank, size
-        self._group = None if group is None else weakref.ref(group)
 
 
 def require_same_process(pid: int) -> None:

@@ -58,7 +58,7 @@ class _SoloChannel(CommitChannel):
     rank = 0
 
     @override
-    def broadcast(self, name: str, make: Callable[[], T], *, deadline_seconds: float) -> T:
+    def broadcast(self, name: str, make: Callable[[], T], deadline_seconds: float) -> T:
         return _alone(None, lambda _: make())
 
     @override
@@ -67,7 +67,6 @@ class _SoloChannel(CommitChannel):
         name: str,
         payload: bytes | BaseException,
         commit: Callable[[list[bytes]], bytes],
-        *,
         deadline_seconds: float,
     ) -> bytes:
         return _alone(payload, commit)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import secrets
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from ckpt_core.coordination._base import CommitChannel, Coordinator, R, T
 from ckpt_core.coordination._channel import Channel
 from ckpt_core.coordination._talks import Talks
 from ckpt_core.disclosure import logger_of
-from ckpt_core.errors import ConfigError, CoordinationError, DeadlineError
+from ckpt_core.errors import CoordinationError, DeadlineError
 
 _logger = logger_of(__name__)
 _WORD_BITS = 62
@@ -38,14 +37,8 @@ class StoreCoordinator(Coordinator):
 
     Args:
         deadline_seconds: how long ranks wait for one another.
-        session: of the instance that this one replaces; 0 if there was none.
-        problem: why this rank cannot take part, in words; then no rank can.
-
-    Attributes:
-        session: a number, the same on every rank, that no other instance has.
 
     Raises:
-        ConfigError: ranks cannot take part, or replace different instances; on every rank.
         CoordinationError: the ranks did not connect to one another in time.
 
     Gloo does not say which rank is missing, and a group that lost one connection cannot be used any more. So
@@ -53,21 +46,24 @@ class StoreCoordinator(Coordinator):
     then on all communication uses the store: slower, and without `broadcast_tensor`, but saves can continue.
     """
 
-    def __init__(
-        self, *, deadline_seconds: float = 1800.0, session: int = 0, problem: str | None = None
-    ) -> None:
+    def __init__(self, *, deadline_seconds: float = 1800.0) -> None:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self._deadline_seconds = deadline_seconds
         self._default_group = weakref.ref(dist.group.WORLD)
-        self._group, self.session = self._connect(session, problem)
-        self._prefix = f"ckpt_core/{self.session:x}"
+        self._group = self._new_group()
+        # Keys of this instance alone; another one of these ranks may use the same store.
+        self._prefix = f"ckpt_core/{self._drawn():x}"
         # A client blocks while it waits: saves in the background need a connection of their own.
-        self._main = self._open_channel("main")
-        self._background = _SharedChannel(self._open_channel("background"))
+        self._main, self._background = self._open_channel("main"), self._open_channel("background")
         self._sequence = itertools.count()
         self._talks: Talks | None = None
-        self._broken = self._released = False
+        self._broken = self._closed = False
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the process group with which it was made is still there."""
+        return dist.is_initialized() and self._default_group() is dist.group.WORLD
 
     @property
     @override
@@ -77,19 +73,16 @@ class StoreCoordinator(Coordinator):
 
     @override
     def commit_channel(self) -> CommitChannel:
-        return _SaveChannel(self._background, self.rank)
+        return self._background
 
     @override
     def background_channel(self, name: str) -> CommitChannel:
-        own = _SharedChannel(self._open_channel(name))
-        channel = _SaveChannel(own, self.rank)
-        own.leave()  # the channel is its only user
-        return channel
+        return self._open_channel(name)
 
     @override
     def broadcast(self, value: T, *, what: str = "") -> T:
         topic = self._topic("broadcast", what)
-        return cast("T", self._main.broadcast(topic, lambda: value, self._deadline_seconds))
+        return self._main.broadcast(topic, lambda: value, self._deadline_seconds)
 
     @override
     def gather_scatter(
@@ -141,23 +134,11 @@ class StoreCoordinator(Coordinator):
             self._talks = Talks(self._connection("talks"), self._new_group(), self.rank, patience)
         return self._talks
 
-    def release(self) -> None:
-        """Close this rank's connections; not collective.
-
-        Saves in flight keep theirs until they have ended.
-        """
-        if not self._released:
-            self._released = True
-            self._main.close()
-            self._background.leave()
-            if self._talks is not None:
-                self._talks.close()
-            self._group = self._talks = None
-
     @override
     def close(self) -> None:
-        if self._released:
+        if self._closed:
             return
+        self._closed = True
         # The store often lives in rank 0's process: it must outlast the last reader.
         try:
             # Without the group a rank is probably gone, and its restart waits for this one to end.
@@ -167,11 +148,13 @@ class StoreCoordinator(Coordinator):
         except (CoordinationError, RuntimeError):
             pass  # a rank is gone already: it will not read anything any more
         else:
-            # With the default group all others went, and another may have been made since.
-            if dist.is_initialized() and self._default_group() is dist.group.WORLD:
+            if self.is_current:  # all others went with the default group
                 dist.destroy_process_group(self._group)
         finally:
-            self.release()
+            for each in (self._talks, self._main, self._background):
+                if each is not None:
+                    each.close()
+            self._group = self._talks = None
 
     def _pass(self, verb: Callable[..., Any], buffer: torch.Tensor, peer: int) -> None:
         began = time.monotonic()
@@ -197,26 +180,14 @@ class StoreCoordinator(Coordinator):
         except RuntimeError as error:
             raise self._unconnected(error) from error
 
-    def _connect(self, session: int, problem: str | None) -> tuple[Any, int]:
-        """Make the gloo group and the session's number."""
-        drawn = 0 if self.rank else secrets.randbits(_WORD_BITS)
-        group = self._new_group()
-        # The collective gives maxima; of a number and its negative they show whether all ranks have the same.
-        tensor = torch.tensor([int(problem is not None), session, -session, drawn], device="cpu")
+    def _drawn(self) -> int:
+        """Return a number that no other instance has, the same on every rank. Collective."""
+        tensor = torch.tensor([0 if self.rank else secrets.randbits(_WORD_BITS)], device="cpu")
         try:
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
         except RuntimeError as error:
             raise self._unconnected(error) from error
-        refused, greatest, smallest, number = map(int, tensor.tolist())
-        if refused or greatest != -smallest:
-            found = problem or (
-                "a manager on another rank belongs to a process group with other ranks, or is newer"
-            )
-            dist.destroy_process_group(group)
-            raise ConfigError(
-                f"rank {self.rank}: {found}: close the managers and make new ones, on every rank"
-            )
-        return group, number
+        return int(tensor)
 
     def _unconnected(self, error: RuntimeError) -> CoordinationError:
         reason = str(error).partition("\n")[0]
@@ -250,61 +221,6 @@ class StoreCoordinator(Coordinator):
     def _topic(self, verb: str, what: str = "") -> str:
         topic = f"{verb}/{next(self._sequence)}"
         return f"while {what} ({topic})" if what else topic
-
-
-@final
-class _SharedChannel:
-    """Counts the users of a channel and closes it after the last of them."""
-
-    def __init__(self, channel: Channel) -> None:
-        self.channel = channel
-        self._lock = threading.Lock()
-        self._users = 1
-
-    def join(self) -> None:
-        """Add a user."""
-        with self._lock:
-            self._users += 1
-
-    def leave(self) -> None:
-        """Remove a user."""
-        with self._lock:
-            self._users -= 1
-            is_last = self._users == 0
-        if is_last:
-            self.channel.close()
-
-
-@final
-class _SaveChannel(CommitChannel):
-    """Lets one save use the background connection."""
-
-    def __init__(self, shared: _SharedChannel, rank: int) -> None:
-        self.rank = rank
-        self._shared = shared
-        self._closed = False
-        shared.join()
-
-    @override
-    def broadcast(self, name: str, make: Callable[[], T], *, deadline_seconds: float) -> T:
-        return cast("T", self._shared.channel.broadcast(name, make, deadline_seconds))
-
-    @override
-    def commit_barrier(
-        self,
-        name: str,
-        payload: bytes | BaseException,
-        commit: Callable[[list[bytes]], bytes],
-        *,
-        deadline_seconds: float,
-    ) -> bytes:
-        return cast("bytes", self._shared.channel.commit_barrier(name, payload, commit, deadline_seconds))
-
-    @override
-    def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._shared.leave()
 
 
 def neighbours(ranks: Sequence[int], rank: int) -> tuple[int | None, list[int]]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import itertools
 import threading
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from queue import Empty, SimpleQueue
@@ -19,13 +18,14 @@ from typing import Any, Final, Self, TypeAlias, final
 import torch
 
 from ckpt_core import messages
-from ckpt_core.coordination._mailbox import StoreThread
+from ckpt_core.coordination._store_thread import StoreThread
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CoordinationError, failure_text
 
 _logger = logger_of(__name__)
 _FOREVER: Final = timedelta(days=20)
 """A Store that waits longer has an overflow; one that waits shorter writes to stderr when it ends."""
+_CLOSING_SECONDS: Final = 5.0
 _SMALL_BYTES: Final = 64 << 10
 """What a message may carry; more goes over gloo."""
 _TAGS: Final = 1 << 30
@@ -145,9 +145,9 @@ class Talks:
     ) -> None:
         self.rank = rank
         self.patience_seconds = patience_seconds
-        self._group = group
+        self._group: Any = group
         self._inbox = connect(_FOREVER)
-        self._outbox = StoreThread(connect(timedelta(seconds=patience_seconds)))
+        self._outbox = StoreThread(connect(timedelta(seconds=patience_seconds)), patience_seconds)
         self._posting = threading.Lock()
         self._guard = threading.Lock()
         self._open: dict[_Name, Talk] = {}
@@ -204,8 +204,8 @@ class Talks:
 
         try:
             with self._posting:
-                self._outbox.ask(put, time.monotonic() + self.patience_seconds)
-        except (RuntimeError, CoordinationError) as error:
+                self._outbox.ask(put)
+        except CoordinationError as error:
             raise ConnectionResetError(
                 errno.ECONNRESET, f"rank {rank} was not reached over the job's store: {failure_text(error)}"
             ) from error
@@ -250,7 +250,7 @@ class Talks:
             except OSError as error:
                 _logger.debug("%s", error)
             else:
-                self._thread.join()
+                self._thread.join(_CLOSING_SECONDS)
         self._end(ConnectionAbortedError(errno.ECONNABORTED, "this manager is closed"))
         self._outbox.close()
         self._group = None

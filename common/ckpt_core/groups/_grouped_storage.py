@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import os
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -120,14 +119,14 @@ class GroupedStorage(Storage):
     @contextmanager
     @override
     def open(self, key: str) -> Generator[IO[bytes]]:
-        with self._first(lambda part: part.open(key)) as stream:
-            yield stream
+        with ExitStack() as stack:
+            yield self._first(lambda part: stack.enter_context(part.open(key)))
 
     @contextmanager
     @override
     def open_ranges(self, key: str) -> Generator[RangeReader]:
-        with self._first(lambda part: part.open_ranges(key)) as reader:
-            yield reader
+        with ExitStack() as stack:
+            yield self._first(lambda part: stack.enter_context(part.open_ranges(key)))
 
     @override
     def replace(self, key: str, content: bytes) -> None:
@@ -135,8 +134,6 @@ class GroupedStorage(Storage):
 
     @override
     def list(self, key: str) -> list[StorageEntry]:
-        if not self._peers:
-            return self._own.list(key)
         listings = self._in_all(lambda part: part.list(key))
         found = {entry.name: entry for entries in reversed(listings) for entry in entries}
         return [found[name] for name in sorted(found)]
@@ -152,12 +149,7 @@ class GroupedStorage(Storage):
 
     @override
     def size(self, key: str) -> int:
-        if not self._peers:
-            return self._own.size(key)
-        for part in (self._own, *self._peers[:-1]):
-            with suppress(FileNotFoundError):
-                return part.size(key)
-        return self._peers[-1].size(key)
+        return self._first(lambda part: part.size(key))
 
     @override
     def delete(self, key: str) -> None:
@@ -169,10 +161,6 @@ class GroupedStorage(Storage):
 
     @override
     def sync_directory(self, key: str) -> None:
-        if not self._peers:
-            self._own.sync_directory(key)
-            return
-
         def sync(part: Storage) -> bool:
             with suppress(FileNotFoundError):  # this group has no file in that directory
                 part.sync_directory(key)
@@ -215,8 +203,6 @@ class GroupedStorage(Storage):
 
     @override
     def space(self) -> Space:
-        if not self._peers:
-            return self._own.space()
         return Space(*map(self._least, zip(*self._in_all(lambda part: part.space()), strict=True)))
 
     @override
@@ -242,19 +228,13 @@ class GroupedStorage(Storage):
     def abandon_uploads(self, unwanted: Callable[[str], bool]) -> Sequence[str]:
         return self._own.abandon_uploads(unwanted)
 
-    @contextmanager
-    def _first(self, opened: Callable[[Storage], Any]) -> Generator[Any]:
-        """Open a file in the first group that has it, this rank's own before others."""
-        with ExitStack() as stack:
-            found: Any = None
-            for part in (self._own, *self._peers):
-                try:
-                    found = stack.enter_context(opened(part))
-                    break
-                except FileNotFoundError:
-                    if part is (self._peers[-1] if self._peers else self._own):
-                        raise
-            yield found
+    def _first(self, act: Callable[[Storage], T]) -> T:
+        """Act on the first disk that has the file, this rank's own before others."""
+        *others, last = self._own, *self._peers
+        for part in others:
+            with suppress(FileNotFoundError):
+                return act(part)
+        return act(last)
 
     def _in_all(self, act: Callable[[Storage], T]) -> Sequence[T]:
         """Act in every group at the same time; return the results in order.
@@ -281,7 +261,7 @@ class GroupedStorage(Storage):
         if len(known) < len(sizes):
             return None
         total = sum(self._ranks)
-        return min(math.floor(size * total / ranks) for size, ranks in zip(known, self._ranks, strict=True))
+        return min(size * total // ranks for size, ranks in zip(known, self._ranks, strict=True))
 
 
 @final
@@ -316,13 +296,8 @@ def on_each(disks: Sequence[S], act: Callable[[S], T]) -> Sequence[T]:
 
     Raises the error of the first that has one, once all have ended.
     """
-    return _results(_outcomes(disks, act))
-
-
-def _results(outcomes: Sequence[T | Exception]) -> list[T]:
-    """Return the results, or raise the first error."""
     results: list[T] = []
-    for outcome in outcomes:
+    for outcome in _outcomes(disks, act):
         if isinstance(outcome, Exception):
             raise outcome
         results.append(outcome)

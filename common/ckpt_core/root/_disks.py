@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from typing import final
 
 from ckpt_core.coordination import Coordinator
@@ -87,7 +87,8 @@ class Disks:
         storage = self._storage
         if not isinstance(storage, GroupedStorage) or storage.num_disks == 1:
             return
-        with closing(self._coordinator.commit_channel()) as channel, suppress(CoordinationError):
+        with suppress(CoordinationError):
+            channel = self._coordinator.commit_channel()
             topic = f"leaving the disks of nodes ({self._taken})"
             channel.broadcast(topic, lambda: None, deadline_seconds=storage.patience_seconds)
         storage.leave()

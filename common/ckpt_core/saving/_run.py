@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import final
@@ -235,7 +235,7 @@ class SaveRun:
         self._heartbeat("waiting for the other ranks", self._patience_seconds)
         # The error is for a coordinator that wakes up; another wait of the same length would be useless.
         deadline = self._deadline_seconds if self._silence is None else 0.0
-        with closing(self._channel), self._telemetry.span("save.commit", **attributes) as details:
+        with self._telemetry.span("save.commit", **attributes) as details:
             info = _decoded(self._channel.commit_barrier(name, report, commit, deadline_seconds=deadline))
             details["size_bytes"] = info.size_bytes
         return info

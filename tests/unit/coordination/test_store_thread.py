@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from ckpt_core.coordination._channel import Channel
-from ckpt_core.coordination._mailbox import StoreThread
+from ckpt_core.coordination._store_thread import StoreThread
 from ckpt_core.errors import CoordinationError, DeadlineError
 
 LONG = 30.0
@@ -64,7 +64,7 @@ def test_a_question_after_close_is_refused_with_the_reason():
 
 def test_close_does_not_wait_for_an_answer_that_never_comes():
     answers = threading.Event()
-    store_thread = StoreThread(dist.HashStore())
+    store_thread = StoreThread(dist.HashStore(), 0.05)
     threads: list[threading.Thread] = []
 
     def hang(_: Any) -> None:
