@@ -19,7 +19,7 @@ from ckpt_core.errors import ConfigError, LoadError, RootBusyError
 from ckpt_core.storage import LocalStorage, MemoryStorage, ObjectStorage, Storage
 from ckpt_core.testing import Fault, FaultyStorage
 from ckpt_core.tiers import FurtherTier
-from ckpt_core.tiers.uploading import _claims, _tier_uploads
+from ckpt_core.tiers.uploading import _tier_uploads
 from tests.support.service_faults import ServiceControl, ServiceFault
 from tests.unit.commit.checkpoints import bucket_like
 
@@ -58,7 +58,7 @@ class Answer:
 
 @pytest.fixture(autouse=True)
 def moment(monkeypatch):
-    monkeypatch.setattr(_claims, "_MOMENT_SECONDS", 0.1)
+    monkeypatch.setattr(_tier_uploads, "_MOMENT_SECONDS", 0.1)
 
 
 def test_a_first_save_waits_a_moment_for_all_tiers_together_and_uploads_when_they_answer(tmp_path, caplog):
