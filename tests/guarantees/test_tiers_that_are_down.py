@@ -166,11 +166,11 @@ def test_a_resume_waits_for_a_slow_tier_and_continues_its_lineage(tmp_path, capl
 
 
 def test_a_resume_without_an_answer_ends_in_bounded_time_and_says_how_to_go_on(tmp_path, monkeypatch, caplog):
-    from ckpt_core.tiers import _asking
+    from ckpt_core.tiers import _tier
 
     tier = Answer()
     with_a_newer_step_in_the_tier(tmp_path, tier)
-    monkeypatch.setattr(_asking, "_SAID_AFTER", 0.1)
+    monkeypatch.setattr(_tier, "_SAID_AFTER", 0.1)
     monkeypatch.setattr(FurtherTier.__init__, "__defaults__", (0.3,))
     options = {"upload": Upload(tier.storage), "deadline_seconds": 0.9}
     manager = CheckpointManager(tmp_path, journal=False, **options)

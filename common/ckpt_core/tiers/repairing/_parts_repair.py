@@ -19,9 +19,7 @@ from ckpt_core.groups import GroupedStorage, on_each
 from ckpt_core.names import EVERY_GROUP, MARKER
 from ckpt_core.storage import Storage
 from ckpt_core.tiers._checked_reader import damaged
-from ckpt_core.tiers._copy import CheckpointCopy
-from ckpt_core.tiers._copy_terms import CopyTerms
-from ckpt_core.tiers._landing import begin_copy
+from ckpt_core.tiers._copy import CheckpointCopy, CopyTerms, begin_copy
 from ckpt_core.tiers.repairing._disk_parts import CannotRepairError, DiskPart, PartLook
 from ckpt_core.types import CheckpointInfo, FileEntry
 

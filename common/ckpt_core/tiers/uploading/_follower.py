@@ -175,13 +175,14 @@ class Follower(TierThread):
         # A user may have marked it since.
         if Catalog(self.sender.source).find(name=info.name).bad is not None or not self._root.take():
             return None
-        copy = self._root.begin(partial(self.sender.copy, info.name), info)
-        if copy is not None:
+        copy = self.sender.copy(info.name, info.name)
+        begun = self._root.begin(copy, info)
+        if begun:
             self._working = copy.working
             self._bring(copy)
             self._root.commit(copy)
         _logger.info("step %d is in %s", info.step, self.upload.url)
-        if copy is not None:
+        if begun:
             self._root.prune(info, lambda: not self.sender.stopped.is_set())
         return info
 

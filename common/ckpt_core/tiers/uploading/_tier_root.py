@@ -15,7 +15,6 @@ from ckpt_core.crew import run_with_timeout
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
     CheckpointError,
-    CheckpointExistsError,
     ConfigError,
     RootBusyError,
     UploadError,
@@ -146,24 +145,17 @@ class TierRoot:
         for working in left:
             self.drop(working)
 
-    def begin(self, copy_as: Callable[[str], CheckpointCopy], info: CheckpointInfo) -> CheckpointCopy | None:
-        """Prepare a copy; None if the checkpoint is there already.
+    def begin(self, copy: CheckpointCopy, info: CheckpointInfo) -> bool:
+        """Prepare a copy; False if the checkpoint is there already.
 
         Where its own name belongs to another checkpoint, as after training went back, it gets one of its
         lineage.
         """
         self._check(reclaim=True)
-        copy = copy_as(info.name)
-        try:
-            begun = copy.begin()
-        except CheckpointExistsError:
-            other = run_name(info.name, info.lineage.id)
-            if not info.lineage.id or other == info.name:
-                raise
-            _logger.info("%s has %s already, so that it is uploaded as %s", self.url, info.name, other)
-            copy = copy_as(other)
-            begun = copy.begin()
-        return copy if begun else None
+        begun = copy.begin(otherwise=run_name(info.name, info.lineage.id) if info.lineage.id else "")
+        if copy.name != info.name:
+            _logger.info("%s has %s already, so that it is uploaded as %s", self.url, info.name, copy.name)
+        return begun
 
     def commit(self, copy: CheckpointCopy) -> None:
         """Commit a copy, of which every file is there."""
