@@ -17,7 +17,6 @@ from ckpt_core.commit import Survey, working_name
 from ckpt_core.crew import run_with_timeout
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, UploadError, failure_text
-from ckpt_core.groups import group_number
 from ckpt_core.options import CheckpointOptions
 from ckpt_core.root import Job, OwnerHooks
 from ckpt_core.tiers import (
@@ -247,9 +246,9 @@ class TierUploads:
         )
         disk = None
         if job.storage.num_disks > 1:
-            disks = coordinator.gather(group_number(job.storage), what="taking the further tiers")
-            disk = disks[coordinator.rank]
-            disk = disk if disks.index(disk) == coordinator.rank else None
+            number = [part is job.storage.own for part in job.storage.parts].index(True)
+            disks = coordinator.gather(number, what="taking the further tiers")
+            disk = number if disks.index(number) == coordinator.rank else None
         for index, (upload, tier) in enumerate(zip(options.uploads, self._tiers, strict=True)):
             ranks = Ranks(
                 rank=coordinator.rank,
