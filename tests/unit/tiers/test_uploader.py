@@ -17,9 +17,8 @@ from ckpt_core.options import CheckpointOptions, Upload
 from ckpt_core.storage import MemoryStorage
 from ckpt_core.telemetry import InMemorySink, Telemetry
 from ckpt_core.testing import Fault, FaultyStorage
-from ckpt_core.tiers.uploading._follower import Follower
+from ckpt_core.tiers.uploading._follower import Follower, UploadJob
 from ckpt_core.tiers.uploading._line import DueCheckpoint
-from ckpt_core.tiers.uploading._sender import Ranks, Sender
 from ckpt_core.tiers.uploading._tier_root import TierRoot
 from tests.kit.clock import FakeClock
 from tests.unit.commit.checkpoints import save
@@ -40,7 +39,8 @@ class Service:
         upload = Upload(
             FaultyStorage(self.inner, [Fault(before=self._answer)]), when_busy=when_busy, deadline_seconds=600
         )
-        ranks = Ranks(
+        job = UploadJob(
+            source=self.root,
             rank=0,
             open_channel=Solo().commit_channel,
             deadline_seconds=1800,
@@ -49,8 +49,7 @@ class Service:
         tier = TierRoot(
             upload, upload.to, CheckpointOptions(), telemetry=Telemetry(), until_idle=lambda: None, spared=()
         )
-        sender = Sender(self.root, upload.to, upload, 1800)
-        self.uploader = Follower(sender, tier, ranks, lambda copy, done: None)
+        self.uploader = Follower(tier, upload, job, lambda copy, done: None)
         self.uploader.clock, self.uploader.pause = self.clock, self._pause
 
     def _answer(self, _) -> None:

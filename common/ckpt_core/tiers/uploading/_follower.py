@@ -2,8 +2,7 @@
 
 The coordinator's thread follows the root: it takes what is due, copies it, and commits it in the tier. The
 training takes no part, and nobody waits for anybody. The other ranks hear of it by words over the job's
-Store. Where each node has a disk of its own, the coordinator's word lets a rank of each send what
-lies on it.
+Store. Where each node has a disk of its own, the coordinator's word lets a rank of each send what lies on it.
 """
 
 from __future__ import annotations
@@ -18,30 +17,52 @@ from typing import Final, final
 from typing_extensions import override
 
 from ckpt_core.commit import Catalog
+from ckpt_core.coordination import CommitChannel
 from ckpt_core.crew import give_way
 from ckpt_core.disclosure import logger_of
-from ckpt_core.errors import CheckpointError, CoordinationError, DeadlineError, UploadError, failure_text
+from ckpt_core.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ConfigError,
+    CoordinationError,
+    CorruptCheckpointError,
+    DeadlineError,
+    IncompatibleCheckpointError,
+    RootBusyError,
+    UploadError,
+    failure_text,
+)
 from ckpt_core.groups import holders
 from ckpt_core.messages import message
-from ckpt_core.tiers import CheckpointCopy
-from ckpt_core.tiers.uploading._line import DueCheckpoint, Outcome
-from ckpt_core.tiers.uploading._sender import (
-    FOREVER,
-    LASTING,
-    Ranks,
-    Sender,
-    StoppedError,
-    TierThread,
-    upload_error,
-)
+from ckpt_core.options import Upload
+from ckpt_core.storage import Storage, Throttle
+from ckpt_core.telemetry import Telemetry
+from ckpt_core.tiers import CheckpointCopy, CopyProcess, CopyTerms
+from ckpt_core.tiers.uploading._line import DueCheckpoint, Outcome, UploadLine
 from ckpt_core.tiers.uploading._tier_root import TierRoot
-from ckpt_core.types import CheckpointInfo
+from ckpt_core.types import CheckpointInfo, FileEntry
 
 _logger = logger_of(__name__)
 
+_LASTING: Final = (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+    RootBusyError,
+)
+"""Errors that another try would meet again."""
 _SHORTEST_PAUSE: Final = 0.25
 _LONGEST_PAUSE: Final = 60.0
 _MOST_DOUBLINGS: Final = 10
+_FOREVER: Final = 1e7
+"""Seconds: files of any size may be on their way, and the end of the run ends the wait for them."""
+
+
+class StoppedError(CheckpointError):
+    """The upload was stopped; a later one continues it."""
 
 
 @message
@@ -70,25 +91,159 @@ class _UploadWord:
 
 
 @final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UploadJob:
+    """What the threads of uploads know of the job.
+
+    Attributes:
+        source: the root.
+        rank: of this process.
+        open_channel: to the other ranks.
+        deadline_seconds: the longest wait for one word.
+        telemetry: receives spans.
+    """
+
+    source: Storage
+    rank: int
+    open_channel: Callable[[], CommitChannel]
+    deadline_seconds: float
+    telemetry: Telemetry
+
+
+class TierThread:
+    """A thread that brings checkpoints to one tier, or hears how they get there.
+
+    Attributes:
+        stopped: whether what is not there yet is left to the next run.
+        failure: why the last one was not uploaded, until that is raised.
+        ending: whether the run is about to end.
+    """
+
+    def __init__(self, target: Storage, upload: Upload, job: UploadJob) -> None:
+        self.upload = upload
+        self.line = UploadLine(upload.when_busy)
+        self.stopped = threading.Event()
+        self.failure: UploadError | None = None
+        self.ending = False
+        self._source, self._target, self._job = job.source, target, job
+        self._process = CopyProcess.between(job.source, target, upload, deadline_seconds=job.deadline_seconds)
+        self._words = 0
+        self._abandoned = False
+        self._opened: CommitChannel | None = None
+        # A daemon: the process must be able to end while storage hangs.
+        self._thread = threading.Thread(target=self.run, name="ckpt-upload", daemon=True)
+
+    def run(self) -> None:
+        """Serve the line until it is closed; on the thread."""
+        raise NotImplementedError
+
+    def start(self) -> None:
+        """Begin to serve the line."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Leave what is not uploaded yet to the next run."""
+        self.stopped.set()
+        self.line.close()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the thread has ended."""
+        return not self._thread.is_alive()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until nothing is due; False if `seconds` pass before."""
+        return self.line.wait(seconds)
+
+    def join(self, seconds: float) -> bool:
+        """Wait until the thread has ended; False if `seconds` pass before."""
+        self._thread.join(max(0.0, seconds))
+        return self.ended
+
+    def interrupt(self) -> None:
+        """Cancel requests under way, where the client of the tier can."""
+        self._end_process()
+        self._target.interrupt()
+
+    def release(self) -> None:
+        """Give the tier back."""
+
+    def report(self, due: DueCheckpoint, problem: str) -> UploadError:
+        """Report that a checkpoint is not in the tier in time."""
+        info = due.info
+        self.failure = error = UploadError(problem, step=info.step, name=info.name)
+        self._job.telemetry.point("upload.failed", step=info.step, to=self.upload.url, error=problem)
+        _logger.error("%s", error)
+        due.report(error)
+        return error
+
+    @property
+    def _channel(self) -> CommitChannel:
+        if self._opened is None:
+            self._opened = self._job.open_channel()
+        return self._opened
+
+    def _hang_up(self) -> None:
+        channel, self._opened = self._opened, None
+        if channel is not None:
+            channel.close()
+
+    def abandon(self) -> None:
+        """Let the thread end by itself, whenever it wakes up, without the other ranks."""
+        self._abandoned = True
+        if (channel := self._opened) is not None:
+            channel.close()
+
+    def _copy(self, name: str, as_name: str) -> CheckpointCopy:
+        return CheckpointCopy.of(self._source, self._target, name, as_name=as_name)
+
+    def _send(
+        self, copy: CheckpointCopy, entries: Sequence[FileEntry], progress: Callable[[int], None]
+    ) -> None:
+        """Copy files, in a process of its own where that pays."""
+        rate, process = self.upload.bytes_per_second, self._process
+        pace = None if rate is None else Throttle(rate, sleep=self._pause)
+        terms = CopyTerms(pace=pace, progress=progress, stop=self._raise_if_stopped)
+        attributes = {"step": copy.manifest.step, "name": copy.source_name, "to": self.upload.url}
+        attributes |= {"rank": self._job.rank, "size_bytes": sum(entry.size_bytes for entry in entries)}
+        with self._job.telemetry.span("upload", **attributes):
+            if process is None or not process.copy_files(copy, entries, terms, bytes_per_second=rate):
+                copy.copy_files(entries, terms)
+
+    def _pause(self, seconds: float) -> None:
+        self.stopped.wait(seconds)
+
+    def _raise_if_stopped(self) -> None:
+        if self.stopped.is_set():
+            raise StoppedError("the upload was stopped")
+
+    def _end_process(self) -> None:
+        if self._process is not None:
+            self._process.close()
+
+    def _meet(self, problem: Exception | None) -> None:
+        """Wait until every disk has sent its files; raise what failed on any."""
+        self._channel.commit_barrier(
+            f"{self._words}/sent", problem or b"", lambda _: b"", deadline_seconds=_FOREVER
+        )
+
+
+@final
 class Follower(TierThread):
     """Uploads what is due to one further tier; on the coordinator.
 
-    Args:
-        sender: of this process.
-        root: the tier.
-        ranks: the others.
-        note: called with a copy and the bytes done, or with None when an upload has ended.
+    `note` is called with a copy and the bytes done, or with None when an upload has ended.
     """
 
     def __init__(
         self,
-        sender: Sender,
-        root: TierRoot,
-        ranks: Ranks,
+        tier: TierRoot,
+        upload: Upload,
+        job: UploadJob,
         note: Callable[[CheckpointCopy | None, int], None],
     ) -> None:
-        super().__init__(sender, ranks)
-        self._root = root
+        super().__init__(tier.storage, upload, job)
+        self._root = tier
         self._note = note
         self._unsaid: list[_UploadWord] = []
         self._working = ""
@@ -104,15 +259,16 @@ class Follower(TierThread):
                 outcome = self._serve(due)
             except Exception as error:
                 _logger.exception("the upload of step %d to %s ended", due.info.step, self.upload.url)
-                outcome = self._tell(due, str(upload_error(due.info, self.upload.url, failure_text(error))))
-            self.line.done(due, left=outcome is None and self.sender.stopped.is_set())
+                outcome = self._tell(due, str(_upload_error(due.info, self.upload.url, failure_text(error))))
+            self.line.done(due, left=outcome is None and self.stopped.is_set())
             due.report(outcome)
             self._note(None, 0)
             there = isinstance(outcome, CheckpointInfo)
             self._say(_UploadWord(save_id=due.info.save_id, ended=True, there=there))
         self._say(_UploadWord())
         self._hang_up()
-        self.sender.close()
+        self.stopped.set()
+        self._end_process()
         if self._abandoned:
             self.release()
 
@@ -128,7 +284,7 @@ class Follower(TierThread):
     def _serve(self, due: DueCheckpoint) -> Outcome:
         """Upload one checkpoint; return once it is there, or is not going to be."""
         began, attempts, late = self.clock(), 0, False
-        longest = min(_LONGEST_PAUSE, self._ranks.deadline_seconds / 4)
+        longest = min(_LONGEST_PAUSE, self._job.deadline_seconds / 4)
         self._working = ""
         while not self._gives_way(late=late):
             try:
@@ -144,13 +300,13 @@ class Follower(TierThread):
             if not late and self.clock() - began >= self.upload.deadline_seconds:
                 late = True
                 self._tell(due, problem)
-            self.pause(self.sender.stopped, min(_SHORTEST_PAUSE * 2.0**attempts, longest))
+            self.pause(self.stopped, min(_SHORTEST_PAUSE * 2.0**attempts, longest))
             attempts = min(attempts + 1, _MOST_DOUBLINGS)
         return None
 
     def _gives_way(self, *, late: bool) -> bool:
         """Return whether what was begun is left, or dropped for a newer checkpoint."""
-        if self.sender.stopped.is_set():
+        if self.stopped.is_set():
             return True
         overtaken = self.line.overtakes or (late and self.line.is_waited_for)
         if overtaken and self._working:
@@ -162,20 +318,20 @@ class Follower(TierThread):
         lost = isinstance(error, CoordinationError) and not error.failures
         if lost:
             self._hang_up()  # the Store may be gone, and another one in its place
-        if isinstance(error, StoppedError) or self.sender.stopped.is_set() or (lost and self.ending):
+        if isinstance(error, StoppedError) or self.stopped.is_set() or (lost and self.ending):
             self.stop()  # whatever a cancelled request says
             return ""
         if isinstance(error, UploadError):
             return str(error)
         text = str(error) if isinstance(error, CheckpointError) else f"rank 0: {failure_text(error)}"
-        return str(upload_error(info, self.upload.url, text))
+        return str(_upload_error(info, self.upload.url, text))
 
     def _attempt(self, info: CheckpointInfo) -> CheckpointInfo | None:
         """Make one attempt; return the checkpoint if it is there, None if it is left."""
         # A user may have marked it since.
-        if Catalog(self.sender.source).find(name=info.name).bad is not None or not self._root.take():
+        if Catalog(self._source).find(name=info.name).bad is not None or not self._root.take():
             return None
-        copy = self.sender.copy(info.name, info.name)
+        copy = self._copy(info.name, info.name)
         begun = self._root.begin(copy, info)
         if begun:
             self._working = copy.working
@@ -183,12 +339,12 @@ class Follower(TierThread):
             self._root.commit(copy)
         _logger.info("step %d is in %s", info.step, self.upload.url)
         if begun:
-            self._root.prune(info, lambda: not self.sender.stopped.is_set())
+            self._root.prune(info, lambda: not self.stopped.is_set())
         return info
 
     def _bring(self, copy: CheckpointCopy) -> None:
         """Bring all files to the tier, those on disks of other nodes by their ranks."""
-        files, source = copy.manifest.files, self.sender.source
+        files, source = copy.manifest.files, self._source
         own, note = files, partial(self._note, copy)
         note(0)
         if source.num_disks == 1:
@@ -230,7 +386,7 @@ class Follower(TierThread):
         try:
             while self._unsaid:
                 self._channel.broadcast(
-                    str(self._words), partial(self._unsaid.__getitem__, 0), deadline_seconds=FOREVER
+                    str(self._words), partial(self._unsaid.__getitem__, 0), deadline_seconds=_FOREVER
                 )
                 self._words += 1
                 del self._unsaid[0]
@@ -243,14 +399,11 @@ class Follower(TierThread):
 class UploadListener(TierThread):
     """Hears how uploads end, and sends the files of a disk; on all other ranks.
 
-    Args:
-        sender: of this process.
-        ranks: the others.
-        disk: the number of the disk whose files this rank sends; None for none.
+    `disk` is the number of the disk whose files this rank sends; None for none.
     """
 
-    def __init__(self, sender: Sender, ranks: Ranks, disk: int | None) -> None:
-        super().__init__(sender, ranks)
+    def __init__(self, target: Storage, upload: Upload, job: UploadJob, disk: int | None) -> None:
+        super().__init__(target, upload, job)
         self._disk = disk
 
     @override
@@ -273,7 +426,8 @@ class UploadListener(TierThread):
             self._act(word)
         self.line.close()
         self._hang_up()
-        self.sender.close()
+        self.stopped.set()
+        self._end_process()
         while (due := self.line.next()) is not None:
             self.line.done(due)
             due.report(None)
@@ -297,13 +451,13 @@ class UploadListener(TierThread):
         while not self._abandoned:
             try:
                 word = self._channel.broadcast(
-                    str(self._words), _UploadWord, deadline_seconds=self._ranks.deadline_seconds
+                    str(self._words), _UploadWord, deadline_seconds=self._job.deadline_seconds
                 )
             except DeadlineError:
                 continue  # it may be pruning; its word counts whenever it comes
             except CoordinationError as error:
                 self._hang_up()
-                if self.ending or self.sender.stopped.wait(_LONGEST_PAUSE / 4):
+                if self.ending or self.stopped.wait(_LONGEST_PAUSE / 4):
                     _logger.warning("how uploads to %s end is not known here: %s", self.upload.url, error)
                     return None
             else:
@@ -315,7 +469,7 @@ class UploadListener(TierThread):
         problem: Exception | None = None
         try:
             if self._disk is not None and (paths := set(word.shares[self._disk])):
-                copy = self.sender.copy(word.source, word.name)
+                copy = self._copy(word.source, word.name)
                 share = [entry for entry in copy.manifest.files if entry.path in paths]
                 self._send(copy, share, lambda _: None)
         except Exception as error:  # noqa: BLE001 - the coordinator reports it
@@ -328,6 +482,14 @@ class UploadListener(TierThread):
 
 def _is_lasting(error: Exception) -> bool:
     if isinstance(error, CoordinationError):
-        lasting = {kind.__name__ for kind in LASTING}
+        lasting = {kind.__name__ for kind in _LASTING}
         return any(cause.kind in lasting for cause in error.causes.values())
-    return isinstance(error, LASTING) or (isinstance(error, UploadError) and error.lasting)
+    return isinstance(error, _LASTING) or (isinstance(error, UploadError) and error.lasting)
+
+
+def _upload_error(
+    info: CheckpointInfo, url: str, problem: str, *, failures: dict[int, str] | None = None
+) -> UploadError:
+    """Return the error of a checkpoint that is not in a tier."""
+    text = f"step {info.step} is not in {url}: {problem}"
+    return UploadError(text, step=info.step, name=info.name, failures=failures or {})

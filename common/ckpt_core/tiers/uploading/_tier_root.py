@@ -42,6 +42,7 @@ class TierRoot:
 
     Attributes:
         url: of the tier.
+        storage: the tier.
         taken: whether it is claimed.
         refusal: why it was refused at the last try, if it was.
 
@@ -71,7 +72,7 @@ class TierRoot:
         self._leaving = False
         self._found: Survey | None = None
         self._dropped = self._spared = frozenset(spared)
-        self._storage = storage
+        self.storage = storage
         self._keeps = upload.keep is not None
         self._reads_back = storage.supports_rename and options.verification != "off"
         self._patience_seconds = options.deadline_seconds / 2
@@ -132,13 +133,13 @@ class TierRoot:
 
     def continues(self, due: Sequence[CheckpointInfo]) -> None:
         """Note what this run uploads of what was left."""
-        going = {working_name(self._storage, info.name, info.save_id) for info in due}
+        going = {working_name(self.storage, info.name, info.save_id) for info in due}
         self._dropped = self._spared - going - {info.name for info in self.everything}
 
     def tidy(self) -> None:
         """Remove unfinished uploads that this run does not continue; a claimed tier only."""
         try:
-            left = self._dropped & self._storage.directories("") if self._dropped and self.taken else ()
+            left = self._dropped & self.storage.directories("") if self._dropped and self.taken else ()
         except OSError as error:
             _logger.warning("%s was not searched for unfinished uploads: %s", self.url, failure_text(error))
             return
@@ -173,16 +174,16 @@ class TierRoot:
         try:
             self._pruner.apply(newest=info.step, go_on=lambda: go_on() and time.monotonic() < deadline)
         except (OSError, CheckpointError) as error:
-            _logger.warning("old checkpoints in %s were not all removed: %s", self._storage.url, error)
+            _logger.warning("old checkpoints in %s were not all removed: %s", self.storage.url, error)
 
     def drop(self, working: str) -> None:
         """Remove what an upload has left that nobody will continue."""
         try:
             self._check()
-            abandon(self._storage, working)
-            self._storage.abandon_uploads(lambda key: key.partition("/")[0] == working)
+            abandon(self.storage, working)
+            self.storage.abandon_uploads(lambda key: key.partition("/")[0] == working)
         except (OSError, CheckpointError) as error:
-            _logger.warning("the unfinished %s/%s was not removed: %s", self._storage.url, working, error)
+            _logger.warning("the unfinished %s/%s was not removed: %s", self.storage.url, working, error)
 
     def leave(self) -> None:
         """Begin no claim any more; `release` follows."""
@@ -208,8 +209,8 @@ class TierRoot:
         try:
             self._ownership.check(reclaim=reclaim)
         except RootBusyError as error:
-            taker = Owner.of(self._storage)
-            if taker is None and not self._storage.exists(WRITER):
+            taker = Owner.of(self.storage)
+            if taker is None and not self.storage.exists(WRITER):
                 raise UploadError(f"{self.url}/{WRITER} was removed during the upload") from error
             raise RootBusyError(
                 f"{self.url} was taken over by {taker or 'another job, whose claim cannot be read'}: this "

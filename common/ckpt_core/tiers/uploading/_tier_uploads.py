@@ -30,10 +30,9 @@ from ckpt_core.tiers import (
     write_tiers,
 )
 from ckpt_core.tiers.uploading._due import DueRule, SaveNumber, left_due
-from ckpt_core.tiers.uploading._follower import Follower, UploadListener
+from ckpt_core.tiers.uploading._follower import Follower, TierThread, UploadJob, UploadListener
 from ckpt_core.tiers.uploading._line import AllTiers, DueCheckpoint, Outcome, settle
 from ckpt_core.tiers.uploading._places import refuse_one_place
-from ckpt_core.tiers.uploading._sender import Ranks, Sender, TierThread
 from ckpt_core.tiers.uploading._tier_root import TierRoot
 from ckpt_core.types import CheckpointInfo, Lineage
 
@@ -250,17 +249,18 @@ class TierUploads:
             disks = coordinator.gather(number, what="taking the further tiers")
             disk = number if disks.index(number) == coordinator.rank else None
         for index, (upload, tier) in enumerate(zip(options.uploads, self._tiers, strict=True)):
-            ranks = Ranks(
+            shared = UploadJob(
+                source=job.storage,
                 rank=coordinator.rank,
                 open_channel=partial(coordinator.background_channel, f"upload/{session}/{index}"),
                 deadline_seconds=options.deadline_seconds,
                 telemetry=job.telemetry,
             )
-            sender = Sender(job.storage, tier.storage, upload, options.deadline_seconds)
+            note = partial(self._progress.note, index)
             thread: TierThread = (
-                Follower(sender, self._roots[index], ranks, partial(self._progress.note, index))
+                Follower(self._roots[index], upload, shared, note)
                 if coordinator.is_coordinator
-                else UploadListener(sender, ranks, disk)
+                else UploadListener(tier.storage, upload, shared, disk)
             )
             for info in backlog[index]:
                 thread.line.add(DueCheckpoint(info, partial(self._note, index, info, None)))
@@ -334,7 +334,7 @@ class TierUploads:
 
     def _wait(self, thread: TierThread, deadline: float) -> None:
         """Wait until nothing is due; at the deadline, stop."""
-        while not thread.sender.stopped.is_set() and not thread.wait(
+        while not thread.stopped.is_set() and not thread.wait(
             max(0.0, min(_SAID_EVERY, deadline - time.monotonic()))
         ):
             if time.monotonic() >= deadline:
