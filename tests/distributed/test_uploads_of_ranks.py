@@ -9,7 +9,13 @@ from ckpt_core import CheckpointManager, Upload
 from ckpt_core.commit import Catalog, verify
 from ckpt_core.storage import LocalStorage
 from ckpt_core.testing import FaultyStorage
-from tests.distributed.upload_jobs import cases, dies_while_uploading, disks_of_nodes, written
+from tests.distributed.upload_jobs import (
+    cases,
+    dies_on_its_node,
+    dies_while_uploading,
+    disks_of_nodes,
+    written,
+)
 from tests.kit.ranks import Nodes, run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
@@ -45,6 +51,14 @@ def test_a_rank_that_dies_during_an_upload_does_not_hold_up_the_end_of_the_other
     assert [info.step for info in Catalog(LocalStorage(tmp_path / "root")).committed()] == [1]
     uploaded = [info.step for info in Catalog(LocalStorage(tmp_path / "tier")).committed()]
     assert uploaded == ([] if victim == 0 else [1])
+
+
+def test_a_node_that_dies_during_an_upload_does_not_hold_up_the_end_of_the_others(tmp_path):
+    found = run_ranks(
+        dies_on_its_node, Nodes(2, per_node=1), str(tmp_path), timeout_seconds=100, expect_death=[1]
+    )
+    assert found == [None, None]
+    assert Catalog(LocalStorage(tmp_path / "tier")).committed() == []
 
 
 def test_one_rank_of_each_node_uploads_what_lies_on_its_disk_and_all_hear_of_every_failure(tmp_path):

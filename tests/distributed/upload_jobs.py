@@ -130,6 +130,20 @@ def dies_while_uploading(root: str, victim: int) -> int | None:
     return None if found is None else found.step
 
 
+def dies_on_its_node(root: str) -> int | None:
+    """The node of rank 1 dies while it sends what lies on its disk; what rank 0 hears at its end."""
+    place, rank = Path(root), dist.get_rank()
+    faults = [Fault(method="create", key="*__1_0.distcp", before=kill_process)] * rank
+    tier = FaultyStorage(LocalStorage(place / "tier"), faults)
+    disk = FaultyStorage(LocalStorage(place / f"node-{rank}"), url="/disk/of/the/node/run")
+    manager = CheckpointManager(disk, upload=Upload(tier, deadline_seconds=3.0), deadline_seconds=5)
+    handle = manager.save(1, state_of(1))
+    handle.result(SECONDS)
+    manager.close()
+    found = handle.uploaded.result(SECONDS)
+    return None if found is None else found.step
+
+
 def disks_of_nodes(root: str) -> dict[str, Any]:
     """Each node has a disk of its own: who uploads what, and who hears of a failure on one of them."""
     place, rank, node = Path(root), dist.get_rank(), int(os.environ["GROUP_RANK"])

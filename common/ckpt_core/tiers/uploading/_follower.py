@@ -382,6 +382,8 @@ class Follower(TierThread):
 
     def _say(self, word: _UploadWord) -> None:
         """Say this, after what could not be said before."""
+        if self._abandoned:
+            return  # the Store may hang, and the tier is to be given back
         self._unsaid.append(word)
         try:
             while self._unsaid:
