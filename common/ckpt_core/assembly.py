@@ -75,7 +75,7 @@ class Assembly:
             job_name=options.job_name,
             until_idle=thread.until_idle,
             hooks=replace(uploads.hooks, journal=journal),
-            elsewhere=uploads.claims.make,
+            elsewhere=uploads.claim,
         )
         pruner = Pruner(storage, options, ownership=ownership, telemetry=job.telemetry)
         saver = Saver(job, thread, options, ownership=ownership, pruner=pruner)

@@ -280,7 +280,7 @@ class CheckpointManager:
         self._bind()
         agreed_values(self._coordinator, "resume", lambda: checked_override(state, override).items)
         self._rewind()
-        self._uploads.claims.patient = True
+        self._uploads.patient = True
         self._own_root()
         request = LoadRequest.to_resume(self.options, Override.of(override))
         loaded = self._loader.newest(request, as_source(state), note_damaged=self._root.note_damaged)

@@ -187,13 +187,6 @@ def data_rank(path: str) -> int | None:
     return None if match is None else int(match[1])
 
 
-def writer_rank(path: str) -> int | None:
-    """Return the rank that a file, or the twin of one, is of; None if unknown."""
-    name = path.rpartition("/")[2].removesuffix(TWIN_SUFFIX)
-    match = _DATA.fullmatch(name) or _OWN_JSON.fullmatch(name) or _SHARED.fullmatch(name)
-    return None if match is None else int(match[1])
-
-
 def twin_name(path: str) -> str:
     """Return the second file with the content of `path`: `__0_0.distcp.replica`."""
     return path + TWIN_SUFFIX

@@ -1,8 +1,11 @@
-"""Jobs of two ranks that upload to a further tier, each rank the files that it wrote."""
+"""Jobs of several ranks whose coordinator uploads to a further tier, or a rank of each node its disk."""
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,26 +37,22 @@ def cases(root: str) -> dict[str, Any]:
     """Every case that needs two ranks that live, in one pair of processes."""
     place = Path(root)
     return {
-        "own files": own_files(place / "own"),
+        "files of all": files_of_all(place / "all"),
         "failure": failure_of_one(place / "failure"),
         "overtaken": overtaken(place / "overtaken"),
         "left": left(place / "left"),
     }
 
 
-def own_files(place: Path) -> dict[str, Any]:
+def files_of_all(place: Path) -> dict[str, Any]:
     tier = FaultyStorage(LocalStorage(place / "tier"))
-    collectives = []
     with CheckpointManager(place / "root", upload=Upload(tier), deadline_seconds=SECONDS) as manager:
-        handle = manager.save(1, state_of(1))
-        info = handle.uploaded.result(SECONDS)
-        collectives.append(info.step)
-    return {"steps": collectives, "written": written(tier)}
+        info = manager.save(1, state_of(1)).uploaded.result(SECONDS)
+    return {"steps": [info.step], "written": written(tier)}
 
 
 def failure_of_one(place: Path) -> dict[str, Any]:
-    rank = dist.get_rank()
-    error = [OSError("the cable was pulled")] * rank
+    error = [OSError("the cable was pulled")] * (1 - dist.get_rank())
     faults = [Fault(method="create", key="*.distcp", nth=0, error=each) for each in error]
     tier, sink = FaultyStorage(LocalStorage(place / "tier"), faults), InMemorySink()
     options: dict[str, Any] = {"deadline_seconds": SECONDS, "sinks": [sink]}
@@ -74,18 +73,18 @@ def failure_of_one(place: Path) -> dict[str, Any]:
 
 
 def overtaken(place: Path) -> list[int | None]:
-    """Rank 1 is slow; the coordinator decides for both."""
+    """The coordinator's upload is slow; both ranks hear what it has overtaken."""
     opened, reached = threading.Event(), threading.Event()
 
     def wait(_: object) -> None:
         reached.set()
         opened.wait(SECONDS)
 
-    faults = [Fault(method="create", key="*.distcp", nth=0, before=wait)] * dist.get_rank()
+    faults = [Fault(method="create", key="*.distcp", nth=0, before=wait)] * (1 - dist.get_rank())
     tier = FaultyStorage(LocalStorage(place / "tier"), faults)
     with CheckpointManager(place / "root", upload=Upload(tier), deadline_seconds=SECONDS) as manager:
         handles = [manager.save(1, state_of(1))]
-        assert dist.get_rank() == 0 or reached.wait(SECONDS)
+        assert dist.get_rank() == 1 or reached.wait(SECONDS)
         handles += [manager.save(step, state_of(step)) for step in (2, 3, 4)]
         manager.wait()
         dist.barrier()
@@ -104,15 +103,69 @@ def left(place: Path) -> list[int]:
     return [info.step for info in Catalog(LocalStorage(place / "tier")).committed()]
 
 
-def dies_while_uploading(root: str) -> str:
-    """Rank 1 dies in its upload; rank 0 ends in time, and training has not noticed."""
+def dies_while_uploading(root: str, victim: int) -> int | None:
+    """One of two ranks dies while the coordinator uploads; what the other one hears of the upload."""
     place, rank = Path(root), dist.get_rank()
-    faults = [Fault(method="create", key="*.distcp", before=kill_process)] * rank
+    gone = place / "gone"
+    seen = threading.Event()
+
+    def die_or_wait(operation: Any) -> None:
+        if victim == 0:
+            kill_process(operation)
+        while not gone.exists():
+            seen.wait(0.01)
+
+    faults = [Fault(method="create", key="*.distcp", nth=0, before=die_or_wait)] * (1 - rank)
     tier = FaultyStorage(LocalStorage(place / "tier"), faults)
-    upload = Upload(tier, deadline_seconds=1.0)
-    manager = CheckpointManager(place / "root", upload=upload, deadline_seconds=5.0)
+    manager = CheckpointManager(place / "root", upload=Upload(tier, deadline_seconds=1.0), deadline_seconds=5)
     handle = manager.save(1, state_of(1))
     handle.result(SECONDS)
-    error = handle.uploaded.exception(SECONDS)
+    if victim == rank == 1:
+        gone.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 0:
+        handle.uploaded.result(SECONDS)
     manager.close()
-    return str(error)
+    found = handle.uploaded.result(SECONDS)
+    return None if found is None else found.step
+
+
+def dies_on_its_node(root: str) -> int | None:
+    """The node of rank 1 dies while it sends what lies on its disk; what rank 0 hears at its end."""
+    place, rank = Path(root), dist.get_rank()
+    faults = [Fault(method="create", key="*__1_0.distcp", before=kill_process)] * rank
+    tier = FaultyStorage(LocalStorage(place / "tier"), faults)
+    disk = FaultyStorage(LocalStorage(place / f"node-{rank}"), url="/disk/of/the/node/run")
+    manager = CheckpointManager(disk, upload=Upload(tier, deadline_seconds=3.0), deadline_seconds=5)
+    handle = manager.save(1, state_of(1))
+    handle.result(SECONDS)
+    manager.close()
+    found = handle.uploaded.result(SECONDS)
+    return None if found is None else found.step
+
+
+def disks_of_nodes(root: str) -> dict[str, Any]:
+    """Each node has a disk of its own: who uploads what, and who hears of a failure on one of them."""
+    place, rank, node = Path(root), dist.get_rank(), int(os.environ["GROUP_RANK"])
+    found: dict[str, Any] = {}
+
+    def uploaded(case: str, faults: Sequence[Fault] = (), **options: Any) -> Any:
+        tier = FaultyStorage(LocalStorage(place / case / "tier"), faults)
+        disk = FaultyStorage(LocalStorage(place / case / f"node-{node}"), url="/disk/of/the/node/run")
+        upload = Upload(tier, **options)
+        with CheckpointManager(disk, upload=upload, deadline_seconds=SECONDS) as manager:
+            future = manager.save(1, state_of(1)).uploaded
+            error = future.exception(SECONDS)
+            found[case] = str(error) if error else future.result().step, written(tier)
+
+    pulled = OSError("the cable was pulled")
+    last = [Fault(method="create", key="*__3_0.distcp", error=pulled)] * (rank == 2)
+    uploaded("whole")
+    uploaded("again", [Fault(method="create", key="*__3_0.distcp", nth=0, error=pulled)] * (rank == 2))
+    uploaded("never", last, deadline_seconds=0.3)
+    tier = FaultyStorage(LocalStorage(place / "never" / "tier"))
+    disk = FaultyStorage(LocalStorage(place / "never" / f"node-{node}"), url="/disk/of/the/node/run")
+    with CheckpointManager(disk, upload=Upload(tier), deadline_seconds=SECONDS) as manager:
+        manager.resume({**state_of(0)})
+    found["next run"] = written(tier)
+    return found

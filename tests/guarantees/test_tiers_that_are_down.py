@@ -19,7 +19,7 @@ from ckpt_core.errors import ConfigError, LoadError, RootBusyError
 from ckpt_core.storage import LocalStorage, MemoryStorage, ObjectStorage, Storage
 from ckpt_core.testing import Fault, FaultyStorage
 from ckpt_core.tiers import FurtherTier
-from ckpt_core.tiers.uploading import _claims, _tier_uploads
+from ckpt_core.tiers.uploading import _tier_uploads
 from tests.support.service_faults import ServiceControl, ServiceFault
 from tests.unit.commit.checkpoints import bucket_like
 
@@ -58,7 +58,7 @@ class Answer:
 
 @pytest.fixture(autouse=True)
 def moment(monkeypatch):
-    monkeypatch.setattr(_claims, "_MOMENT_SECONDS", 0.1)
+    monkeypatch.setattr(_tier_uploads, "_MOMENT_SECONDS", 0.1)
 
 
 def test_a_first_save_waits_a_moment_for_all_tiers_together_and_uploads_when_they_answer(tmp_path, caplog):
@@ -166,11 +166,11 @@ def test_a_resume_waits_for_a_slow_tier_and_continues_its_lineage(tmp_path, capl
 
 
 def test_a_resume_without_an_answer_ends_in_bounded_time_and_says_how_to_go_on(tmp_path, monkeypatch, caplog):
-    from ckpt_core.tiers import _asking
+    from ckpt_core.tiers import _tier
 
     tier = Answer()
     with_a_newer_step_in_the_tier(tmp_path, tier)
-    monkeypatch.setattr(_asking, "_SAID_AFTER", 0.1)
+    monkeypatch.setattr(_tier, "_SAID_AFTER", 0.1)
     monkeypatch.setattr(FurtherTier.__init__, "__defaults__", (0.3,))
     options = {"upload": Upload(tier.storage), "deadline_seconds": 0.9}
     manager = CheckpointManager(tmp_path, journal=False, **options)

@@ -19,7 +19,6 @@ from ckpt_core.storage import LocalStorage, MemoryStorage, ObjectStorage, Storag
 from ckpt_core.telemetry import InMemorySink
 from ckpt_core.testing import Fault, FaultyStorage
 from ckpt_core.tiers import read_tiers
-from ckpt_core.tiers.uploading import _uploader
 from tests.unit.commit.checkpoints import bucket_like
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -302,8 +301,7 @@ def test_the_end_waits_for_uploads_up_to_a_limit_and_names_the_rest(tmp_path, ca
     assert steps(gate.storage) == []
 
 
-def test_storage_that_hangs_for_good_holds_up_no_end(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(_uploader, "_END_SECONDS", 0.1)
+def test_storage_that_hangs_for_good_holds_up_no_end(tmp_path, caplog):
     gate = Gate()
     with CheckpointManager(tmp_path, upload=Upload(gate.storage, deadline_seconds=0.1)) as manager:
         saved(manager, 1)

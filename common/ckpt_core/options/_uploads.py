@@ -42,8 +42,8 @@ class Upload:
         every: upload every n-th checkpoint of a run, counted over restarts. Saves at a preemption are not
             counted. The last one before `close()` is uploaded in any case.
         keep: which checkpoints a prune keeps there; None never prunes there.
-        bandwidth: the most bytes per second that one rank uploads, as a number or as "500 MB/s"; None for no
-            limit. It does not count as `write_bandwidth`, nor that as this.
+        bandwidth: the most bytes per second that the job uploads (with disks of nodes: each node), as a
+            number or "500 MB/s"; None for no limit. It does not count as `write_bandwidth`, nor that as it.
         when_busy: what to do when a checkpoint becomes due while an upload runs: `overtake` those that wait
             for their turn, so that the newest is next; `wait`: the next save waits until none waits; or
             `queue` all of them. Whatever waits is not pruned.

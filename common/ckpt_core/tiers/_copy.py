@@ -3,22 +3,28 @@
 A copy is the same checkpoint: same save id, lineage, manifest, signature. It is committed at the target as a
 save is, by its marker, after every byte was compared with the manifest. What the manifest does not list, such
 as the user's files, is not copied. An interrupted copy is continued: whole files and parts are not sent
-again.
+again. The manifest comes first at the target, unlike that of a save: it tells whose unfinished copy this is.
+Without a marker it counts for nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Final, Self, final
+from dataclasses import dataclass
+from typing import Final, NoReturn, Self, TypeAlias, final
 
 from ckpt_core.commit import (
     MAX_SIGNATURE_BYTES,
     Catalog,
     Manifest,
     Marker,
+    Occupant,
+    abandon,
     commit_copy,
     read_manifest,
+    require_free,
+    settle_asides,
     working_name,
 )
 from ckpt_core.crew import run_all
@@ -26,13 +32,13 @@ from ckpt_core.errors import (
     CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
+    ConfigError,
     CorruptCheckpointError,
+    IncompatibleCheckpointError,
 )
-from ckpt_core.names import MANIFEST, SIGNATURE, twin_name, writer_rank
+from ckpt_core.names import MANIFEST, SIGNATURE, is_incomplete, original_name, twin_name
 from ckpt_core.storage import ForeignFileError, Storage, read_small
 from ckpt_core.tiers._checked_reader import CheckedReader, damaged
-from ckpt_core.tiers._copy_terms import CopyTerms
-from ckpt_core.tiers._landing import begin_copy, is_committed_as
 from ckpt_core.types import CheckpointInfo, FileEntry
 
 _THREADS: Final = 4
@@ -42,12 +48,32 @@ def _no_check() -> None:
     """Accept that this process owns the target."""
 
 
-def files_by_rank(manifest: Manifest) -> Mapping[int, Sequence[FileEntry]]:
-    """Return the files of each rank, by their names; files of no rank are rank 0's."""
-    found: dict[int, list[FileEntry]] = {}
-    for entry in manifest.files:
-        found.setdefault(writer_rank(entry.path) or 0, []).append(entry)
-    return found
+Pace: TypeAlias = Callable[[Iterable[memoryview]], Iterable[memoryview]]
+"""Hands on pieces of files no faster than a rate, as `Throttle` does."""
+
+
+def _ignore(_: int) -> None:
+    """Ignore progress."""
+
+
+def _go_on() -> None:
+    """Let the copy continue."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CopyTerms:
+    """How a copy is made; all of it may be called on several threads.
+
+    Attributes:
+        pace: limits the rate of what is sent; None for no limit.
+        progress: called with bytes done, those that were there already included.
+        stop: called before every read; raises to end the copy, which a later one continues.
+    """
+
+    pace: Pace | None = None
+    progress: Callable[[int], None] = _ignore
+    stop: Callable[[], None] = _go_on
 
 
 @final
@@ -81,9 +107,8 @@ class CheckpointCopy:
         self.source_name = name
         self.content = content
         self.target_url = target.url
-        self.name = as_name or name
         self.manifest = Manifest.from_bytes(content)
-        self.working = working_name(target, self.name, self.manifest.save_id)
+        self._call(as_name or name)
         self._twins = {path: twin.path for path, twin in self.manifest.twins().items()}
         self._twins |= {twin: path for path, twin in self._twins.items()}
 
@@ -104,18 +129,26 @@ class CheckpointCopy:
         """
         return cls(source, target, name, read_manifest(source, name), as_name=as_name)
 
-    def begin(self, *, repair: bool = False) -> bool:
+    def begin(self, *, repair: bool = False, otherwise: str = "") -> bool:
         """Prepare the target; return False if the checkpoint is committed there already.
 
-        With `repair` it is copied although it is committed there, for it is damaged.
+        Args:
+            repair: whether it is copied although it is committed there, for it is damaged.
+            otherwise: its name where its own is taken, as after training went back; "" for none.
 
         Raises:
             CheckpointExistsError: the name is taken at the target.
             CorruptCheckpointError: a small file of the source cannot be read.
         """
-        if not repair and is_committed_as(self._target, self.name, self.manifest, self.content):
-            return False
-        begin_copy(self._target, self.name, self.manifest, self._beside(), repair=repair)
+        try:
+            if not repair and is_committed_as(self._target, self.name, self.manifest, self.content):
+                return False
+            begin_copy(self._target, self.name, self.manifest, self._beside(), repair=repair)
+        except CheckpointExistsError:
+            if otherwise in {"", self.name}:
+                raise
+            self._call(otherwise)
+            return self.begin(repair=repair)
         return True
 
     def copy_files(self, entries: Sequence[FileEntry], terms: CopyTerms) -> None:
@@ -156,6 +189,10 @@ class CheckpointCopy:
     def info(self) -> CheckpointInfo:
         """The checkpoint, as a listing shows it."""
         return Marker.of(self.manifest, self.content).info(self.name)
+
+    def _call(self, name: str) -> None:
+        self.name = name
+        self.working = working_name(self._target, name, self.manifest.save_id)
 
     def _copy(self, entry: FileEntry, terms: CopyTerms) -> None:
         """Copy a file; where it is damaged, its twin in its place."""
@@ -250,15 +287,100 @@ def copy_checkpoint(
     what `CheckpointCopy` raises.
     """
     copy = CheckpointCopy.of(source, target, name)
-    try:
-        begun = copy.begin()
-    except CheckpointExistsError:
-        if otherwise in {"", name}:
-            raise
-        copy = CheckpointCopy.of(source, target, name, as_name=otherwise)
-        begun = copy.begin()
-    if not begun:
+    if not copy.begin(otherwise=otherwise):
         terms.progress(copy.manifest.size_bytes)
         return copy.info
     copy.copy_files(copy.manifest.files, terms)
     return copy.finish(check=check)
+
+
+def is_committed_as(storage: Storage, name: str, manifest: Manifest, content: bytes) -> bool:
+    """Return whether a root holds that very checkpoint under `name`.
+
+    A commit of a copy that was interrupted is completed first.
+
+    Raises:
+        CheckpointExistsError: it holds another checkpoint, or a damaged marker, under that name.
+    """
+    working = working_name(storage, name, manifest.save_id)
+    for aside in settle_asides(storage):
+        if original_name(aside) == name:
+            abandon(storage, aside)
+    try:
+        marker = Catalog(storage).marker(name)
+    except (CheckpointNotFoundError, NotADirectoryError):
+        return False  # a file of the user's is moved aside by the commit
+    except (CorruptCheckpointError, IncompatibleCheckpointError) as error:
+        raise CheckpointExistsError(
+            f"{storage.url}/{name} is a checkpoint whose marker cannot be read ({error}); nothing there was "
+            "touched: move or delete it, then copy again"
+        ) from error
+    if marker.matches(content):
+        if storage.supports_rename and storage.entry(working) is not None:
+            abandon(storage, working)  # what is left after an interrupted commit into a user's directory
+        return True
+    raise CheckpointExistsError(
+        f"{storage.url}/{name} is another checkpoint: step {marker.step} of save {marker.save_id}, not step "
+        f"{manifest.step} of save {manifest.save_id}. Checkpoints are never overwritten: copy to another root"
+    )
+
+
+def begin_copy(
+    storage: Storage, name: str, manifest: Manifest, beside: Mapping[str, bytes], *, repair: bool = False
+) -> str:
+    """Prepare the directory of a copy at the target; return its name.
+
+    Files that an earlier copy of the same save has left there stay.
+
+    Args:
+        storage: the root to copy to; the caller owns it.
+        name: of the checkpoint.
+        manifest: of the checkpoint.
+        beside: path -> content of the manifest, which comes first, and of files that it does not list.
+        repair: whether a damaged copy of it may have the name.
+
+    Raises:
+        CheckpointExistsError: the name is taken, or on an object store belongs to another torn save.
+        ConfigError: it cannot be the name of a checkpoint.
+    """
+    found = require_free(storage, name, replace=repair)
+    working = working_name(storage, name, manifest.save_id)
+    if storage.supports_rename:
+        if not is_incomplete(working):
+            raise ConfigError(f"save id {manifest.save_id!r} is not 8 to 32 lower-case hex digits")
+        with suppress(FileExistsError):
+            storage.make_directory(working)
+    elif found is Occupant.TORN and not storage.exists(f"{name}/{MANIFEST}"):
+        _refuse_torn(storage, name)
+    try:
+        for path, content in beside.items():
+            _write_small(storage, working, path, content)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if not storage.exists(working):
+            raise
+        raise CheckpointExistsError(
+            f"{storage.url}/{working} is a file, where the directory of a copy must be; it was not touched: "
+            "move or delete it"
+        ) from error
+    return working
+
+
+def _write_small(storage: Storage, working: str, path: str, content: bytes) -> None:
+    """Write a small file of a copy, over that of an earlier attempt."""
+    key = f"{working}/{path}"
+    if storage.supports_rename:  # also if it is the same: a killed process may not have synced it
+        storage.delete(key)
+        storage.write_bytes(key, content)
+        return
+    try:
+        storage.write_bytes(key, content)
+    except FileExistsError:
+        if read_small(storage, key) != content:
+            _refuse_torn(storage, working)
+
+
+def _refuse_torn(storage: Storage, name: str) -> NoReturn:
+    raise CheckpointExistsError(
+        f"{storage.url}/{name} holds what another save or copy has left unfinished; nothing there was "
+        "touched: if no job writes there, `ckpt prune` collects it"
+    )

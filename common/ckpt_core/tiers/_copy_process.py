@@ -24,9 +24,8 @@ from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, CorruptCheckpointError
 from ckpt_core.options import Upload
 from ckpt_core.storage import LocalStorage, Storage, is_in_bucket
-from ckpt_core.tiers._copy import CheckpointCopy
+from ckpt_core.tiers._copy import CheckpointCopy, CopyTerms
 from ckpt_core.tiers._copy_service import CopyRoute, CopyTask
-from ckpt_core.tiers._copy_terms import CopyTerms
 from ckpt_core.types import FileEntry
 
 _logger = logger_of(__name__)

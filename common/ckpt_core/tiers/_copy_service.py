@@ -16,8 +16,7 @@ from ckpt_core import messages
 from ckpt_core.crew import give_way
 from ckpt_core.errors import CheckpointError
 from ckpt_core.storage import Storage, Throttle, open_storage
-from ckpt_core.tiers._copy import CheckpointCopy
-from ckpt_core.tiers._copy_terms import CopyTerms
+from ckpt_core.tiers._copy import CheckpointCopy, CopyTerms
 
 _LOOK_SECONDS: Final = 0.25
 

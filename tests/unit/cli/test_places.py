@@ -19,7 +19,7 @@ from ckpt_core.cli import main
 from ckpt_core.cli.inspection._show import _shown
 from ckpt_core.commit import Catalog
 from ckpt_core.journal import read_events
-from ckpt_core.names import data_name, parse_step_name, writer_rank
+from ckpt_core.names import data_name, data_rank, is_own_json, parse_step_name
 from ckpt_core.storage import LocalStorage
 from ckpt_core.testing import FaultyStorage
 from tests.support.payloads import first_payload
@@ -43,9 +43,9 @@ def test_a_step_is_written_in_the_digits_0_to_9(root, step, tmp_path, capsys):
 
 def test_names_in_other_digits_are_none_of_ours():
     assert parse_step_name("step-00000000\u0661") is None
-    assert writer_rank(data_name(3, 0)) == 3
-    assert writer_rank(data_name(3, 0).replace("3", "\u0663")) is None
-    assert writer_rank("rank-0000\u0663.json") is None
+    assert data_rank(data_name(3, 0)) == 3
+    assert data_rank(data_name(3, 0).replace("3", "\u0663")) is None
+    assert not is_own_json("rank-0000\u0663.json")
 
 
 @pytest.mark.parametrize("name", ["COMMITTED", "manifest.json", ".metadata", "__0_0.distcp", "report.html"])

@@ -17,7 +17,7 @@ from ckpt_core.formats.checksums import checksum
 from ckpt_core.names import run_name
 from ckpt_core.storage import LocalStorage, MemoryStorage, Storage
 from ckpt_core.testing import Fault, FaultyStorage
-from ckpt_core.tiers import CheckpointCopy, CopyTerms, copy_checkpoint, files_by_rank
+from ckpt_core.tiers import CheckpointCopy, CopyTerms, copy_checkpoint
 from ckpt_core.types import FileEntry
 from tests.unit.commit.checkpoints import FILES, bucket_like, manifest_of, save, write_files
 
@@ -202,14 +202,6 @@ def test_stop_ends_a_copy_that_a_later_one_continues(tmp_path):
     assert Catalog(target).committed() == []
     copy_checkpoint(source, target, NAME, CopyTerms())
     assert_clean(target, NAME)
-
-
-def test_every_file_belongs_to_the_rank_in_its_name_and_else_to_the_first():
-    found = files_by_rank(manifest_of(5, {**FILES, "__1_0.distcp.replica": b"", "scheduler.bin": b""}))
-    assert {rank: [entry.path for entry in files] for rank, files in found.items()} == {
-        0: ["__0_0.distcp", "model/__0_0.distcp", "rank-00000.json", ".metadata", "scheduler.bin"],
-        1: ["__1_0.distcp", "__1_0.distcp.replica"],
-    }
 
 
 def test_a_copy_may_have_another_name_at_the_target(tmp_path):

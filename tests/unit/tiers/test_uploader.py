@@ -17,10 +17,9 @@ from ckpt_core.options import CheckpointOptions, Upload
 from ckpt_core.storage import MemoryStorage
 from ckpt_core.telemetry import InMemorySink, Telemetry
 from ckpt_core.testing import Fault, FaultyStorage
-from ckpt_core.tiers.uploading._durable import DurableRoot
+from ckpt_core.tiers.uploading._follower import Follower, UploadJob
 from ckpt_core.tiers.uploading._line import DueCheckpoint
-from ckpt_core.tiers.uploading._upload_context import UploadContext
-from ckpt_core.tiers.uploading._uploader import Uploader
+from ckpt_core.tiers.uploading._tier_root import TierRoot
 from tests.kit.clock import FakeClock
 from tests.unit.commit.checkpoints import save
 
@@ -40,22 +39,18 @@ class Service:
         upload = Upload(
             FaultyStorage(self.inner, [Fault(before=self._answer)]), when_busy=when_busy, deadline_seconds=600
         )
-        context = UploadContext(
+        job = UploadJob(
             source=self.root,
             rank=0,
-            world_size=1,
-            deadline_seconds=1800,
             open_channel=Solo().commit_channel,
+            deadline_seconds=1800,
             telemetry=Telemetry(self.sink),
-            note=lambda progress: None,
-            clock=self.clock,
-            pause=self._pause,
         )
-        options = CheckpointOptions()
-        durable = DurableRoot(
-            upload, upload.to, options, telemetry=Telemetry(), until_idle=lambda: None, spared=()
+        tier = TierRoot(
+            upload, upload.to, CheckpointOptions(), telemetry=Telemetry(), until_idle=lambda: None, spared=()
         )
-        self.uploader = Uploader(upload, upload.to, context, durable)
+        self.uploader = Follower(tier, upload, job, lambda copy, done: None)
+        self.uploader.clock, self.uploader.pause = self.clock, self._pause
 
     def _answer(self, _) -> None:
         self.on_answer()
@@ -162,7 +157,7 @@ def test_a_torn_upload_that_nobody_continues_is_removed_and_one_that_goes_on_is_
     torn = f".incomplete-{info.save_id}-{info.name}"
     for name in (torn, ".incomplete-00000099-step-000000099"):
         service.inner.write_bytes(f"{name}/manifest.json", b"{}")
-    durable = DurableRoot(
+    tier = TierRoot(
         replace(service.uploader.upload, keep=None),
         service.inner,
         CheckpointOptions(),
@@ -170,9 +165,9 @@ def test_a_torn_upload_that_nobody_continues_is_removed_and_one_that_goes_on_is_
         until_idle=lambda: None,
         spared={torn},
     )
-    durable.take()
+    tier.take()
     assert [entry.name for entry in service.inner.list("") if entry.is_directory] == [torn]
-    durable.release()
+    tier.release()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities of their own")
@@ -187,7 +182,7 @@ def test_an_upload_gives_way_to_the_training():
     service.on_answer = lambda: seen.update({threading.current_thread().name: priority()})
     service.due(1)
     service.run()
-    sending = [seen[name] for name in seen if name.startswith(("ckpt-upload-copy", "ckpt-send"))]
+    sending = [seen[name] for name in seen if name.startswith(("ckpt-upload", "ckpt-send"))]
     assert service.steps == [1]
     assert sending
     assert min(sending) >= max(ours, 10)

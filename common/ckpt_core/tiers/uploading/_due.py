@@ -1,4 +1,4 @@
-"""The rule by which checkpoints are due for a further tier, without I/O.
+"""What is due for a further tier: by a rule, and what an earlier run has left.
 
 With `save=EverySteps(100)` and `every=10`, due is the first save at or after each multiple of 1,000 steps,
 whatever was saved, skipped or lost in between. With any other policy, due is every tenth save, counted over
@@ -7,13 +7,22 @@ restarts; saves at a preemption come in addition, and are not counted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self, final
 
 from ckpt_core.cadence import AnyOf, EverySteps, SavePolicy
+from ckpt_core.commit import Catalog
+from ckpt_core.disclosure import logger_of
+from ckpt_core.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError
 from ckpt_core.messages import message
+from ckpt_core.options import Upload
+from ckpt_core.storage import Storage
+from ckpt_core.tiers import read_tiers
+from ckpt_core.types import CheckpointInfo
 from ckpt_core.validation import integer
+
+_logger = logger_of(__name__)
 
 UPLOAD: Final = "upload"
 """The annotation that holds the number of a checkpoint."""
@@ -81,3 +90,74 @@ class DueRule:
             return not number.extra and number.number % every == 0
         interval, offset = self.steps.n * every, self.steps.offset
         return (step - offset) // interval > max(0, (number.after - offset) // interval)
+
+
+def left_due(
+    storage: Storage, rule: DueRule, uploads: Sequence[Upload], there: Sequence[Sequence[CheckpointInfo]]
+) -> list[list[CheckpointInfo]]:
+    """Return what an earlier run has left for each tier, oldest first.
+
+    Warns of what is due for tiers that this run does not have.
+
+    What is older than the newest in a tier was overtaken, or pruned there. Where a newer one overtakes, only
+    the newest is due.
+
+    Args:
+        storage: the root.
+        rule: of the run.
+        uploads: of the run.
+        there: the checkpoints in each tier.
+    """
+    catalog, begun = Catalog(storage), _begun(storage)
+    present = [info for info in catalog.committed() if info.usable]
+    _warn_of_others(storage, present, begun - {(each.url, name) for each in uploads for _, name in begun})
+
+    def is_due(info: CheckpointInfo, upload: Upload) -> bool:
+        if (upload.url, info.name) in begun:
+            return True
+        try:
+            annotations = catalog.manifest(info.name).annotations
+        except CheckpointError as error:
+            _logger.warning("%s is not uploaded: %s", info.name, error)
+            return False
+        return rule.is_due(info.step, SaveNumber.read(annotations), upload.every)
+
+    found: list[list[CheckpointInfo]] = []
+    for upload, copies in zip(uploads, there, strict=True):
+        newest = max(map(_age, copies), default=(-1, -1))
+        have = {info.save_id for info in copies}
+        newer = (info for info in present if _age(info) > newest and info.save_id not in have)
+        due = [info for info in newer if is_due(info, upload)]
+        found.append(due[-1:] if upload.when_busy == "overtake" else due)
+    return found
+
+
+def _age(info: CheckpointInfo) -> tuple[int, int]:
+    return info.lineage.number, info.step
+
+
+def _begun(storage: Storage) -> set[tuple[str, str]]:
+    """Return the uploads that were left: URL of the tier and name."""
+    try:
+        records = read_tiers(storage)
+    except (OSError, CorruptCheckpointError, IncompatibleCheckpointError) as error:
+        _logger.warning("%s: which uploads were left is not known: %s", storage.url, error)
+        return set()
+    return {(each.url, name) for each in records for name in each.due}
+
+
+def _warn_of_others(
+    storage: Storage, present: Sequence[CheckpointInfo], others: set[tuple[str, str]]
+) -> None:
+    """Say what is due for tiers that this run does not upload to."""
+    for url in sorted({url for url, _ in others}):
+        steps = [str(info.step) for info in present if (url, info.name) in others]
+        if steps:
+            _logger.warning(
+                "step(s) %s were due for %s, where this run uploads nothing: `ckpt upload %s --to %s --all` "
+                "sends what is not there",
+                ", ".join(steps),
+                url,
+                storage.url,
+                url,
+            )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeAlias, final
 
@@ -24,20 +24,18 @@ class DueCheckpoint:
 
     Attributes:
         info: of the checkpoint, in the root.
-        report: called with the outcome.
-        last: whether it is tried at the end of the run once more, whatever became of it before.
+        report: called with the outcome, perhaps with an error first.
     """
 
     info: CheckpointInfo
     report: Callable[[Outcome], None] = field(default=lambda _: None)
-    last: bool = False
 
 
 @final
 class UploadLine:
     """The line of due checkpoints, first come, first served.
 
-    Concurrency: `next` and `done` on the thread that uploads, the others on any.
+    Concurrency: `next` and `done` on the thread that uploads, or hears of uploads; the others on any.
 
     Args:
         when_busy: what happens to those that wait when another becomes due.
@@ -45,7 +43,7 @@ class UploadLine:
 
     def __init__(self, when_busy: WhenBusy) -> None:
         self._when_busy = when_busy
-        self._waiting: deque[DueCheckpoint] = deque()
+        self._waiting: list[DueCheckpoint] = []
         self._running: DueCheckpoint | None = None
         self._left: list[CheckpointInfo] = []
         self._closed = False
@@ -54,8 +52,7 @@ class UploadLine:
     def add(self, due: DueCheckpoint) -> None:
         """Add a checkpoint, unless it is there; in a closed line it is left."""
         with self._changed:
-            present = (*self._waiting, *filter(None, (self._running,)))
-            if any(each.info.save_id == due.info.save_id for each in present):
+            if any(each.info.save_id == due.info.save_id for each in self._present()):
                 return
             if not self._closed:
                 self._waiting.append(due)
@@ -68,17 +65,35 @@ class UploadLine:
         """Wait for the next checkpoint; None once the line is closed and empty."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
-            self._running = self._waiting.popleft() if self._waiting else None
+            self._running = self._waiting.pop(0) if self._waiting else None
             self._changed.notify_all()
             return self._running
 
-    def done(self, *, left: bool) -> None:
-        """Note that the running one has ended, or was left to the next run."""
+    def await_any(self) -> None:
+        """Wait until something is in the line, or it is closed."""
         with self._changed:
-            if left and self._running is not None:
-                self._left.append(self._running.info)
-            self._running = None
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+
+    def find(self, save_id: str) -> DueCheckpoint | None:
+        """Return the checkpoint of a save, if it is in the line."""
+        with self._changed:
+            return next((each for each in self._present() if each.info.save_id == save_id), None)
+
+    def done(self, due: DueCheckpoint, *, left: bool = False) -> None:
+        """Note that a checkpoint has ended, or was left to the next run."""
+        with self._changed:
+            if left:
+                self._left.append(due.info)
+            if due is self._running:
+                self._running = None
+            else:
+                self._waiting.remove(due)
             self._changed.notify_all()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more."""
+        return self._closed
 
     @property
     def is_waited_for(self) -> bool:
@@ -102,29 +117,30 @@ class UploadLine:
         with self._changed:
             return list({info.save_id: info for info in (*self._left, *self._needed())}.values())
 
-    def _needed(self) -> list[CheckpointInfo]:
-        """Return what runs, and what waits and is not overtaken."""
-        waiting = list(self._waiting)
-        if self._when_busy == "overtake":
-            waiting = waiting[-1:]
-        return [each.info for each in (*filter(None, (self._running,)), *waiting)]
-
     def wait_for_turn(self, seconds: float) -> None:
-        """Block until none waits, where a save must wait for that, at most `seconds`."""
+        """Block until at most one is in line, where a save must wait for that."""
         if self._when_busy == "wait":
             with self._changed:
-                self._changed.wait_for(lambda: not self._waiting or self._closed, seconds)
+                self._changed.wait_for(lambda: len(self._present()) <= 1 or self._closed, seconds)
 
     def wait(self, seconds: float) -> bool:
         """Wait until nothing runs or waits; False if `seconds` pass before."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._waiting and self._running is None, seconds)
+            return self._changed.wait_for(lambda: not self._present(), seconds)
 
     def close(self) -> None:
         """Take no more checkpoints; those in the line are still served."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+
+    def _present(self) -> list[DueCheckpoint]:
+        return [*filter(None, (self._running,)), *self._waiting]
+
+    def _needed(self) -> list[CheckpointInfo]:
+        """Return what runs, and what waits and is not overtaken."""
+        waiting = self._waiting[-1:] if self._when_busy == "overtake" else self._waiting
+        return [each.info for each in (*filter(None, (self._running,)), *waiting)]
 
 
 class AllTiers:
@@ -152,10 +168,8 @@ class AllTiers:
 
 def settle(future: Future[CheckpointInfo | None], outcome: CheckpointInfo | BaseException | None) -> None:
     """Resolve a future, unless it is resolved."""
-    try:
+    with suppress(InvalidStateError):
         if isinstance(outcome, BaseException):
             future.set_exception(outcome)
         else:
             future.set_result(outcome)
-    except InvalidStateError:
-        pass

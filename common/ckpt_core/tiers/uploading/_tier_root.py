@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Final, TypeGuard, final
+from typing import Final, final
 
 from ckpt_core.commit import Owner, Survey, abandon, working_name
 from ckpt_core.coordination import Solo
@@ -15,7 +15,6 @@ from ckpt_core.crew import run_with_timeout
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
     CheckpointError,
-    CheckpointExistsError,
     ConfigError,
     RootBusyError,
     UploadError,
@@ -36,14 +35,16 @@ _WRONG: Final = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EN
 
 
 @final
-class DurableRoot:
+class TierRoot:
     """The right to a further tier, its content and its retention. Coordinator only.
 
     Concurrency: `take` and `release` on any thread, one at a time; the others on the thread that uploads.
 
     Attributes:
         url: of the tier.
+        storage: the tier.
         taken: whether it is claimed.
+        refusal: why it was refused at the last try, if it was.
 
     Args:
         upload: the option.
@@ -66,13 +67,13 @@ class DurableRoot:
     ) -> None:
         self.url = upload.url
         self.taken = False
+        self.refusal: CheckpointError | None = None
         self._guard = threading.Lock()
         self._leaving = False
-        self._refusal: CheckpointError | None = None
         self._found: Survey | None = None
         self._dropped = self._spared = frozenset(spared)
-        self._storage = storage
-        self._upload = upload
+        self.storage = storage
+        self._keeps = upload.keep is not None
         self._reads_back = storage.supports_rename and options.verification != "off"
         self._patience_seconds = options.deadline_seconds / 2
         self._ownership = Ownership(
@@ -85,10 +86,19 @@ class DurableRoot:
         )
         kept = replace(options, save=None, keep=upload.keep, upload=None)
         self._pruner = Pruner(storage, kept, ownership=self._ownership, telemetry=telemetry)
+        self._asked: Asked[Survey] | None = None
 
     def ask(self) -> Asked[Survey]:
         """Claim and list the tier on a thread of its own."""
-        return ask(self._open)
+        self._asked = ask(self._open)
+        return self._asked
+
+    @property
+    def everything(self) -> Sequence[CheckpointInfo]:
+        """What was found there; nothing if it is not claimed yet."""
+        answer = None if self._asked is None else self._asked.answer
+        known = answer is not None and answer.done() and answer.exception() is None
+        return answer.result().everything if answer is not None and known else ()
 
     def take(self) -> bool:
         """Claim the tier, unless claimed already, and remove what nobody will continue.
@@ -105,101 +115,75 @@ class DurableRoot:
                 return False
             try:
                 self._ownership.take()
-            except (CheckpointError, OSError) as error:
-                if isinstance(error, ConfigError) and _is_passing(error.__cause__):
-                    raise error.__cause__ from None
-                self._refusal = error if isinstance(error, CheckpointError) else None
+            except ConfigError as error:
+                cause = error.__cause__
+                wrong = FileNotFoundError | PermissionError | NotADirectoryError | CheckpointError
+                if isinstance(cause, OSError) and not isinstance(cause, wrong) and cause.errno not in _WRONG:
+                    raise cause from None
+                self.refusal = error
                 raise
-            self.taken, self._refusal = True, None
+            except CheckpointError as error:
+                self.refusal = error
+                raise
+            except OSError:
+                self.refusal = None
+                raise
+            self.taken, self.refusal = True, None
             return True
 
-    def continues(self, due: Sequence[CheckpointInfo], there: Sequence[CheckpointInfo]) -> None:
-        """Note what this run uploads of what was left, and what is there already."""
-        going = {working_name(self._storage, info.name, info.save_id) for info in due}
-        self._dropped = self._spared - going - {info.name for info in there}
+    def continues(self, due: Sequence[CheckpointInfo]) -> None:
+        """Note what this run uploads of what was left."""
+        going = {working_name(self.storage, info.name, info.save_id) for info in due}
+        self._dropped = self._spared - going - {info.name for info in self.everything}
 
     def tidy(self) -> None:
         """Remove unfinished uploads that this run does not continue; a claimed tier only."""
         try:
-            left = self._dropped & self._storage.directories("") if self._dropped and self.taken else ()
+            left = self._dropped & self.storage.directories("") if self._dropped and self.taken else ()
         except OSError as error:
             _logger.warning("%s was not searched for unfinished uploads: %s", self.url, failure_text(error))
             return
         for working in left:
             self.drop(working)
 
-    def take_refusal(self) -> CheckpointError | None:
-        """Return why the tier was refused, once; None if it was not."""
-        refusal, self._refusal = self._refusal, None
-        return refusal
-
-    def check(self, *, reclaim: bool = False) -> None:
-        """Refuse to continue after another job has taken the tier.
-
-        Args:
-            reclaim: whether a claim that somebody has removed is made again; at the begin of an attempt
-                only, because another job may have come and gone since.
-
-        Raises:
-            OSError: the directory is another one than was claimed.
-            RootBusyError: another job has taken it.
-            UploadError: the claim was removed.
-        """
-        try:
-            self._ownership.check(reclaim=reclaim)
-        except RootBusyError as error:
-            taker = Owner.of(self._storage)
-            if taker is None and not self._storage.exists(WRITER):
-                raise UploadError(f"{self.url}/{WRITER} was removed during the upload") from error
-            raise RootBusyError(
-                f"{self.url} was taken over by {taker or 'another job, whose claim cannot be read'}: this "
-                "job uploads nothing there any more; its saves go on. If this is the job that should "
-                "upload, stop the other one and restart this one"
-            ) from error
-
-    def begin(self, copy_as: Callable[[str], CheckpointCopy], info: CheckpointInfo) -> str | None:
-        """Prepare a copy; return its name, or None if the checkpoint is there already.
+    def begin(self, copy: CheckpointCopy, info: CheckpointInfo) -> bool:
+        """Prepare a copy; False if the checkpoint is there already.
 
         Where its own name belongs to another checkpoint, as after training went back, it gets one of its
         lineage.
         """
-        self.check(reclaim=True)
-        try:
-            return info.name if copy_as(info.name).begin() else None
-        except CheckpointExistsError:
-            other = run_name(info.name, info.lineage.id)
-            if not info.lineage.id or other == info.name:
-                raise
-            _logger.info("%s has %s already, so that it is uploaded as %s", self.url, info.name, other)
-            return other if copy_as(other).begin() else None
+        self._check(reclaim=True)
+        begun = copy.begin(otherwise=run_name(info.name, info.lineage.id) if info.lineage.id else "")
+        if copy.name != info.name:
+            _logger.info("%s has %s already, so that it is uploaded as %s", self.url, info.name, copy.name)
+        return begun
 
-    def commit(self, copy: CheckpointCopy) -> CheckpointInfo:
-        """Commit a copy, of which every rank's files are there."""
-        info = copy.finish(check=self.check)
+    def commit(self, copy: CheckpointCopy) -> None:
+        """Commit a copy, of which every file is there."""
+        info = copy.finish(check=self._check)
         self._ownership.inventory.note_written(info)
         if not self._reads_back:
             # The service has compared what it stored, and reading it back may cost money.
             self._ownership.inventory.vouch(info)
-        return info
 
     def prune(self, info: CheckpointInfo, go_on: Callable[[], bool]) -> None:
         """Apply the retention of the tier, after the commit of `info` there."""
-        if self._upload.keep is None:
+        if not self._keeps:
             return
         deadline = time.monotonic() + self._patience_seconds
         try:
             self._pruner.apply(newest=info.step, go_on=lambda: go_on() and time.monotonic() < deadline)
         except (OSError, CheckpointError) as error:
-            _logger.warning("old checkpoints in %s were not all removed: %s", self._storage.url, error)
+            _logger.warning("old checkpoints in %s were not all removed: %s", self.storage.url, error)
 
     def drop(self, working: str) -> None:
         """Remove what an upload has left that nobody will continue."""
         try:
-            self.check()
-            abandon(self._storage, working)
-            self._storage.abandon_uploads(lambda key: key.partition("/")[0] == working)
+            self._check()
+            abandon(self.storage, working)
+            self.storage.abandon_uploads(lambda key: key.partition("/")[0] == working)
         except (OSError, CheckpointError) as error:
-            _logger.warning("the unfinished %s/%s was not removed: %s", self._storage.url, working, error)
+            _logger.warning("the unfinished %s/%s was not removed: %s", self.storage.url, working, error)
 
     def leave(self) -> None:
         """Begin no claim any more; `release` follows."""
@@ -215,6 +199,25 @@ class DurableRoot:
         """Give the tier back on a thread that nobody waits for."""
         run_with_timeout(0, self.release)
 
+    def _check(self, *, reclaim: bool = False) -> None:
+        """Refuse to continue after another job has taken the tier.
+
+        Args:
+            reclaim: whether a claim that somebody has removed is made again; at the begin of an attempt
+                only, because another job may have come and gone since.
+        """
+        try:
+            self._ownership.check(reclaim=reclaim)
+        except RootBusyError as error:
+            taker = Owner.of(self.storage)
+            if taker is None and not self.storage.exists(WRITER):
+                raise UploadError(f"{self.url}/{WRITER} was removed during the upload") from error
+            raise RootBusyError(
+                f"{self.url} was taken over by {taker or 'another job, whose claim cannot be read'}: this "
+                "job uploads nothing there any more; its saves go on. If this is the job that should "
+                "upload, stop the other one and restart this one"
+            ) from error
+
     def _open(self) -> Survey:
         if not self.take():
             raise UploadError(f"the uploads to {self.url} have ended")
@@ -225,11 +228,3 @@ class DurableRoot:
         """Keep what was found at the claim; no other tier counts here."""
         self._found = survey
         return (), survey.lineage
-
-
-def _is_passing(error: BaseException | None) -> TypeGuard[OSError]:
-    """Return whether a tier that could not be claimed may be there later."""
-    if not isinstance(error, OSError):
-        return False
-    wrong = isinstance(error, FileNotFoundError | PermissionError | NotADirectoryError | CheckpointError)
-    return not wrong and error.errno not in _WRONG
