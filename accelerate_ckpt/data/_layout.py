@@ -11,9 +11,9 @@ import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, Self, final
 
+from accelerate import PartialState
 from accelerate.data_loader import (
     BatchSamplerShard,
     DataLoaderDispatcher,
@@ -25,11 +25,14 @@ from torch.utils.data import BatchSampler, IterableDataset, get_worker_info
 SAMPLES = "samples"
 BATCHES = "batches"
 
+Cut = tuple[int, int]
+"""Places in an order, from the first that is left out to the first that is not."""
+
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderLayout:
-    """How a prepared loader deals out the order of an epoch.
+    """How a loader, prepared or not, deals out the order of an epoch.
 
     Attributes:
         unit: what the order is made of: samples, batches of a batch sampler of the user's own kind, or
@@ -48,27 +51,32 @@ class LoaderLayout:
 
     @classmethod
     def of(cls, loader: Any) -> Self:
-        """Return the layout of a prepared loader."""
+        """Return the layout of a loader."""
         fetches = 1
         if isinstance(loader, DataLoaderDispatcher) and not loader.split_batches:
-            fetches = ranks_of(loader)
+            fetches = _ranks_of(loader)
+        state: Any = PartialState()
+        # Of a loader that is not prepared, each rank has an order of its own.
+        known = base_of(loader) is not loader or state.num_processes == 1
         if isinstance(loader.dataset, IterableDataset):
             return cls(
-                unit="" if _is_split_by_files(loader) else SAMPLES,
+                unit=SAMPLES if known and not _is_split_by_files(loader) else "",
                 fetches=fetches,
-                per_fetch=per_fetch_of_stream(loader),
+                per_fetch=_per_fetch_of_stream(loader),
                 batch_size=loader.batch_size or 1,
                 streams=max(1, loader.num_workers),
             )
         chain = _batch_samplers(loader)
         shard = _shard_in(chain)
         ranks = 1 if shard is None or shard.split_batches else shard.num_processes
-        if makes_plain_batches(chain[-1]):
-            size = chain[-1].batch_size
-            return cls(unit=SAMPLES, fetches=fetches, per_fetch=size * ranks, batch_size=size)
         size = getattr(chain[-1], "batch_size", None)
         size = size if isinstance(size, int) else 0
-        return cls(unit=BATCHES, fetches=fetches, per_fetch=ranks, batch_size=size)
+        if makes_plain_batches(chain[-1]):
+            unit = SAMPLES if known else ""
+            return cls(unit=unit, fetches=fetches, per_fetch=size * ranks, batch_size=size)
+        # That of transformers has cut its batches for the ranks by itself.
+        known &= chain[-1] is not None and not hasattr(chain[-1], "effective_batch_size")
+        return cls(unit=BATCHES if known else "", fetches=fetches, per_fetch=ranks, batch_size=size)
 
     @property
     def per_step(self) -> int:
@@ -77,15 +85,22 @@ class LoaderLayout:
 
     def taken(self, fetched: int) -> list[int]:
         """Return how much of each order was dealt out with that many fetches."""
-        return dealt_out(fetched, self.per_fetch, self.streams)
+        turns = (max(0, fetched - stream) for stream in range(self.streams))
+        return [-(-each // self.streams) * self.per_fetch for each in turns]
+
+    def goes_on_from(self, before: LoaderLayout, streams: int) -> bool:
+        """Return whether what `before` has dealt out, of so many streams, is a beginning of the order now."""
+        if before.unit == BATCHES and before.batch_size != self.batch_size:
+            return False  # they are other batches
+        return bool(self.unit) and before.unit == self.unit and streams == self.streams
 
 
-def dealt_out(fetched: int, per_fetch: int, streams: int) -> list[int]:
-    """Return how much of each of several orders, read in turn, was dealt out."""
-    return [-(-max(0, fetched - stream) // streams) * per_fetch for stream in range(streams)]
+def base_of(loader: Any) -> Any:
+    """Return torch's own loader in a prepared one, or the loader itself."""
+    return getattr(loader, "base_dataloader", loader)
 
 
-def ranks_of(dispatcher: Any) -> int:
+def _ranks_of(dispatcher: Any) -> int:
     """Return for how many ranks a dispatcher fetches; tensor parallel ones share."""
     return 1 if dispatcher.submesh_tp is not None else int(dispatcher.state.num_processes)
 
@@ -105,7 +120,7 @@ def _stream_of(loader: Any) -> Any:
     return loader.dataset.dataset if isinstance(loader.dataset, IterableDatasetShard) else loader.dataset
 
 
-def per_fetch_of_stream(loader: Any) -> int:
+def _per_fetch_of_stream(loader: Any) -> int:
     """Return the samples of a stream that go, over all ranks, with one fetch."""
     shard: Any = loader.dataset
     if not isinstance(loader.dataset, IterableDatasetShard):
@@ -124,7 +139,7 @@ def makes_plain_batches(batch_sampler: Any) -> bool:
 
 def _batch_samplers(loader: Any) -> list[Any]:
     """Return a loader's batch sampler and those within it; the last is the user's."""
-    chain = [vars(loader.base_dataloader)[_place(loader)]]
+    chain = [vars(base_of(loader))[_place(loader)]]
     while isinstance(chain[-1], (SkipBatchSampler, BatchSamplerShard)):
         chain.append(chain[-1].batch_sampler)
     return chain
@@ -145,7 +160,7 @@ def sampler_of(loader: Any) -> Any:
     """Return the sampler of the user's that orders the samples; None for a stream."""
     if isinstance(loader.dataset, IterableDataset):
         return None
-    return getattr(_batch_samplers(loader)[-1], "sampler", None)
+    return _whole(getattr(_batch_samplers(loader)[-1], "sampler", None))
 
 
 def skip_samplers(loader: Any) -> list[SkipBatchSampler]:
@@ -179,17 +194,12 @@ def length(loader: Any) -> int | None:
 
 def order_of(loader: Any) -> dict[str, Any]:
     """Describe what makes the order of an epoch, and of how many samples, if known."""
-    if isinstance(loader.dataset, IterableDataset):
-        stream = _whole(_stream_of(loader))
-        return described_order(stream, stream)
-    sampler = sampler_of(loader)
-    return described_order(
-        _whole(_batch_samplers(loader)[-1] if sampler is None else sampler), loader.dataset
-    )
-
-
-def described_order(maker: Any, data: Any) -> dict[str, Any]:
-    """Describe an order by what makes it, and the number of samples, if known."""
+    data = loader.dataset
+    if isinstance(data, IterableDataset):
+        maker = data = _whole(_stream_of(loader))
+    else:
+        sampler = sampler_of(loader)
+        maker = _whole(_batch_samplers(loader)[-1]) if sampler is None else sampler
     try:
         samples = len(data)
     except TypeError:
@@ -198,18 +208,25 @@ def described_order(maker: Any, data: Any) -> dict[str, Any]:
 
 
 def _whole(part: Any) -> Any:
-    return part.whole if isinstance(part, (Rest, RestOfStream)) else part
+    while isinstance(part, (Rest, RestOfStream)):
+        part = part.whole
+    return part
+
+
+def drops_last(loader: Any) -> bool:
+    """Return whether a last batch that is not full is left out."""
+    return bool(getattr(loader, "_drop_last", loader.drop_last))
 
 
 def padding(loader: Any, remaining: int) -> int:
     """Return how many samples are added to fill the last step of an epoch."""
-    if loader._drop_last:
+    if drops_last(loader):
         return 0
     if isinstance(loader, DataLoaderDispatcher):
-        return -remaining % ranks_of(loader)
+        return -remaining % _ranks_of(loader)
     if isinstance(loader.dataset, IterableDataset):
         return (
-            -remaining % per_fetch_of_stream(loader)
+            -remaining % _per_fetch_of_stream(loader)
             if isinstance(loader.dataset, IterableDatasetShard)
             else 0
         )
@@ -220,30 +237,31 @@ def padding(loader: Any, remaining: int) -> int:
 
 def place_rest(
     loader: Any,
-    taken: Sequence[int],
+    cuts: Sequence[Cut],
     *,
     sampler: Any = None,
     rewinds: Sequence[Callable[[], object]] = (),
 ) -> Callable[[], None]:
-    """Make a loader begin behind what was taken; return the function that undoes it.
+    """Make a loader leave out a part of each order; return the function that undoes it.
 
     The next iterator sees it. It skips nothing else, even if it is a copy by `skip_first_batches`.
 
     Args:
-        loader: a prepared loader, or a copy of one.
-        taken: of `LoaderLayout.taken`.
+        loader: any, or a copy of one.
+        cuts: what to leave out of each order.
         sampler: the sampler to order the samples, if not the loader's own.
         rewinds: called before each time that the order is drawn, until it is undone: an iterator with workers
             has it drawn twice when it is made.
     """
-    base, place = vars(loader.base_dataloader), _place(loader)
+    # The loader lets nobody set its dataset once it is made.
+    base, place = vars(base_of(loader)), _place(loader)
     before = base[place]
     until_undone = list(rewinds)
     if place == "dataset":
-        base[place] = _rest_of_stream(before, taken)
+        base[place] = _rest_of_stream(before, cuts)
         loader.skip_batches = 0
     else:
-        base[place] = _rest_of_batches(_batch_samplers(loader), taken[0], sampler, until_undone)
+        base[place] = _rest_of_batches(_batch_samplers(loader), cuts[0], sampler, until_undone)
 
     def undo() -> None:
         base[place] = before
@@ -263,24 +281,24 @@ def swap_sampler(loader: Any, sampler: Any) -> Callable[[], None]:
     return undo
 
 
-def _rest_of_stream(dataset: Any, taken: Sequence[int]) -> Any:
+def _rest_of_stream(dataset: Any, cuts: Sequence[Cut]) -> Any:
     if not isinstance(dataset, IterableDatasetShard):
-        return RestOfStream(dataset, taken)
+        return RestOfStream(dataset, cuts)
     shard = copy.copy(dataset)
-    shard.dataset = RestOfStream(dataset.dataset, taken)
+    shard.dataset = RestOfStream(dataset.dataset, cuts)
     return shard
 
 
 def _rest_of_batches(
-    chain: Sequence[Any], taken: int, sampler: Any, rewinds: Sequence[Callable[[], object]]
+    chain: Sequence[Any], cut: Cut, sampler: Any, rewinds: Sequence[Callable[[], object]]
 ) -> Any:
     own = chain[-1]
     rest: Any
     if makes_plain_batches(own):
         rest = copy.copy(own)
-        rest.sampler = Rest(sampler or own.sampler, taken, rewinds)
+        rest.sampler = Rest(sampler or own.sampler, cut, rewinds)
     else:
-        rest = Rest(own, taken, rewinds)
+        rest = Rest(own, cut, rewinds)
     for outer in reversed(chain[:-1]):
         if isinstance(outer, BatchSamplerShard):
             inner, rest = rest, copy.copy(outer)
@@ -288,22 +306,27 @@ def _rest_of_batches(
     return rest
 
 
+def _without(order: Iterator[Any], cut: Cut) -> Iterator[Any]:
+    return (each for index, each in enumerate(order) if not cut[0] <= index < cut[1])
+
+
 @final
 class Rest(BatchSampler):
-    """A sampler, or batch sampler, behind its first elements."""
+    """A sampler, or batch sampler, but for some of its elements."""
 
-    def __init__(self, whole: Any, taken: int, rewinds: Sequence[Callable[[], object]]) -> None:
+    def __init__(self, whole: Any, cut: Cut, rewinds: Sequence[Callable[[], object]] = ()) -> None:
         self.whole = whole
-        self._taken = taken
+        self._cut = cut
         self._rewinds = rewinds
 
     def __iter__(self) -> Iterator[Any]:
         for rewind in self._rewinds:
             rewind()
-        return islice(iter(self.whole), self._taken, None)
+        return _without(iter(self.whole), self._cut)
 
     def __len__(self) -> int:
-        return max(0, len(self.whole) - self._taken)
+        whole, (head, tail) = len(self.whole), self._cut
+        return whole - min(tail, whole) + min(head, whole)
 
     def __getattr__(self, name: str) -> Any:
         if name == "whole":
@@ -313,19 +336,22 @@ class Rest(BatchSampler):
 
 @final
 class RestOfStream(IterableDataset[Any]):
-    """A stream behind its first elements, in every worker."""
+    """A stream of which every worker leaves some elements out, in its first pass."""
 
-    def __init__(self, whole: Any, taken: Sequence[int]) -> None:
+    def __init__(self, whole: Any, cuts: Sequence[Cut]) -> None:
         self.whole = whole
-        self._taken = taken
+        self._cuts = cuts
+        self._passes = 0  # workers that persist keep their copy of this object
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
-        first = self._taken[0 if worker is None else worker.id]
-        return islice(iter(self.whole), first, None)
+        cut = self._cuts[0 if worker is None else worker.id] if self._passes == 0 else (0, 0)
+        self._passes += 1
+        return _without(iter(self.whole), cut)
 
     def __len__(self) -> int:
-        return max(0, len(self.whole) - sum(self._taken))
+        whole = len(self.whole)
+        return whole - min(whole, sum(tail - head for head, tail in self._cuts))
 
     def __getattr__(self, name: str) -> Any:
         # A shard would seed the stream's generator by the epoch; a position of its own would be another one.

@@ -28,7 +28,9 @@ from accelerate_ckpt.data._saved import Reentry, Saved
 from accelerate_ckpt.data._starts import (
     Prepared,
     generator_state,
+    is_persistent,
     lend_generator,
+    put_seeds_back,
     rewind,
     rewinding,
     set_generator,
@@ -97,7 +99,7 @@ class TrackedLoader:
         self._saved: Saved | None = None
         self._reentry: Reentry | None = None
         # Whether the next iterator is made already, and draws no base seed from the global generator.
-        self._made = _is_stateful(loader) or (_is_persistent(loader) and loader.iteration > 0)
+        self._made = _is_stateful(loader) or (is_persistent(loader) and loader.iteration > 0)
         self._prepared: Mapping[str, Any] | None = None
         self._first_sampler: Any = None
         self._undo: list[Callable[[], None]] = []
@@ -132,7 +134,7 @@ class TrackedLoader:
         self._watch(copy)
         saved = self._saved
         if saved is not None and saved.is_rest(copy=True, stateful=False):
-            place_rest(copy, saved.taken, sampler=saved.sampler)
+            place_rest(copy, saved.cuts, sampler=saved.sampler)
             self.copies[copy] = True
         elif saved is not None or self._is_awaited():
             skip_batches_of_the_users(
@@ -164,7 +166,7 @@ class TrackedLoader:
         if epoch.start.get("anew") and self._reentry is not None:
             self._undo.append(lend_generator(loader.base_dataloader))
         if original:
-            self._made, self._prepared = _is_persistent(loader), None
+            self._made, self._prepared = is_persistent(loader), None
 
     def ended(self, loader: Any) -> None:
         """Note that the loader, or a copy of it, has ended an epoch."""
@@ -173,7 +175,7 @@ class TrackedLoader:
             return
         epoch.active = False
         self._undo_all()
-        if loader is self._loader and epoch.before and _is_persistent(loader):
+        if loader is self._loader and epoch.before and is_persistent(loader):
             # Its iterator, kept for later epochs, knows only the rest.
             _forget_state(loader.base_dataloader)
         if epoch.rng is None:
@@ -251,9 +253,7 @@ class TrackedLoader:
             sampler=self._first_sampler if prepared else None,
         )
         self._saved = saved if within and goes_on else None
-        sampler = sampler_of(self._loader)
-        if start.get("seed") is not None and hasattr(sampler, "initial_seed"):
-            sampler.initial_seed = start["seed"]
+        put_seeds_back(self._loader, start)()
         if _is_stateful(self._loader):
             self._load_own_state(saved)
         if not within:
@@ -294,7 +294,7 @@ class TrackedLoader:
         elif saved.is_rest(copy=not original, stateful=stateful):
             if not self.copies.get(loader):
                 again = [rewinding(self._loader, epoch.start, saved.position)] if original else []
-                undo = place_rest(loader, saved.taken, sampler=saved.sampler, rewinds=again)
+                undo = place_rest(loader, saved.cuts, sampler=saved.sampler, rewinds=again)
                 self._undo += [undo] if original else []
             epoch.skipped, epoch.before = 0, saved.taken
             saved.set_remainder(loader, self._loader)
@@ -394,11 +394,6 @@ class TrackedLoader:
 
 def _is_stateful(loader: Any) -> bool:
     return bool(getattr(loader, "use_stateful_dataloader", False))
-
-
-def _is_persistent(loader: Any) -> bool:
-    """Return whether a loader makes one iterator for all epochs."""
-    return bool(loader.persistent_workers and loader.num_workers)
 
 
 def _forget_state(base: Any) -> None:

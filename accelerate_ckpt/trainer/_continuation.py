@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self, final
 
 import torch
 
-from accelerate_ckpt.trainer._cuts import Cut, Intake
+from accelerate_ckpt.data import Cut, LoaderLayout
+from accelerate_ckpt.data._layout import BATCHES
 from ckpt_core.errors import CheckpointError, CorruptCheckpointError, FileFailure
 from ckpt_core.state import decode, encode
 from ckpt_core.types import DataPosition
@@ -19,17 +20,18 @@ from ckpt_core.types import DataPosition
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Position:
-    """How far into its data a training is.
+    """How far into its data a training is; the same on every rank.
 
     Attributes:
         step: optimizer steps done.
         epoch: the number of the epoch.
         batches: batches of that epoch trained on, as its loader counts them.
         length: batches in that epoch; None if nobody knows.
-        cuts: what its loader left out of each stream, because ranks or batches changed within the epoch.
-        intake: how its loader makes batches.
+        cuts: what its loader left out of each order, because ranks or batches changed within the epoch.
+        layout: how its loader deals out samples.
         accumulation: batches for one optimizer step.
         ranks: ranks that train.
+        samples: samples in an optimizer step.
     """
 
     step: int
@@ -37,33 +39,32 @@ class Position:
     batches: int
     length: int | None
     cuts: Sequence[Cut]
-    intake: Intake
+    layout: LoaderLayout
     accumulation: int
     ranks: int
-
-    @classmethod
-    def of(cls, value: Mapping[str, Any]) -> Self:
-        """Return the position that `asdict` made a value of."""
-        fields: dict[str, Any] = {**value, "intake": Intake(**value["intake"])}
-        return cls(**fields)
+    samples: int
 
     @property
     def complete(self) -> bool:
         """Whether every batch of the epoch was trained on."""
         return self.length is not None and self.batches >= self.length
 
-    def done(self, samples: int | None) -> list[int]:
-        """Return the samples of each stream that were trained on.
+    def done(self, whole: int | None) -> list[int]:
+        """Return how much of each order was trained on.
 
         Args:
-            samples: in the whole epoch, if that is known; its last batch may be filled up with others.
+            whole: how much there is in one order, if that is known; its last batch may be filled up.
         """
-        cuts = self.cuts or [(0, 0)] * self.intake.streams
-        taken = self.intake.taken(self.batches)
+        taken = self.layout.taken(self.batches * self.layout.fetches)
+        cuts = self.cuts or [(0, 0)] * len(taken)
         done = [here + tail - head for here, (head, tail) in zip(taken, cuts, strict=True)]
-        if samples is None or len(done) > 1:
+        if whole is None or len(done) > 1:
             return done
-        return [samples] if self.complete else [min(done[0], samples)]
+        return [whole if self.complete else min(done[0], whole)]
+
+    def __str__(self) -> str:
+        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        return f"{ranks} with {self.samples} samples in a step"
 
 
 @final
@@ -73,32 +74,44 @@ class DataProgress:
 
     Attributes:
         position: the same on every rank.
-        start: the generators at the start of the epoch.
-        generators: those of sampler and dataset, at the same time.
-        sampler: what else the order follows from.
+        start: what the order of the epoch is drawn from.
         evaluated: names of the evaluation loaders whose workers live on.
         loss: the sum that is not logged yet, and the step up to which it is.
-        order: what makes the order, and of how many samples; empty in checkpoints of earlier versions.
+        order: what makes the order, and of how many samples.
     """
 
     position: Position
     start: Mapping[str, Any]
-    generators: Sequence[torch.Tensor | None]
-    sampler: Mapping[str, Any]
     evaluated: Sequence[str]
     loss: tuple[torch.Tensor, int]
-    order: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    order: Mapping[str, Any]
 
     @classmethod
-    def of(cls, value: Mapping[str, Any]) -> Self:
-        """Return the progress that `asdict` made a value of."""
-        fields: dict[str, Any] = {**value, "position": Position.of(value["position"])}
-        return cls(**fields)
+    def read(cls, content: bytes, path: str) -> Self:
+        """Return what is in a file.
+
+        Raises:
+            CorruptCheckpointError: it is none, or of another version.
+        """
+        try:
+            fields = decode(json.loads(content))
+            position = fields.pop("position")
+            layout = LoaderLayout(**position.pop("layout"))
+            return cls(position=Position(**position, layout=layout), **fields)
+        except (CheckpointError, AttributeError, KeyError, TypeError, ValueError) as error:
+            failure = FileFailure(path=path, problem=f"it is no progress of a training ({error!r:.200})")
+            raise CorruptCheckpointError(str(failure), failures=(failure,)) from error
+
+    def written(self) -> bytes:
+        """Return the content of that file."""
+        return json.dumps(encode(asdict(self))).encode()
 
     def in_samples(self) -> DataPosition:
         """Return the position, counted in samples of all ranks."""
-        of = self.order.get("samples")
-        return DataPosition(epoch=self.position.epoch, samples=sum(self.position.done(of)), of=of)
+        position, of = self.position, self.order["samples"]
+        size = position.layout.batch_size if position.layout.unit == BATCHES else 1
+        done = of if of is not None and position.complete else sum(position.done(None)) * size
+        return DataPosition(epoch=position.epoch, samples=done if of is None else min(done, of), of=of)
 
 
 @final
@@ -109,50 +122,46 @@ class Continuation:
     Attributes:
         epoch: the epoch that it begins with.
         skip: batches of that epoch that the Trainer skips: whole accumulation windows, or all.
-        cuts: what the loader leaves out of each stream of that epoch.
-        done: samples trained on before.
-        twice: those among them that are seen again, because the loader can only skip batches.
+        cuts: what the loader leaves out of each order of that epoch.
+        done: how much of it was trained on before.
+        again: whether the epoch begins again, because what was trained on cannot be told from the rest.
     """
 
     epoch: int
     skip: int = 0
     cuts: Sequence[Cut] = ()
     done: int = 0
-    twice: int = 0
+    again: bool = False
 
 
 def continuation(
-    position: Position, now: Intake, accumulation: int, *, samples: int | None, divisible: bool
+    position: Position, now: LoaderLayout, accumulation: int, *, whole: int | None, batches: int = 0
 ) -> Continuation:
     """Return how to go on from a position.
 
     Args:
         position: as it was saved.
-        now: how the loader makes batches.
+        now: how the loader deals out samples.
         accumulation: batches for one optimizer step, now.
-        samples: in a whole epoch, if that is known.
-        divisible: whether the loader can begin at any sample.
+        whole: how much there is in the order of an epoch, if that is known.
+        batches: in a whole epoch now; the data set may have grown since one that is complete.
     """
     if position.batches == 0:
         return Continuation(epoch=position.epoch)
-    done = position.done(samples)
-    if (now, accumulation) == (position.intake, position.accumulation):
-        return Continuation(epoch=position.epoch, skip=position.batches, cuts=position.cuts, done=sum(done))
-    skip = sum(done) // (now.batch * accumulation) * accumulation
-    if not divisible or now.streams != len(done):
-        return Continuation(
-            epoch=position.epoch, skip=skip, done=sum(done), twice=sum(done) - skip * now.batch
-        )
-    while any(head > tail for head, tail in zip(now.taken(skip), done, strict=True)):
+    done = position.done(whole)
+    if (now, accumulation) == (position.layout, position.accumulation):
+        grown = position.complete and not position.cuts
+        skip = max(position.batches, batches if grown else 0)
+        return Continuation(epoch=position.epoch, skip=skip, cuts=position.cuts, done=sum(done))
+    if not now.goes_on_from(position.layout, len(done)):
+        return Continuation(epoch=position.epoch, again=True)
+    skip = sum(done) // (now.per_step * accumulation) * accumulation
+    while any(head > tail for head, tail in zip(now.taken(skip * now.fetches), done, strict=True)):
         skip -= accumulation
     if skip == 0 and position.complete:
         return Continuation(epoch=position.epoch + 1)  # too few samples for a single step
-    return Continuation(
-        epoch=position.epoch,
-        skip=skip,
-        cuts=list(zip(now.taken(skip), done, strict=True)),
-        done=sum(done),
-    )
+    cuts = list(zip(now.taken(skip * now.fetches), done, strict=True))
+    return Continuation(epoch=position.epoch, skip=skip, cuts=cuts, done=sum(done))
 
 
 @final
@@ -193,15 +202,7 @@ class Steps:
         return replace(self, total=position.step + left + self.total - (chosen.epoch + 1) * self.per_epoch)
 
 
-def note(
-    before: Position,
-    now: Position,
-    chosen: Continuation,
-    steps: Steps,
-    *,
-    samples: int | None,
-    dropping: bool,
-) -> str:
+def note(before: Position, now: Position, chosen: Continuation, steps: Steps, *, rest: str) -> str:
     """Return what a change of ranks, batches or accumulation comes to.
 
     Args:
@@ -209,55 +210,15 @@ def note(
         now: the same, with what has changed.
         chosen: how training goes on.
         steps: of the resumed training.
-        samples: in a whole epoch, if that is known.
-        dropping: whether a last batch that is not full is dropped.
+        rest: what becomes of the epoch, where samples of it are done.
     """
-    data = f"epoch {chosen.epoch} begins"
-    if chosen.done:
-        left = None if samples is None else samples - chosen.done
-        rest = "the others follow" if left is None else f"the other {left} follow{_end(left, now, dropping)}"
-        data = f"{chosen.done} samples of epoch {chosen.epoch} are done, {rest}, in the saved order"
-    if chosen.twice:
-        data += f"; {chosen.twice} samples are seen twice: its loader can only skip whole batches"
-    if chosen.done and before.intake.streams != now.intake.streams:
-        data += "; its workers share the dataset in another way, so that some are seen twice, others never"
+    data = rest if chosen.done else f"begins epoch {chosen.epoch}"
+    if chosen.again:
+        data = (
+            f"begins epoch {chosen.epoch} again, as what was seen of it cannot be told from the rest for "
+            "this number of ranks and workers, or for these batches"
+        )
     return (
-        f"step {before.step} was saved by {_describe(before)}, and is resumed by {_describe(now)}: {data}. "
-        f"Training ends at step {steps.total}; the learning rate is scheduled for that many, and stepped "
-        "once in each"
+        f"step {before.step} was saved by {before}, and is resumed by {now}: it {data}. Training ends at "
+        f"step {steps.total}; the learning rate is scheduled for that many, and stepped once in each"
     )
-
-
-def _end(left: int, now: Position, dropping: bool) -> str:  # noqa: FBT001 - private
-    """Return what becomes of the last batch of an epoch, if it is not full."""
-    odd = left % now.intake.batch
-    if odd and dropping:
-        return f", but for the last {odd}, which fill no batch"
-    # What one rank fetches for all is only made divisible by them.
-    filled = -odd % (now.intake.batch if now.intake.fetches == 1 else now.ranks)
-    if odd and now.ranks > 1 and filled:
-        return f", with {filled} of the first again to fill the last batch"
-    return ""
-
-
-def _describe(position: Position) -> str:
-    ranks = "1 rank" if position.ranks == 1 else f"{position.ranks} ranks"
-    return f"{ranks} with {position.intake.batch * position.accumulation} samples in a step"
-
-
-def encoded(progress: DataProgress) -> bytes:
-    """Return the content of that file."""
-    return json.dumps(encode(asdict(progress))).encode()
-
-
-def decoded(content: bytes, path: str) -> DataProgress:
-    """Return the progress that `encoded` made a file of.
-
-    Raises:
-        CorruptCheckpointError: it is none, or of another version.
-    """
-    try:
-        return DataProgress.of(decode(json.loads(content)))
-    except (CheckpointError, KeyError, TypeError, ValueError) as error:
-        failure = FileFailure(path=path, problem=f"it is no progress of a training ({error!r:.200})")
-        raise CorruptCheckpointError(str(failure), failures=(failure,)) from error

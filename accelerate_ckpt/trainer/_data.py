@@ -16,13 +16,27 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, final
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
-from accelerate_ckpt.data._saved import change_of_order
-from accelerate_ckpt.data._starts import lend_generator
+from accelerate_ckpt.data import (
+    LoaderLayout,
+    base_of,
+    change_of_order,
+    goes_on,
+    is_persistent,
+    lend_generator,
+    length,
+    order_of,
+    place_rest,
+    put_seeds_back,
+    rewind,
+    set_generator,
+    start_here,
+)
 from accelerate_ckpt.trainer._continuation import (
     Continuation,
     DataProgress,
@@ -31,18 +45,8 @@ from accelerate_ckpt.trainer._continuation import (
     continuation,
     note,
 )
-from accelerate_ckpt.trainer._cuts import (
-    Intake,
-    OrderWithCut,
-    can_leave_out,
-    generators_of,
-    leave_out,
-    order_made_by,
-    sampler_of,
-)
 from ckpt_core.data import Draws, batches_in, draw_seed, keeps_iterator
 from ckpt_core.disclosure import logger_of
-from ckpt_core.state import load_rng_state, rng_state
 
 _logger = logger_of(__name__)
 
@@ -53,8 +57,6 @@ SHADOWED = (
     "get_batch_samples",
     "get_eval_dataloader",
 )
-_OF_SAMPLERS = ("initial_seed", "batch_size")
-"""What the orders of Accelerate's and the Trainer's own samplers follow from, besides generators."""
 
 
 @final
@@ -157,7 +159,7 @@ class TrainerData:
             return None
         position = replace(found.position, step=trainer.state.global_step)
         if position.batches == 0:  # between epochs
-            found = replace(found, start=rng_state(), **_order_of(self._loader, "initial_seed"))
+            found = replace(found, start=_start_of(self._loader, position.epoch))
         elif not position.complete:
             self._draws.tell(self._loader, ahead=self._draws.before is not None)
         alive = getattr(trainer, "_eval_dataloaders", {}) if trainer.args.dataloader_num_workers else {}
@@ -193,10 +195,10 @@ class TrainerData:
         position = self._progress.position
         return replace(self._progress, position=replace(position, batches=position.batches + self._drawn))
 
-    def _initial_values(self, args: Any, dataloader: Any, *rest: Any) -> tuple[Any, ...]:
+    def _initial_values(self, args: Any, dataloader: Any, *rest_of_call: Any) -> tuple[Any, ...]:
         """Compute epochs and steps; those to come follow from the samples to come."""
         stock = self._stock["set_initial_training_values"]
-        values: tuple[Any, ...] = stock(args, dataloader, *rest)
+        values: tuple[Any, ...] = stock(args, dataloader, *rest_of_call)
         self._loader = dataloader
         _tell_of_loader(dataloader, args)
         if self._entry is not None:  # a second try, as of `auto_find_batch_size`
@@ -205,55 +207,38 @@ class TrainerData:
         if self._resumed is None or not _can_follow(dataloader) or self._trainer.get_sp_size() > 1:
             return values
         position, own = self._resumed.first.position, self._resumed.own
-        order = order_made_by(dataloader)
-        chosen = found = _continuation(position, dataloader, args, batches=_steps_in(values).batches)
-        if args.ignore_data_skip:
-            chosen = Continuation(epoch=found.epoch)
+        layout, accumulation = LoaderLayout.of(dataloader), args.gradient_accumulation_steps
+        whole, batches, steps = length(dataloader), batches_in(dataloader), _steps_in(values)
+        found = continuation(position, layout, accumulation, whole=whole, batches=batches or 0)
+        chosen = Continuation(epoch=found.epoch) if args.ignore_data_skip else found
+        # Ranks that share one order in another way must draw it from the same state.
+        alike = position.ranks == args.world_size and position.layout == layout
+        progress = own if own is not None and alike else self._resumed.first
         undo = ExitStack()
         if chosen.cuts:
-            undo.callback(leave_out(dataloader, chosen.cuts))
-        first = _steps_in(stock(args, dataloader, *rest))
-        # Ranks that share one order in another way must draw it from the same state.
-        alike = position.ranks == args.world_size and position.intake == Intake.of(dataloader)
-        progress = own if own is not None and alike else self._resumed.first
+            again = partial(_draw_again, dataloader, progress.start)
+            undo.callback(place_rest(dataloader, chosen.cuts, rewinds=[again]))
+        first = _steps_in(stock(args, dataloader, *rest_of_call))
         self._entry = _Entry(chosen=chosen, steps=first, progress=progress, undo=undo)
-        accumulation, fixed = args.gradient_accumulation_steps, args.max_steps > 0
-        steps = _steps_in(values)
-        if batches_in(dataloader) is not None:
-            steps = steps.after(position, found, first, accumulation, fixed=fixed)
-        self._say(position, chosen, steps, dataloader)
-        if args.process_index == 0 and chosen.done:
-            _tell_of_order(progress, order, chosen.done)
+        if batches is not None:
+            steps = steps.after(position, found, first, accumulation, fixed=args.max_steps > 0)
+        if args.process_index == 0:
+            now = replace(position, **self._dealing(dataloader))
+            if now != position:
+                rest = goes_on(dataloader, chosen.epoch, chosen.done, whole)
+                _logger.warning("%s", note(position, now, chosen, steps, rest=rest))
+            _tell_of_rest(progress, chosen, dataloader)
         return (steps.epochs, *values[1:6], steps.total)
 
-    def _say(self, position: Position, chosen: Continuation, steps: Steps, loader: Any) -> None:
-        """Log what a change of ranks, batches or accumulation comes to."""
-        args, sampler = self._trainer.args, sampler_of(loader)
-        now = replace(
-            position,
-            intake=Intake.of(loader),
-            accumulation=args.gradient_accumulation_steps,
-            ranks=args.world_size,
-        )
-        if args.process_index == 0 and now != position:
-            whole = sampler.whole if isinstance(sampler, OrderWithCut) else sampler
-            size = None if whole is None else len(whole)
-            _logger.warning(
-                "%s", note(position, now, chosen, steps, samples=size, dropping=args.dataloader_drop_last)
-            )
-        if args.process_index == 0 and chosen.skip and now.intake.iterable:
-            _logger.warning(
-                "the dataset is iterable: its first %d samples of epoch %d are read again and dropped",
-                chosen.done,
-                chosen.epoch,
-            )
-        if args.process_index == 0 and chosen.skip and getattr(loader, "submesh_tp", None) is not None:
-            _logger.warning(
-                "the copy of a loader by which Accelerate skips batches forgets the tensor parallel group: "
-                "its ranks see different samples for the rest of epoch %d. Set dispatch_batches=False in "
-                "accelerator_config, and each of them reads the dataset itself",
-                chosen.epoch,
-            )
+    def _dealing(self, loader: Any) -> dict[str, Any]:
+        """Return the part of a position that says how samples are dealt out now."""
+        args = self._trainer.args
+        return {
+            "layout": LoaderLayout.of(loader),
+            "accumulation": args.gradient_accumulation_steps,
+            "ranks": args.world_size,
+            "samples": self._trainer.get_total_train_batch_size(args),
+        }
 
     def _training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Return the first epoch, and the batches to skip in it."""
@@ -284,7 +269,7 @@ class TrainerData:
                         self._trainer._load_rng_state(self._resumed.checkpoint)
                     return None
                 call["num_update_steps_per_epoch"] = 0  # its end alone is still to come
-            undo.enter_context(self._draws.seen_of(getattr(loader, "base_dataloader", loader)))
+            undo.enter_context(self._draws.seen_of(base_of(loader)))
             self._progress, self._drawn = self._begin(call, entry) if _can_follow(loader) else None, 0
             return self._stock["_run_epoch"](**call)
 
@@ -306,20 +291,16 @@ class TrainerData:
             batches=skipped,
             length=None if batches_in(loader) is None else call["steps_in_epoch"],
             cuts=() if entry is None else entry.chosen.cuts,
-            intake=Intake.of(loader),
-            accumulation=args.gradient_accumulation_steps,
-            ranks=args.world_size,
+            **self._dealing(loader),
         )
         if entry is not None and entry.chosen.done:
             return replace(entry.progress, position=position)
-        nothing = (torch.zeros(()), 0)
         return DataProgress(
             position=position,
-            start=rng_state(),
+            start=_start_of(loader, call["epoch"]),
             evaluated=(),
-            loss=nothing,
-            order=order_made_by(loader),
-            **_order_of(loader),
+            loss=(torch.zeros(()), 0),
+            order=order_of(loader),
         )
 
     def _enter(self, entry: _Entry, loader: Any, undo: ExitStack, *, over: bool) -> None:
@@ -331,23 +312,21 @@ class TrainerData:
         checkpoint = self._resumed.checkpoint
         if hasattr(loader, "set_epoch"):
             loader.set_epoch(chosen.epoch)
-        sampler = sampler_of(loader)
-        _put_back(loader, saved, undo)
+        now = put_seeds_back(loader, saved.start)
         if not chosen.done:
+            now()
+            set_generator(loader, saved.start)
             return
+        undo.callback(now)
         if over or chosen.skip >= entry.steps.batches:
             trainer._load_rng_state(checkpoint)  # there may be no batch after which the Trainer would
             return
-        load_rng_state(saved.start)
-        if isinstance(sampler, OrderWithCut):
-            _draw_seed(loader)  # making an iterator does, before it draws the order
-            sampler.fix()
-            load_rng_state(saved.start)
-        intake = Intake.of(loader)
-        if sampler is not None and intake.fetches > 1:
+        rewind(loader, saved.start)
+        layout = LoaderLayout.of(loader)
+        if layout.fetches > 1 and not isinstance(loader.dataset, IterableDataset):
             # Of a dispatching loader the Trainer skips fetches, not batches.
-            taken = (chosen.skip * intake.unit, chosen.skip * intake.batch)
-            undo.callback(leave_out(loader, [taken]))
+            taken = (chosen.skip * layout.per_fetch, chosen.skip * layout.per_step)
+            undo.callback(place_rest(loader, [taken]))
         self._again = None if chosen.skip else checkpoint
 
     def _resume_loss(self) -> None:
@@ -364,7 +343,9 @@ class TrainerData:
         checkpoint, self._again = self._again, None
         found = self._progress
         if checkpoint is not None and found is not None:
-            load_rng_state(found.start)  # where nothing is skipped, the Trainer loads the later ones first
+            rewind(
+                self._loader, found.start
+            )  # where nothing is skipped, the Trainer loads the later ones first
         # With the first batch the order is drawn.
         with self._draws.fetching() if self._drawn else nullcontext():
             result = self._stock["get_batch_samples"](iterator, count, *args, **kwargs)
@@ -384,21 +365,6 @@ class TrainerData:
         return loader
 
 
-def _continuation(position: Position, loader: Any, args: Any, *, batches: int) -> Continuation:
-    sampler = sampler_of(loader)
-    samples = len(sampler) if sampler is not None else None
-    found = continuation(
-        position,
-        Intake.of(loader),
-        args.gradient_accumulation_steps,
-        samples=samples,
-        divisible=can_leave_out(loader),
-    )
-    if position.complete and not found.cuts and found.skip == position.batches < batches:
-        return replace(found, skip=batches)  # the data set has grown since that epoch
-    return found
-
-
 def _tell_of_loader(loader: Any, args: Any) -> None:
     if not _can_follow(loader) and args.process_index == 0:
         _logger.warning(
@@ -414,13 +380,28 @@ def _can_follow(loader: Any) -> bool:
     return isinstance(loader, DataLoader) and not keeps_iterator(loader)
 
 
-def _tell_of_order(saved: DataProgress, order: Mapping[str, Any], done: int) -> None:
-    if saved.order not in ({}, order) and not saved.position.complete:
+def _tell_of_rest(saved: DataProgress, chosen: Continuation, loader: Any) -> None:
+    """Tell what the rest of an epoch comes to, whatever its ranks and batches are."""
+    order = order_of(loader)
+    if chosen.done and saved.order != order and not saved.position.complete:
         _logger.warning(
             "epoch %d of step %d: %s",
             saved.position.epoch,
             saved.position.step,
-            change_of_order(saved.order, order, done),
+            change_of_order(saved.order, order, chosen.done),
+        )
+    if chosen.skip and isinstance(loader.dataset, IterableDataset):
+        _logger.warning(
+            "the dataset is iterable: its first %d samples of epoch %d are read again and dropped",
+            chosen.done,
+            chosen.epoch,
+        )
+    if chosen.skip and getattr(loader, "submesh_tp", None) is not None:
+        _logger.warning(
+            "the copy of a loader by which Accelerate skips batches forgets the tensor parallel group: "
+            "its ranks see different samples for the rest of epoch %d. Set dispatch_batches=False in "
+            "accelerator_config, and each of them reads the dataset itself",
+            chosen.epoch,
         )
 
 
@@ -429,33 +410,15 @@ def _steps_in(values: tuple[Any, ...]) -> Steps:
     return Steps(epochs=epochs, per_epoch=per_epoch, batches=batches, total=total)
 
 
-def _order_of(loader: Any, *names: str) -> dict[str, Any]:
-    """Return what the order of an epoch follows from, but the global generators."""
-    found = {name: getattr(sampler_of(loader), name, None) for name in names or _OF_SAMPLERS}
-    return {
-        "generators": [None if each is None else each.get_state() for each in generators_of(loader)],
-        "sampler": {name: value for name, value in found.items() if type(value) is int},
-    }
+def _start_of(loader: Any, epoch: int) -> dict[str, Any]:
+    """Return what the order of an epoch that begins now is drawn from."""
+    return start_here(loader, made=is_persistent(loader) and epoch > 0)
 
 
-def _put_back(loader: Any, saved: DataProgress, undo: ExitStack) -> None:
-    """Give a loader what its order follows from: seeds for good, others for an epoch."""
-    sampler = sampler_of(loader)
-    if isinstance(sampler, OrderWithCut):
-        sampler = sampler.whole
-    for name, value in saved.sampler.items():
-        if type(now := getattr(sampler, name, None)) is int:
-            if name != "initial_seed":
-                undo.callback(setattr, sampler, name, now)
-            setattr(sampler, name, value)
-    for generator, state in zip(generators_of(loader), saved.generators, strict=True):
-        if generator is not None and state is not None:
-            generator.set_state(state)
-
-
-def _draw_seed(loader: Any) -> None:
-    """Draw from the global generator what making an iterator draws."""
-    if getattr(loader, "base_dataloader", loader).generator is None:
+def _draw_again(loader: Any, start: Mapping[str, Any]) -> None:
+    """Go back to where the order of an epoch was drawn, behind the seed of its iterator."""
+    rewind(loader, start)
+    if base_of(loader).generator is None:
         draw_seed(None)
 
 
@@ -464,6 +427,6 @@ def _draw_no_seed(loader: Any) -> None:
 
     For workers that persist, which the run that was saved had made before.
     """
-    base = getattr(loader, "base_dataloader", loader)
-    if base.persistent_workers and base.num_workers > 0 and base.generator is None:
+    base = base_of(loader)
+    if is_persistent(base) and base.generator is None:
         lend_generator(base)  # for good: they draw no other seed

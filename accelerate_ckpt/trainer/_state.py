@@ -35,7 +35,7 @@ from accelerate_ckpt.trainer._adapters import (
     written_places,
 )
 from accelerate_ckpt.trainer._callbacks import CallbackStates
-from accelerate_ckpt.trainer._continuation import DataProgress, encoded
+from accelerate_ckpt.trainer._continuation import DataProgress
 from accelerate_ckpt.trainer._rank_files import progress_file
 from accelerate_ckpt.trainer._to_come import ToCome
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
@@ -247,7 +247,7 @@ class TrainingState:
             remove_empty_weights(folder)
             files = files_in(folder)
         if self._progress is not None and not trainer.args.save_only_model:
-            files[progress_file(trainer.args.process_index)] = encoded(self._progress)
+            files[progress_file(trainer.args.process_index)] = self._progress.written()
         kind = type(trainer.lr_scheduler).__name__
         self._pickles.warn(files, {SCHEDULER_NAME: f"the scheduler, a {kind}"})
         return files, weights
