@@ -1,19 +1,22 @@
 """Positions of an accelerator's data loaders, for any number of ranks."""
 
-from accelerate_ckpt.data._layout import BATCHES, Cut, LoaderLayout, base_of, length, order_of, place_rest
-from accelerate_ckpt.data._loaders import Loaders
-from accelerate_ckpt.data._saved import change_of_order, goes_on, positions_in_samples
-from accelerate_ckpt.data._starts import (
+from accelerate_ckpt.data._layout import (
+    Cut,
+    LoaderLayout,
+    base_of,
     is_persistent,
     lend_generator,
+    length,
+    order_of,
+    place_rest,
     put_seeds_back,
     rewind,
     set_generator,
     start_here,
 )
+from accelerate_ckpt.data._tracked import Loaders, change_of_order, goes_on, positions_in_samples
 
 __all__ = [
-    "BATCHES",
     "Cut",
     "LoaderLayout",
     "Loaders",

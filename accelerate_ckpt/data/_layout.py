@@ -1,4 +1,4 @@
-"""The order of an epoch's samples, and the rest of it for any number of ranks.
+"""The order of an epoch's samples: what draws it, and its rest for any ranks.
 
 Accelerate gives the ranks batches of one batch sampler in turn, or blocks of one stream. What all ranks have
 seen together is therefore always a beginning of one order: a number of samples, which has the same meaning
@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self, final
 
-from accelerate import PartialState
+import torch
+from accelerate import PartialState, data_loader
 from accelerate.data_loader import (
     BatchSamplerShard,
     DataLoaderDispatcher,
     IterableDatasetShard,
     SkipBatchSampler,
 )
-from torch.utils.data import BatchSampler, IterableDataset, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, get_worker_info
+
+from ckpt_core.data import draw_seed
+from ckpt_core.state import load_rng_state, rng_state
 
 SAMPLES = "samples"
 BATCHES = "batches"
@@ -88,8 +93,12 @@ class LoaderLayout:
         turns = (max(0, fetched - stream) for stream in range(self.streams))
         return [-(-each // self.streams) * self.per_fetch for each in turns]
 
+    def samples(self, taken: Sequence[int]) -> int:
+        """Return how many samples so much of each order is."""
+        return sum(taken) * (self.batch_size if self.unit == BATCHES else 1)
+
     def goes_on_from(self, before: LoaderLayout, streams: int) -> bool:
-        """Return whether what `before` has dealt out, of so many streams, is a beginning of the order now."""
+        """Return whether what `before` dealt out is a beginning of the order now."""
         if before.unit == BATCHES and before.batch_size != self.batch_size:
             return False  # they are other batches
         return bool(self.unit) and before.unit == self.unit and streams == self.streams
@@ -242,7 +251,7 @@ def place_rest(
     sampler: Any = None,
     rewinds: Sequence[Callable[[], object]] = (),
 ) -> Callable[[], None]:
-    """Make a loader leave out a part of each order; return the function that undoes it.
+    """Make a loader leave out a part of each order; return what undoes it.
 
     The next iterator sees it. It skips nothing else, even if it is a copy by `skip_first_batches`.
 
@@ -380,3 +389,197 @@ def skip_batches_of_the_users(copy: Any, original: Any, *, fetched: int | None) 
     # A dispatcher without any batch raises: it fetches its last ones, and hands out none.
     skips[0].skip_batches = (len(original) - 1) * fetches
     copy.skip_batches = 1
+
+
+_GENERATORS = ("python", "numpy", "torch")
+_SEEDS = ("initial_seed", "batch_size")
+"""Numbers of samplers that their orders follow from."""
+_MOST_DRAWS = 8
+
+
+def start_here(loader: Any, *, made: bool) -> dict[str, Any]:
+    """Return what the next order of a loader is drawn from, as plain values."""
+    state = rng_state()
+    return {
+        **{name: state[name] for name in _GENERATORS},
+        "generator": _order_state(loader),
+        "anew": made,
+        "seeds": _seeds(loader),
+        "prepared": False,
+    }
+
+
+def _seeds(loader: Any) -> dict[str, int]:
+    found = {name: getattr(sampler_of(loader), name, None) for name in _SEEDS}
+    return {name: value for name, value in found.items() if type(value) is int}
+
+
+def put_seeds_back(loader: Any, start: Mapping[str, Any]) -> Callable[[], None]:
+    """Put back numbers of a sampler; return what undoes all but a seed."""
+    sampler, now = sampler_of(loader), _seeds(loader)
+    for name in now.keys() & start["seeds"].keys():
+        setattr(sampler, name, start["seeds"][name])
+
+    def undo() -> None:
+        for name in now.keys() - {"initial_seed"}:
+            setattr(sampler, name, now[name])
+
+    return undo
+
+
+def is_persistent(loader: Any) -> bool:
+    """Return whether a loader makes one iterator for all epochs."""
+    return bool(loader.persistent_workers and loader.num_workers)
+
+
+def rewind(loader: Any, start: Mapping[str, Any]) -> dict[str, Any]:
+    """Go back to a start; return it as the present number of ranks has it."""
+    load_rng_state({name: start[name] for name in _GENERATORS})
+    return set_generator(loader, start)
+
+
+def set_generator(loader: Any, start: Mapping[str, Any]) -> dict[str, Any]:
+    """Put only the loader's own generator back to a start; return that start."""
+    generator, state = _generator(loader), start["generator"]
+    if generator is not None and state is None:
+        state = _state_for_generator(loader, start)
+    if state is None:
+        return dict(start)
+    if generator is None:
+        # Saved on several ranks, for which Accelerate gives the sampler a generator.
+        generator = torch.Generator()
+        sampler = sampler_of(loader)
+        if hasattr(sampler, "generator"):
+            sampler.generator = generator
+    generator.set_state(state)
+    return {**start, "generator": state}
+
+
+def rewinding(loader: Any, start: Mapping[str, Any], position: Mapping[str, Any]) -> Callable[[], object]:
+    """Return what to call wherever the order of a saved epoch is drawn again.
+
+    A sampler that draws whenever an iterator is made, as torchdata's does, may have drawn several orders for
+    the epoch: in `prepare`, and twice with workers. The last one left its generator as the save found it.
+    """
+    if not _draws_early(loader):
+        return partial(rewind, loader, start) if start["anew"] else lambda: None
+    found, samples, state = position["generator"], position["order"]["samples"], start["generator"]
+    if found is not None and state is not None and samples is not None:
+        state = _last_drawn_from(state, found, samples)
+    return partial(set_generator, loader, {**start, "generator": state})
+
+
+def _draws_early(loader: Any) -> bool:
+    if not getattr(loader, "use_stateful_dataloader", False):
+        return False
+    from torchdata.stateful_dataloader.sampler import RandomSampler as StatefulRandomSampler
+
+    sampler = sampler_of(loader)
+    return isinstance(sampler, StatefulRandomSampler) and not sampler.replacement
+
+
+def _last_drawn_from(state: torch.Tensor, found: torch.Tensor, samples: int) -> torch.Tensor:
+    """Return the state before the draw that left a generator as found."""
+    generator, first = torch.Generator(), state
+    generator.set_state(state)
+    for _ in range(_MOST_DRAWS):
+        state = generator.get_state()
+        torch.randperm(samples, generator=generator)
+        if torch.equal(generator.get_state(), found):
+            return state
+    return first
+
+
+def generator_state(loader: Any) -> torch.Tensor | None:
+    """Return the state of the generator that a loader shuffles with, if it has one."""
+    generator = _generator(loader)
+    return None if generator is None else generator.get_state()
+
+
+def lend_generator(base: Any) -> Callable[[], None]:
+    """Lend a generator to draw the base seed from; return what takes it back."""
+    own = base.generator
+    base.generator = torch.Generator()
+    base.generator.set_state(torch.get_rng_state())
+
+    def give_back() -> None:
+        base.generator = own
+
+    return give_back
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """The state from which `prepare` draws the order of a stateful loader."""
+
+    sampler: Any
+    rng: Mapping[str, Any]
+    generator: torch.Tensor | None
+
+    @classmethod
+    def before(cls, loader: Any) -> Self | None:
+        """Note the state before a loader is prepared."""
+        if not isinstance(loader, DataLoader):
+            return None
+        sampler = _sampler_of_unprepared(loader)
+        generator = getattr(sampler, "generator", None)
+        state = generator.get_state() if isinstance(generator, torch.Generator) else None
+        return cls(sampler=sampler, rng=rng_state(), generator=state)
+
+    def has_drawn(self, loader: Any) -> bool:
+        """Return whether the sampler's own generator has moved since."""
+        now = generator_state(loader)
+        return self.generator is not None and now is not None and not torch.equal(self.generator, now)
+
+    def with_new_generator(self) -> Self:
+        """Follow `prepare`, which has seeded a generator for the sampler."""
+        source, made = torch.Generator(), torch.Generator()
+        source.set_state(self.rng["torch"])
+        made.manual_seed(draw_seed(source))
+        rng = {**self.rng, "torch": source.get_state()}
+        return replace(self, rng=rng, generator=made.get_state())
+
+    def start(self, loader: Any) -> dict[str, Any]:
+        """Return the start of the first epoch."""
+        return {
+            **{name: self.rng[name] for name in _GENERATORS},
+            "generator": self.generator,
+            "anew": False,
+            "seeds": _seeds(loader),
+            "prepared": True,
+        }
+
+
+def _generator(loader: Any) -> torch.Generator | None:
+    """Return the generator that a loader shuffles with, if it has one of its own."""
+    found = getattr(loader, "synchronized_generator", None) or getattr(sampler_of(loader), "generator", None)
+    if found is None and isinstance(loader.dataset, IterableDataset):
+        found = getattr(loader.dataset, "generator", None)
+    return found if isinstance(found, torch.Generator) else None
+
+
+def _order_state(loader: Any) -> torch.Tensor | None:
+    shard = loader.dataset
+    if isinstance(shard, IterableDatasetShard) and not hasattr(shard.dataset, "set_epoch"):
+        generator = getattr(shard.dataset, "generator", None)
+        if isinstance(generator, torch.Generator):
+            # The shard seeds it at every beginning.
+            return torch.Generator().manual_seed(loader.iteration).get_state()
+    return generator_state(loader)
+
+
+def _state_for_generator(loader: Any, start: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return the state from which one rank, without a generator, would draw."""
+    if start.get("torch") is None:
+        return None
+    source = torch.Generator()
+    source.set_state(start["torch"])
+    if not start.get("anew"):
+        draw_seed(source)
+    if isinstance(sampler_of(loader), RandomSampler):
+        source.manual_seed(draw_seed(source))
+    return source.get_state()
+
+
+_sampler_of_unprepared: Callable[[Any], Any] = data_loader.get_sampler

@@ -13,16 +13,19 @@ the resumed epoch from wherever the generators are. So that a resumed run sees t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+import json
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, final
+from typing import Any, Self, final
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate_ckpt.data import (
+    Cut,
     LoaderLayout,
     base_of,
     change_of_order,
@@ -37,38 +40,206 @@ from accelerate_ckpt.data import (
     set_generator,
     start_here,
 )
-from accelerate_ckpt.trainer._continuation import (
-    Continuation,
-    DataProgress,
-    Position,
-    Steps,
-    continuation,
-    note,
-)
 from ckpt_core.data import Draws, batches_in, draw_seed, keeps_iterator
 from ckpt_core.disclosure import logger_of
+from ckpt_core.errors import CheckpointError, CorruptCheckpointError, FileFailure
+from ckpt_core.state import decode, encode
+from ckpt_core.types import DataPosition
+
+
+def progress_file(rank: int | str) -> str:
+    """Return the name of the file with the progress of a rank, or a pattern."""
+    return f"trainer_progress_{rank}.json"
+
+
+def generators_file(rank: int | str, ranks: int) -> str:
+    """Return the Trainer's name for the file with a rank's random states."""
+    return f"rng_state_{rank}.pth" if ranks > 1 else "rng_state.pth"
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Position:
+    """How far into its data a training is; the same on every rank.
+
+    Attributes:
+        batches: those of that epoch trained on, as its loader counts them.
+        cuts: what its loader left out of each order, because ranks or batches changed within the epoch.
+    """
+
+    step: int
+    epoch: int
+    batches: int
+    length: int | None
+    cuts: Sequence[Cut]
+    layout: LoaderLayout
+    accumulation: int
+    ranks: int
+    samples: int
+    """Samples in an optimizer step."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether every batch of the epoch was trained on."""
+        return self.length is not None and self.batches >= self.length
+
+    def done(self, whole: int | None) -> list[int]:
+        """Return how much of each order was trained on.
+
+        Args:
+            whole: how much there is in one order, if that is known; its last batch may be filled up.
+        """
+        taken = self.layout.taken(self.batches * self.layout.fetches)
+        cuts = self.cuts or [(0, 0)] * len(taken)
+        done = [here + tail - head for here, (head, tail) in zip(taken, cuts, strict=True)]
+        if whole is None or len(done) > 1:
+            return done
+        return [whole if self.complete else min(done[0], whole)]
+
+    def __str__(self) -> str:
+        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        return f"{ranks} with {self.samples} samples in a step"
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataProgress:
+    """What a checkpoint holds of one rank's progress.
+
+    Attributes:
+        loss: the sum that is not logged yet, and the step up to which it is.
+    """
+
+    position: Position
+    start: Mapping[str, Any]
+    evaluated: Sequence[str]
+    loss: tuple[torch.Tensor, int]
+    order: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, content: bytes, path: str) -> Self:
+        """Return what is in a file."""
+        try:
+            fields = decode(json.loads(content))
+            position = fields.pop("position")
+            layout = LoaderLayout(**position.pop("layout"))
+            return cls(position=Position(**position, layout=layout), **fields)
+        except (CheckpointError, AttributeError, KeyError, TypeError, ValueError) as error:
+            failure = FileFailure(path=path, problem=f"it is no progress of a training ({error!r:.200})")
+            raise CorruptCheckpointError(str(failure), failures=(failure,)) from error
+
+    def written(self) -> bytes:
+        """Return the content of that file."""
+        return json.dumps(encode(asdict(self))).encode()
+
+    def in_samples(self) -> DataPosition:
+        """Return the position, counted in samples of all ranks."""
+        position, of = self.position, self.order["samples"]
+        done = position.layout.samples(position.done(None))
+        done = of if of is not None and position.complete else done
+        return DataPosition(epoch=position.epoch, samples=done if of is None else min(done, of), of=of)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Continuation:
+    """How a resumed training goes on in its data.
+
+    Attributes:
+        skip: batches of that epoch that the Trainer skips: whole accumulation windows, or all.
+        again: whether the epoch begins again, because its rest is unknown for other ranks or batches.
+    """
+
+    epoch: int
+    skip: int = 0
+    cuts: Sequence[Cut] = ()
+    done: int = 0
+    again: bool = False
+
+
+def continuation(
+    position: Position, now: LoaderLayout, accumulation: int, *, whole: int | None, batches: int = 0
+) -> Continuation:
+    """Return how to go on from a position.
+
+    `whole` is how much there is in the order of an epoch, and `batches` are those of an epoch now: the data
+    set may have grown since one that is complete.
+    """
+    if position.batches == 0:
+        return Continuation(epoch=position.epoch)
+    done = position.done(whole)
+    if (now, accumulation) == (position.layout, position.accumulation):
+        grown = position.complete and not position.cuts
+        skip = max(position.batches, batches if grown else 0)
+        return Continuation(epoch=position.epoch, skip=skip, cuts=position.cuts, done=sum(done))
+    if not now.goes_on_from(position.layout, len(done)):
+        return Continuation(epoch=position.epoch, again=True)
+    skip = sum(done) // (now.per_step * accumulation) * accumulation
+    while any(head > tail for head, tail in zip(now.taken(skip * now.fetches), done, strict=True)):
+        skip -= accumulation
+    if skip == 0 and position.complete:
+        return Continuation(epoch=position.epoch + 1)  # too few samples for a single step
+    cuts = list(zip(now.taken(skip * now.fetches), done, strict=True))
+    return Continuation(epoch=position.epoch, skip=skip, cuts=cuts, done=sum(done))
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Steps:
+    """What the Trainer computes from the length of its loader, before it trains."""
+
+    epochs: int
+    per_epoch: int
+    batches: int
+    total: int
+
+    def after(
+        self, position: Position, chosen: Continuation, first: Steps, accumulation: int, *, fixed: bool
+    ) -> Steps:
+        """Return the numbers for a training that was resumed.
+
+        `first` has those of a training of nothing but epochs like the resumed one; `fixed` is whether the
+        number of steps is given, which else follows from that of epochs.
+        """
+        left = 0 if chosen.skip >= first.batches else first.per_epoch - chosen.skip // accumulation
+        if fixed and left and position.step >= self.total:  # the stock Trainer makes one step more
+            return replace(self, epochs=chosen.epoch + bool(chosen.done))  # for the end of that epoch
+        if fixed:
+            more = math.ceil((self.total - position.step - left) / self.per_epoch)
+            return replace(self, epochs=chosen.epoch + 1 + more)
+        return replace(self, total=position.step + left + self.total - (chosen.epoch + 1) * self.per_epoch)
+
+
+def note(before: Position, now: Position, chosen: Continuation, steps: Steps, *, rest: str) -> str:
+    """Return what a change of ranks, batches or accumulation comes to."""
+    data = rest if chosen.done else f"begins epoch {chosen.epoch}"
+    if chosen.again:
+        data = (
+            f"begins epoch {chosen.epoch} again, as its rest is unknown for this number of ranks and "
+            "workers, or for these batches"
+        )
+    return (
+        f"step {before.step} was saved by {before}, and is resumed by {now}: it {data}. Training ends at "
+        f"step {steps.total}; the learning rate is scheduled for that many, and stepped once in each"
+    )
+
 
 _logger = logger_of(__name__)
 
-SHADOWED = (
-    "set_initial_training_values",
-    "_init_training_state",
-    "_run_epoch",
-    "get_batch_samples",
-    "get_eval_dataloader",
-)
+_SHADOWED = {
+    "set_initial_training_values": "_initial_values",
+    "_init_training_state": "_training_state",
+    "_run_epoch": "_run_epoch",
+    "get_batch_samples": "_batch_samples",
+    "get_eval_dataloader": "_eval_loader",
+}
+"""Methods of the Trainer, and those of ours that replace them."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """The progress that a training is resumed from.
-
-    Attributes:
-        checkpoint: the directory that the Trainer resumes from.
-        first: the first rank's.
-        own: this rank's; None if it was not among those that saved.
-    """
+    """The progress that a training is resumed from."""
 
     checkpoint: str
     first: DataProgress
@@ -78,14 +249,7 @@ class Resumed:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Entry:
-    """The first epoch of a resumed training.
-
-    Attributes:
-        chosen: how it goes on.
-        steps: of that epoch alone.
-        progress: what its order is drawn from.
-        undo: puts the loader back to whole epochs.
-    """
+    """The first epoch of a resumed training."""
 
     chosen: Continuation
     steps: Steps
@@ -106,7 +270,7 @@ class TrainerData:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._stock: dict[str, Callable[..., Any]] = {
-            name: getattr(trainer, name) for name in SHADOWED if hasattr(trainer, name)
+            name: getattr(trainer, name) for name in _SHADOWED if hasattr(trainer, name)
         }
         self._resumed: Resumed | None = None
         self._entry: _Entry | None = None
@@ -120,20 +284,13 @@ class TrainerData:
 
     def shadows(self) -> dict[str, Callable[..., Any]]:
         """Return the methods that replace the Trainer's own, by name."""
-        if self._stock.keys() != set(SHADOWED):
+        if self._stock.keys() != _SHADOWED.keys():
             _logger.warning(
                 "this version of transformers runs its epochs in another way: a resumed run finds its place "
                 "in the data as the stock Trainer does. transformers 5.23 is known to work"
             )
             return {}
-        made: tuple[Callable[..., Any], ...] = (
-            self._initial_values,
-            self._training_state,
-            self._run_epoch,
-            self._batch_samples,
-            self._eval_loader,
-        )
-        return dict(zip(SHADOWED, made, strict=True))
+        return {name: getattr(self, ours) for name, ours in _SHADOWED.items()}
 
     @contextmanager
     def training(self, resumed: Resumed | None) -> Generator[None]:
@@ -147,8 +304,13 @@ class TrainerData:
     def begin(self) -> None:
         """Go on with the sum of the losses that were not logged yet."""
         self.epoch_ended = True
-        if self._entry is not None:
-            self._resume_loss()
+        if self._entry is None or self._resumed is None:
+            return
+        loss, logged = (self._resumed.own or self._resumed.first).loss
+        trainer = self._trainer
+        trainer._tr_loss += loss.to(trainer._tr_loss.device)
+        trainer._total_loss_scalar -= loss.item()  # its mean is over the steps of this training only
+        trainer._globalstep_last_logged = logged
 
     def progress(self) -> DataProgress | None:
         """Return this rank's progress, for a save; None if no epoch has begun."""
@@ -275,11 +437,8 @@ class TrainerData:
 
     def _begin(self, call: dict[str, Any], entry: _Entry | None) -> DataProgress:
         """Return the progress at the start of an epoch, or of the rest of one."""
-        loader, args, checkpoint = (
-            call["train_dataloader"],
-            self._trainer.args,
-            call["resume_from_checkpoint"],
-        )
+        loader, args = call["train_dataloader"], self._trainer.args
+        checkpoint = call["resume_from_checkpoint"]
         resumed = checkpoint is not None and call["epoch"] == call["epochs_trained"]
         skipped = call["steps_trained_in_current_epoch"] if resumed and not args.ignore_data_skip else 0
         if resumed and not skipped:
@@ -329,23 +488,13 @@ class TrainerData:
             undo.callback(place_rest(loader, [taken]))
         self._again = None if chosen.skip else checkpoint
 
-    def _resume_loss(self) -> None:
-        """Go on with the sum of the losses that were not logged yet."""
-        assert self._resumed is not None
-        loss, logged = (self._resumed.own or self._resumed.first).loss
-        trainer = self._trainer
-        trainer._tr_loss += loss.to(trainer._tr_loss.device)
-        trainer._total_loss_scalar -= loss.item()  # its mean is over the steps of this training only
-        trainer._globalstep_last_logged = logged
-
     def _batch_samples(self, iterator: Any, count: int, *args: Any, **kwargs: Any) -> Any:
         """Fetch the batches of one optimizer step, and count them."""
         checkpoint, self._again = self._again, None
         found = self._progress
         if checkpoint is not None and found is not None:
-            rewind(
-                self._loader, found.start
-            )  # where nothing is skipped, the Trainer loads the later ones first
+            # Where nothing is skipped, the Trainer loads the later ones first.
+            rewind(self._loader, found.start)
         # With the first batch the order is drawn.
         with self._draws.fetching() if self._drawn else nullcontext():
             result = self._stock["get_batch_samples"](iterator, count, *args, **kwargs)
@@ -416,7 +565,7 @@ def _start_of(loader: Any, epoch: int) -> dict[str, Any]:
 
 
 def _draw_again(loader: Any, start: Mapping[str, Any]) -> None:
-    """Go back to where the order of an epoch was drawn, behind the seed of its iterator."""
+    """Go back to where an order was drawn, behind the seed of its iterator."""
     rewind(loader, start)
     if base_of(loader).generator is None:
         draw_seed(None)

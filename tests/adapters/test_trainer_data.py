@@ -13,7 +13,7 @@ import pytest
 
 import accelerate_ckpt
 from accelerate_ckpt.data import LoaderLayout
-from accelerate_ckpt.trainer._continuation import (
+from accelerate_ckpt.trainer._data import (
     Continuation,
     DataProgress,
     Position,
@@ -147,6 +147,17 @@ def test_other_batches_see_every_sample_of_the_epoch_once(
     assert elastic["rate"] == [0.0, 0.0], "the schedule ends with the training"
     again = other.but(root=f"{tmp_path}/again", resume=f"{tmp_path}/other/checkpoint-10")
     assert_same_from_there(run(again), elastic)
+
+
+def test_a_stream_that_other_workers_share_begins_its_epoch_again_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = DataJob(root=f"{tmp_path}/run", data="sized", samples=24, save_at=[8])
+    run(job)
+    other = resumed(job, 8, arguments={"dataloader_num_workers": 2})
+    assert "it begins epoch 1 again" in caplog.text
+    assert (other["step"], other["total"], len(other["seen"])) == (20, 20, 12), "two whole epochs"
+    assert_every_sample_once(other["seen"], 24)
 
 
 @pytest.mark.parametrize(
