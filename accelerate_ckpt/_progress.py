@@ -17,10 +17,10 @@ from ckpt_core.types import SavedState
 
 @final
 class Progress:
-    """Loaders of one accelerator, and steps of its most used optimizer. Main thread only.
+    """Loaders of one accelerator, and steps of its most used optimizer.
 
-    An optimizer that joins later begins where the others are. A new training with optimizers of its own
-    counts from the first step.
+    Main thread only. An optimizer that joins later begins where the others are. A new training with
+    optimizers of its own counts from the first step.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:

@@ -148,9 +148,8 @@ class Saved:
         if not self.can_be_rest:
             return [
                 *notes,
-                f"{name} was saved within epoch {epoch}, and what was seen of it cannot be told for this "
-                "number of ranks and workers, or for these batches: of the rest of this epoch, samples may "
-                "be seen twice or never",
+                f"{name} was saved within epoch {epoch}, and its rest is unknown for this number of ranks "
+                "and workers, or for these batches: of it, samples may be seen twice or never",
             ]
         seen, whole = sum(taken), length(loader)
         notes.append(f"{name} {goes_on(loader, epoch, seen, whole)}")
