@@ -24,12 +24,10 @@ from typing import Any, Self, final
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from accelerate_ckpt.data import (
+from accelerate_ckpt.data._layout import (
     Cut,
     LoaderLayout,
     base_of,
-    change_of_order,
-    goes_on,
     is_persistent,
     lend_generator,
     length,
@@ -40,6 +38,7 @@ from accelerate_ckpt.data import (
     set_generator,
     start_here,
 )
+from accelerate_ckpt.data._tracked import change_of_order, goes_on
 from ckpt_core.data import Draws, batches_in, draw_seed, keeps_iterator
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, CorruptCheckpointError, FileFailure

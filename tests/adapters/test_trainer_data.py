@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import accelerate_ckpt
-from accelerate_ckpt.data import LoaderLayout
+from accelerate_ckpt.data._layout import LoaderLayout
 from accelerate_ckpt.trainer._data import (
     Continuation,
     DataProgress,
