@@ -58,7 +58,7 @@ class Settings:
     """
 
     options: CheckpointOptions
-    pickles: Pickles
+    pickles: Pickles = field(compare=False, repr=False)
     root: str | os.PathLike[str] | Storage | None = field(default=None, repr=False)
     stock_files: bool | None = None
     override: Override = field(default_factory=Override)
