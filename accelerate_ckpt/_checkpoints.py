@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -9,26 +11,105 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Unpack, final
 
+import numpy as np
+import torch
 from accelerate import Accelerator
 
 from accelerate_ckpt._host_calls import UNSUPPORTED
-from accelerate_ckpt._loading import Loading
-from accelerate_ckpt._metrics import Metrics
-from accelerate_ckpt._progress import Progress
+from accelerate_ckpt._progress import Progress, Window, steps_made
 from accelerate_ckpt._roll_call import RollCall
-from accelerate_ckpt._roots import Roots
-from accelerate_ckpt._settings import Settings
-from accelerate_ckpt._small_files import Pickles
-from accelerate_ckpt._state import AcceleratorState, CallArguments
-from accelerate_ckpt._window import Window
-from ckpt_core import CheckpointInfo, CheckpointManager, ConfigError, SaveHandle
+from accelerate_ckpt._roots import Roots, Settings, newest_stock, torn_in
+from accelerate_ckpt._small_files import load_by_stock, read_small
+from accelerate_ckpt._state import AcceleratorState, model_part
+from ckpt_core import (
+    CheckpointInfo,
+    CheckpointManager,
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    SaveHandle,
+    UnsafeCheckpointError,
+)
 from ckpt_core.cadence import Counts, SavePolicy, needed_counts
+from ckpt_core.collective import collective_phase
+from ckpt_core.commit import require_trusted
 from ckpt_core.disclosure import logger_of
-from ckpt_core.hosting import CheckpointPath, attach, attached_to, detach
+from ckpt_core.errors import ALLOW_PICKLE
+from ckpt_core.groups import local_part
+from ckpt_core.hosting import CheckpointPath, Kind, attach, attached_to, detach, kind_of, ranking
+from ckpt_core.names import MARKER, METADATA
 from ckpt_core.options import shows_options
 from ckpt_core.retention import RetentionPolicy
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Sink
+
+
+@final
+class Metrics:
+    """Remembers what was logged at the present step; main thread only.
+
+    Args:
+        keep: the policy whose `KeepBest` rank checkpoints. A best value at a step that is never saved is lost
+            to them, of which a warning is logged once; None logs none.
+    """
+
+    def __init__(self, keep: RetentionPolicy | None) -> None:
+        self._wanted = {each.metric: each for each in ranking(keep)}
+        self._measured: dict[str, tuple[int, float]] = {}
+        self._unsaved: set[str] = set()
+        self._best: dict[str, float] = {}
+        self._said = keep is None
+
+    def note(self, step: int, values: Mapping[str, Any]) -> None:
+        """Note the numbers among `values` as measured at `step`."""
+        for name, value in values.items():
+            scalar = isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+            number = value.item() if scalar else value
+            if type(number) in {int, float}:
+                self._miss(name)
+                self._measured[name] = step, float(number)
+                self._unsaved.add(name)
+
+    def at(self, step: int) -> dict[str, float]:
+        """Return what was measured at `step`."""
+        return {name: value for name, (measured, value) in self._measured.items() if measured == step}
+
+    def saved(self, values: Mapping[str, float]) -> None:
+        """Note that a save with these metrics has begun."""
+        self._unsaved -= set(values)
+        for name in self._wanted.keys() & values.keys():
+            if self._improves(name, values[name]):
+                self._best[name] = values[name]
+
+    def forget(self) -> None:
+        """Forget all measurements: training continues from another state."""
+        for name in self._wanted:
+            self._miss(name)
+        self._measured.clear()
+        self._unsaved.clear()
+        self._best.clear()
+
+    def _miss(self, name: str) -> None:
+        """Warn, once, of a best measurement about to be forgotten that was not saved."""
+        if self._said or name not in self._wanted or name not in self._unsaved:
+            return
+        step, value = self._measured[name]
+        if step == 0 or not self._improves(name, value):
+            return
+        self._said = True
+        _logger.warning(
+            "%s=%g, logged at step %d, is the best so far, but step %d was not saved after that, so that "
+            "%r cannot keep it (this is logged once). Where you evaluate, call accelerator.log() and then "
+            "save_state(), or accelerate_ckpt.checkpoints(accelerator).save(), which saves whatever the save "
+            "policy says",
+            name, value, step, step, self._wanted[name],
+        )  # fmt: skip
+
+    def _improves(self, name: str, value: float) -> bool:
+        if name not in self._best or not math.isfinite(value):
+            return math.isfinite(value)
+        return value < self._best[name] if self._wanted[name].mode == "min" else value > self._best[name]
+
 
 _logger = logger_of(__name__)
 
@@ -69,27 +150,15 @@ class AcceleratorCheckpoints:
         implicit: bool = False,
     ) -> None:
         self.implicit = implicit
-        self.progress = Progress.of(accelerator)
+        self.progress = Progress(accelerator)
         self.stock = SimpleNamespace(**{name: getattr(accelerator, name) for name in _SHADOWED})
         self._accelerator = accelerator
         self._gated = settings.options.save is not None
-        self._arguments = CallArguments(
-            pickles=Pickles(allowed=settings.options.allow_pickle),
-            stock_files=settings.stock_files,
-            gradients=settings.gradients,
-            contents=settings.contents,
-        )
+        self._settings = settings
         self._metrics = Metrics(settings.options.keep if accelerator.is_main_process else None)
         self._batches_seen = -1
         self._roots = Roots(accelerator, settings, sinks, listen=not implicit)
-        self._loading = Loading(
-            accelerator,
-            roots=self._roots,
-            stock=self.stock,
-            progress=self.progress,
-            pickles=self._arguments.pickles,
-            state=lambda manager: self._state(manager, self._arguments),
-        )
+        self._changed: CheckpointManager | None = None
         self._roots.continue_numbering()
         self._roll_call = RollCall(accelerator, settings.options.deadline_seconds)
 
@@ -105,7 +174,7 @@ class AcceleratorCheckpoints:
     @property
     def step(self) -> int:
         """Number of optimizer steps, those before the last load included."""
-        return self.progress.steps.step
+        return self.progress.step
 
     @property
     def preempted(self) -> bool:
@@ -222,9 +291,9 @@ class AcceleratorCheckpoints:
             self._roots.part(alone=False)
         self._metrics.forget()
         if input_dir is None:
-            self._loading.newest(arguments)
+            self._load_newest(arguments)
         else:
-            self._loading.place(CheckpointPath.of(input_dir), arguments)
+            self._load_place(CheckpointPath.of(input_dir), arguments)
         self._roots.continue_numbering()
 
     def latest(self) -> CheckpointInfo | None:
@@ -282,8 +351,8 @@ class AcceleratorCheckpoints:
         self, place: CheckpointPath, metrics: Mapping[str, float], reason: str, *, safe: bool
     ) -> SaveHandle | None:
         accelerator, manager = self._accelerator, self._roots.managers.at(place.root)
-        self._loading.require_change(manager)
-        if Window(accelerator, gradients=self._arguments.gradients).is_lost:
+        self._require_change(manager)
+        if Window(accelerator, gradients=self._settings.gradients).is_lost:
             _logger.warning(
                 "saving %s within an accumulation window: the gradients accumulated so far are not saved, so "
                 "a resumed run is not exact; save when accelerator.sync_gradients is true, or give enable() "
@@ -296,7 +365,7 @@ class AcceleratorCheckpoints:
             "strategy": accelerator.distributed_type.value,
             "reason": reason,
         }
-        state = self._state(manager, replace(self._arguments, safe=safe))
+        state = self._state(manager, replace(self._settings, safe=safe))
         with self._roll_call.watching():
             handle = manager.save(
                 self.step, state, metrics=measured, annotations=annotations, name=place.name
@@ -306,15 +375,127 @@ class AcceleratorCheckpoints:
             accelerator.project_configuration.iteration += 1
         return handle
 
-    def _state(self, manager: CheckpointManager, arguments: CallArguments) -> AcceleratorState:
+    def _state(self, manager: CheckpointManager, settings: Settings) -> AcceleratorState:
         return AcceleratorState(
             self._accelerator,
             self.stock,
             self.progress,
             coordinator=self._roots.managers.coordinator,
             storage=manager.storage,
-            arguments=arguments,
+            settings=settings,
         )
+
+    def _require_change(self, manager: CheckpointManager) -> None:
+        """Refuse a save that would not say which hyperparameters were changed."""
+        if self._roots.override and manager is not self._changed:
+            raise ConfigError(
+                f"override= changes a training midway, and nothing was loaded from {manager.storage.url}: "
+                "call load_state() before the first save, and save to the directory that it loads from; or "
+                "begin with these values in the script and without override="
+            )
+
+    def _load_newest(self, arguments: Mapping[str, Any]) -> None:
+        """Load the newest checkpoint that verifies; log if there is none."""
+        manager = self._roots.only()
+        self._refuse_to_unpickle(arguments)
+        manager.fetcher.fetch()
+        state = self._state(manager, self._settings)
+        if arguments.get("strict", True) is True:
+            found = manager.resume(state, override=self._roots.override.values) is not None
+        else:
+            found = self._roots.managers.once(lambda: bool(manager.checkpoints(abandoned=True)))
+            if found:
+                manager.load(state, strict=arguments["strict"], override=self._roots.override.values)
+        if found:
+            self._loaded_by(manager)
+            self._tell(manager, state.restored)
+            return
+        name = self._roots.managers.once(lambda: newest_stock(manager.storage))
+        if name is not None:
+            self._load_stock(manager, name, arguments)
+            self._tell(manager, name)
+            return
+        torn = self._roots.managers.once(lambda: torn_in(manager.storage))
+        _logger.log(
+            logging.WARNING if torn else logging.INFO,
+            "nothing has been committed to %s yet%s: training starts afresh",
+            manager.storage.url,
+            f" ({', '.join(torn)}: interrupted saves, look at them with `ckpt ls`)" if torn else "",
+        )
+
+    def _load_place(self, place: CheckpointPath, arguments: Mapping[str, Any]) -> None:
+        """Load the checkpoint of that name."""
+        manager = self._roots.managers.at(place.root)
+        self._refuse_to_unpickle(arguments)
+        manager.fetcher.fetch(name=place.name)
+        where = f"{manager.storage.url}/{place.name}"
+        kind, problem = self._roots.managers.once(lambda: _looked_at(manager.storage, place.name))
+        if problem:
+            raise ConfigError(f"{where} is no checkpoint: {problem}")
+        if kind is Kind.NOTHING:
+            raise CheckpointNotFoundError(f"there is no checkpoint at {where}")
+        if kind is Kind.TORN:
+            raise CorruptCheckpointError(
+                f"{where} was never committed: its save was interrupted, and nothing was loaded. Load "
+                "another one, or call load_state() without a directory to get the newest that is whole"
+            )
+        if kind is Kind.STOCK:
+            self._load_stock(manager, place.name, arguments)
+        else:
+            self._load_ours(manager, place.name, arguments)
+        self._tell(manager, place.name)
+
+    def _load_ours(self, manager: CheckpointManager, name: str, arguments: Mapping[str, Any]) -> None:
+        strict, state = arguments.get("strict", True), self._state(manager, self._settings)
+        manager.load(state, name=name, strict=strict, override=self._roots.override.values)
+        self._loaded_by(manager)
+
+    def _loaded_by(self, manager: CheckpointManager) -> None:
+        self._changed = manager
+        self._roots.managers.loaded(manager)
+
+    def _tell(self, manager: CheckpointManager, name: str) -> None:
+        if self._accelerator.is_main_process:
+            tell_restored(self.progress.step, manager.storage.url, name)
+
+    def _load_stock(self, manager: CheckpointManager, name: str, arguments: Mapping[str, Any]) -> None:
+        """Load what stock wrote; shards by the core: stock loses FSDP1's optimizer."""
+        storage, accelerator = manager.storage, self._accelerator
+        _logger.info("%s/%s was written by stock Accelerate", storage.url, name)
+        verify = manager.options.manifest_verifier
+        self._roots.managers.once(lambda: require_trusted(storage, name, verify))
+        if storage.exists(f"{name}/{model_part(0)}/{METADATA}"):
+            self._load_ours(manager, name, arguments)
+        elif self._roots.override:
+            raise ConfigError(
+                f"override= changes checkpoints of ours, and stock Accelerate wrote {storage.url}/{name}: "
+                "load it without, and save once"
+            )
+        elif (local := local_part(storage)) is None:
+            raise ConfigError(
+                f"{storage.url}/{name}: stock Accelerate reads what it wrote from local directories"
+            )
+        else:
+            untouched = f"{storage.url}/{name} could not be read, and nothing was loaded"
+            with collective_phase(self._roots.managers.coordinator, untouched, what="reading small files"):
+                small = read_small(accelerator, storage, name, self._settings.pickles, committed=False)
+            load_by_stock(
+                accelerator,
+                self.stock,
+                local.local_path(name),
+                small=small,
+                pickles=self._settings.pickles,
+                arguments=arguments,
+            )
+        self.progress.restore(steps_made(self._accelerator._optimizers))
+
+    def _refuse_to_unpickle(self, arguments: Mapping[str, Any]) -> None:
+        asked = (arguments.get("load_kwargs") or {}).get("weights_only", True)
+        if not asked and not self._settings.pickles.allowed:
+            raise UnsafeCheckpointError(
+                'load_kwargs={"weights_only": False} lets a checkpoint run any code, and nothing was loaded. '
+                f"If you trust who wrote it, give {ALLOW_PICKLE}"
+            )
 
 
 def _require_counts(policy: SavePolicy | None, counts: Counts) -> None:
@@ -339,9 +520,9 @@ def enable(
 ) -> Accelerator:
     """Make `save_state` and `load_state` asynchronous, sharded and committed.
 
-    Collective. What is not given here comes from `CKPT_SUITE_…` in the environment, then from the `ckpt`
-    section of the accelerate configuration, then from the defaults. DeepSpeed, Megatron-LM and XLA keep their
-    own checkpoints: the accelerator comes back unchanged, with a warning.
+    Collective. What is not given here comes from `CKPT_SUITE_…` in the environment, then from the file that
+    `CKPT_SUITE_CONFIG` names, then from the defaults. DeepSpeed, Megatron-LM and XLA keep their own
+    checkpoints: the accelerator comes back unchanged, with a warning.
 
     Args:
         accelerator: any accelerator, before or after `prepare`.
@@ -454,7 +635,9 @@ def _shadows(attached: AcceleratorCheckpoints) -> dict[str, Callable[..., Any]]:
         return stock.log(values, *args, **kwargs)
 
     def prepare_optimizer(*args: Any, **kwargs: Any) -> Any:
-        return attached.progress.prepared_optimizer(stock.prepare_optimizer(*args, **kwargs))
+        optimizer = stock.prepare_optimizer(*args, **kwargs)
+        attached.progress.count(optimizer)
+        return optimizer
 
     def prepare_data_loader(data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         return attached.progress.loaders.prepare(stock.prepare_data_loader, data_loader, *args, **kwargs)
@@ -493,3 +676,23 @@ def _save_state(attached: AcceleratorCheckpoints, end_training: Callable[[], Non
         return where if "://" in where else Path(where)
 
     return save_state
+
+
+def tell_restored(step: int, root: str, name: str) -> None:
+    """Say what a run goes on from, where a script without a logging setup shows it."""
+    _logger.warning("Restored step %d of %s (checkpoint %s)", step, root, name)
+
+
+def _looked_at(storage: Storage, name: str) -> tuple[Kind, str]:
+    """Return the kind of what was named, and why it cannot be meant, if so."""
+    try:
+        kind = kind_of(storage, name)
+    except NotADirectoryError:
+        return Kind.NOTHING, "it is a file; give load_state the directory that it is in"
+    # Stock Accelerate, too, writes the random states of every rank directly into a checkpoint.
+    if kind in {Kind.COMMITTED, Kind.TORN} or storage.exists(f"{name}/random_states_0.pkl"):
+        return kind, ""
+    inside = [entry.name for entry in storage.list(name) if storage.exists(f"{name}/{entry.name}/{MARKER}")]
+    if not inside:
+        return kind, ""
+    return kind, f"it holds {len(inside)}; load one of them, such as {storage.url}/{name}/{inside[-1]}"

@@ -11,10 +11,15 @@ model was taken over is therefore the coordinator's word.
 
 from __future__ import annotations
 
+import fcntl
+import functools
 import io
+import os
+import shutil
+import tempfile
 from collections import OrderedDict
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,12 +39,7 @@ UNSUPPORTED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, Distribut
 
 @contextmanager
 def small_things_only(accelerator: Accelerator, **replaced: Any) -> Generator[None]:
-    """Hide everything large from the stock methods, and save exactly where told.
-
-    Args:
-        accelerator: the accelerator.
-        replaced: further attributes of it, and what they are meanwhile.
-    """
+    """Hide everything large from the stock methods, and save exactly where told."""
     configuration = accelerator.project_configuration
     with (
         # The stock rotation deletes before anything is written.
@@ -144,13 +144,7 @@ def run_save_hooks(
 
 
 def run_load_hooks(accelerator: Accelerator, models: Sequence[Any], directory: Path) -> list[int]:
-    """Call the load hooks; return the indices of the models left to us.
-
-    Args:
-        accelerator: whose hooks.
-        models: those the hooks may load themselves; none under FSDP.
-        directory: where hooks may read.
-    """
+    """Call the load hooks; return the indices of the models left to us."""
     remaining = list(models)
     for hook in accelerator._load_model_state_pre_hook.values():
         hook(remaining, str(directory))
@@ -159,3 +153,50 @@ def run_load_hooks(accelerator: Accelerator, models: Sequence[Any], directory: P
     return [
         index for index, model in enumerate(accelerator._models) if any(model is each for each in remaining)
     ]
+
+
+_PREFIX = "accelerate-ckpt-"
+
+
+@contextmanager
+def private_directory() -> Generator[Path]:
+    """Make a directory of this rank alone.
+
+    Stock Accelerate lets ranks write to the same file.
+
+    It is locked while in use. One without a lock was left by a killed process; the next process with the same
+    temporary directory removes it.
+    """
+    _remove_abandoned(os.getpid())
+    path, descriptor = _locked_directory()
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)
+        os.close(descriptor)
+
+
+def _locked_directory() -> tuple[Path, int]:
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        # Until it is locked, another process takes it for abandoned: then it is gone, and the next is tried.
+        with suppress(FileNotFoundError):
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            with suppress(OSError):  # a filesystem without locks: no other process can lock it either
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if path.exists():
+                return path, descriptor
+            os.close(descriptor)
+
+
+@functools.cache
+def _remove_abandoned(_process: int) -> None:
+    """Remove what killed processes left, once per process: there may be many entries."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # of another user, in use, or gone by now
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path)
+            finally:
+                os.close(descriptor)

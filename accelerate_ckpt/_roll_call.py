@@ -43,11 +43,7 @@ class RollCall:
         self._saves = 0
 
     def call(self) -> Literal["all", "alone", "without"]:
-        """Return who saves now: all, this one alone, or the main process without it.
-
-        Raises:
-            DeadlineError: others did not come, and without them there is no save.
-        """
+        """Return who saves now: all, this one alone, or the main process without it."""
         if self._is_over():
             return "all"
         store, is_main = default_store(), self._accelerator.process_index == 0

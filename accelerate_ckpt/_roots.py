@@ -1,25 +1,153 @@
-"""The roots of one accelerator: directories that users name, or stock's own."""
+"""Settings, and the roots of one accelerator: those users name, or stock's own.
+
+Settings come from arguments, else the environment, else a file, else the defaults. `accelerate config`
+exports a fixed list of variables and knows no plug-ins. So there are two carriers, in the idiom of its own
+plug-ins: `CKPT_SUITE_<NAME>` for one setting, `CKPT_SUITE_CONFIG` for a file.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import final
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Self, final
 
 from accelerate import Accelerator
 
-from accelerate_ckpt._settings import Settings
+from accelerate_ckpt._small_files import Pickles
 from ckpt_core import CheckpointManager, CheckpointOptions, ConfigError, LoadError
 from ckpt_core.commit import file_as_root
-from ckpt_core.coordination import Coordinator, Solo
 from ckpt_core.disclosure import logger_of
 from ckpt_core.hosting import CheckpointPath, Kind, ManagersByRoot, RunRoot, kind_of, root_of
+from ckpt_core.options import parse_yaml, read_document
+from ckpt_core.provenance import CODE_VERSION_VARIABLE
 from ckpt_core.retention import RetentionPolicy
+from ckpt_core.state import Contents, Override, contents_problem
 from ckpt_core.storage import Storage
-from ckpt_core.telemetry import Sink
+from ckpt_core.telemetry import Log, NumbersSink, Sink
 from ckpt_core.types import CheckpointInfo
+from ckpt_core.validation import boolean, require
+from ckpt_core.vocabulary import instead_of_option
+
+PREFIX = "CKPT_SUITE_"
+FILE_VARIABLE = f"{PREFIX}CONFIG"
+SECTION = "ckpt"
+
+_OF_THE_CORE = frozenset({FILE_VARIABLE, HOST_VARIABLE, CODE_VERSION_VARIABLE})
+"""Variables with our prefix that are no settings."""
+
+_OWN = ("root", "stock_files", "override", "gradients", "contents", "log_costs")
+_NAMES = (*_OWN, *(each.name for each in fields(CheckpointOptions)))
+_FLAGS = (each.name for each in fields(CheckpointOptions) if type(each.default) is bool)
+_SWITCHES = ("stock_files", "gradients", "log_costs", "verify", *_FLAGS)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """Everything `enable` needs to know.
+
+    Attributes:
+        stock_files: whether plain replicas get single files for the stock loader; None as the host does.
+        gradients: whether saves within an accumulation window hold its gradients.
+        safe: whether single files of weights are safetensors.
+        given: the names of settings that were given; the others are defaults.
+    """
+
+    options: CheckpointOptions
+    pickles: Pickles = field(compare=False, repr=False)
+    root: str | os.PathLike[str] | Storage | None = field(default=None, repr=False)
+    stock_files: bool | None = None
+    override: Override = field(default_factory=Override)
+    gradients: bool = False
+    contents: Contents | None = None
+    log_costs: bool = True
+    safe: bool = True
+    given: frozenset[str] = frozenset()
+
+    @classmethod
+    def resolve(
+        cls,
+        explicit: Mapping[str, Any],
+        environment: Mapping[str, str] = os.environ,
+    ) -> Self:
+        """Collect the settings from all carriers; None in `explicit` means not given."""
+        given = {name: value for name, value in explicit.items() if value is not None}
+        _refuse_unknown(given, _NAMES, "no such option")
+        merged: dict[str, Any] = {**_from_file(environment), **_from_environment(environment), **given}
+        names = frozenset(merged)
+        own = {name: merged.pop(name) for name in _OWN if name in merged}
+        require(
+            "settings",
+            boolean("stock_files", own.get("stock_files") or False),
+            boolean("gradients", own.get("gradients", False)),
+            boolean("log_costs", own.get("log_costs", True)),
+            contents_problem(own.get("contents")),
+        )
+        root = own.get("root")
+        if root is not None and not isinstance(root, str | os.PathLike | Storage):
+            raise ConfigError(f"root must be a directory, a URL or a Storage, not {type(root).__name__}")
+        own["override"] = Override.of(own.get("override"))
+        options = CheckpointOptions.from_mapping(merged)
+        pickles = Pickles(allowed=options.allow_pickle)
+        return cls(options=options, pickles=pickles, given=names, **own)
+
+    @property
+    def of_host(self) -> dict[str, Any]:
+        """The settings that the core does not know and that ranks must have alike."""
+        return {"contents": self.contents, "gradients": self.gradients, "stock_files": self.stock_files}
+
+    def with_numbers(self, sinks: Sequence[Sink], log: Log) -> Sequence[Sink]:
+        """Return the sinks of the managers, with one that logs what each save has cost."""
+        return (*sinks, NumbersSink(log)) if self.log_costs else sinks
+
+
+def _refuse_unknown(found: Mapping[str, Any], known: Collection[str], problem: str) -> None:
+    for name in sorted(map(str, found)):
+        if name not in known:
+            meant = instead_of_option(name, known, found.get(name))
+            raise ConfigError(f"{problem}: {name}{meant}; there are {', '.join(known)}")
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    known = (*(PREFIX + each.upper() for each in _NAMES), FILE_VARIABLE)
+    for variable, text in environment.items():
+        name = variable.removeprefix(PREFIX).lower()
+        if not variable.startswith(PREFIX) or variable in _OF_THE_CORE:
+            continue
+        _refuse_unknown({variable: text}, known, "no such variable")
+        # A root may look like a number: it is a job's.
+        value = text if name == "root" else parse_yaml(text, variable)
+        # Accelerate's own variables are 0 or 1.
+        found[name] = bool(value) if name in _SWITCHES and value in (0, 1) else value
+    return found
+
+
+def _from_file(environment: Mapping[str, str]) -> Mapping[str, Any]:
+    side_file = environment.get(FILE_VARIABLE)
+    if not side_file:
+        return {}
+    document = read_document(Path(side_file))
+    return _options(document.get(SECTION, document), f"{side_file}: {SECTION}")
+
+
+def _options(value: Any, where: str) -> Mapping[str, Any]:
+    """Return the options that a file holds; errors name the file."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{where} must be a mapping of options, not {type(value).__name__}")
+    options = dict(value)
+    _refuse_unknown(options, _NAMES, f"{where}: no such option")
+    if isinstance(options.get("root"), int):
+        options["root"] = str(options["root"])
+    try:
+        CheckpointOptions.from_mapping({name: each for name, each in options.items() if name not in _OWN})
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    return options
+
 
 _logger = logger_of(__name__)
 _AUTOMATIC = re.compile(r"checkpoint_(\d+)(?:\..*)?")
@@ -57,9 +185,6 @@ class Roots:
     """The roots in use by one accelerator.
 
     Concurrency: main thread; making a manager is collective.
-
-    Args:
-        listen: whether managers catch signals before they are first asked whether to save.
     """
 
     def __init__(
@@ -95,11 +220,7 @@ class Roots:
         return None if root is None else self.managers.at(root)
 
     def only(self) -> CheckpointManager:
-        """Return the manager for automatic names, or of the only root in use.
-
-        Raises:
-            ConfigError: there is neither.
-        """
+        """Return the manager for automatic names, or of the only root in use."""
         manager = self.automatic()
         if manager is None and len(self.managers.roots) == 1:
             (manager,) = self.managers
@@ -111,9 +232,6 @@ class Roots:
         """Return where a save with this `output_dir` goes.
 
         As in stock, automatic naming overrides it.
-
-        Raises:
-            ConfigError: it was given none, and there is no automatic name.
         """
         root = self._automatic_root(output_dir)
         if root is not None:
@@ -216,22 +334,14 @@ class Roots:
         return replace(self._options, keep=KeepAsAccelerate(limit), abandoned=abandoned)
 
     def _without_upload(self, root: str) -> CheckpointOptions:
-        """Return the options of a root that users name: it has no further tier.
-
-        Raises:
-            ConfigError: there is no other root, either, that could have it.
-        """
+        """Return the options of a root that users name: it has no further tier."""
         if self._options.uploads and self._automatic_root() is None:
             raise ConfigError(f"upload= copies the checkpoints of one root, and {root} is none: {_NO_ROOT}")
         return replace(self._options, upload=None)
 
 
 def _next_number(manager: CheckpointManager) -> int:
-    """Return one more than the highest number in use, in any tier that can be listed.
-
-    Raises:
-        ConfigError: the root is a file, or below one.
-    """
+    """Return one more than the highest number in use, in any tier that can be listed."""
     storage = manager.storage
     try:
         names = [entry.name for entry in storage.list("")]

@@ -12,7 +12,7 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any, final
 from accelerate import Accelerator
 
 from accelerate_ckpt._checkpoints import enable_implicitly
-from accelerate_ckpt._settings import PREFIX
+from accelerate_ckpt._roots import PREFIX
 from ckpt_core import ConfigError
 from ckpt_core.state import Override
 
@@ -40,11 +40,7 @@ A script that is preempted ends after its last checkpoint, with exit code 143.""
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run a script or a module as `python` would, with checkpoints.
-
-    Raises:
-        SystemExit: there is nothing to run.
-    """
+    """Run a script or a module as `python` would, with checkpoints."""
     if arguments and arguments[0] in {"-h", "--help"}:
         print(_USAGE)  # noqa: T201 - it was asked for
         return
@@ -144,25 +140,12 @@ class _Watch(MetaPathFinder):
         sys.meta_path.remove(self)
         spec = find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _ChangingLoader(spec.loader)
+            loader: Any = spec.loader
+            execute = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                _change(module)
+
+            loader.exec_module = exec_module
         return spec
-
-
-@final
-class _ChangingLoader(Loader):
-    """Loads a module as the loader it is given, then changes it."""
-
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Make the module as the loader would."""
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Run the module, then change it."""
-        self._loader.exec_module(module)
-        _change(module)

@@ -25,8 +25,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils.other import TORCH_SAFE_GLOBALS
 
-from accelerate_ckpt._host_calls import large_things_only, small_things_only
-from accelerate_ckpt._scratch import private_directory
+from accelerate_ckpt._host_calls import large_things_only, private_directory, small_things_only
 from ckpt_core.commit import Catalog
 from ckpt_core.dcp import checked_zip, load_value, without_pickle
 from ckpt_core.disclosure import logger_of
@@ -57,17 +56,7 @@ class Pickles:
         self._looked_at: set[str] = set()
 
     def load(self, content: bytes, name: str) -> Any:
-        """Read the content of a file.
-
-        Args:
-            content: as it was committed.
-            name: path of the file and what it is of, for errors.
-
-        Raises:
-            UnsafeCheckpointError: only pickle can rebuild it, and that is not allowed.
-            CorruptCheckpointError: it is nothing that `torch.save` writes.
-            IncompatibleCheckpointError: this program cannot make what it holds, such as a class that is gone.
-        """
+        """Read the content of a file."""
         checked_zip(content, name, trusted=self.allowed)
         try:
             with torch.serialization.safe_globals(_SAFE):
@@ -78,12 +67,7 @@ class Pickles:
             raise IncompatibleCheckpointError(f"{name} cannot be read here: {error!r:.500}") from error
 
     def warn(self, files: Mapping[str, bytes], owners: Mapping[str, str]) -> None:
-        """Warn of files that only pickle could read again; each is examined once.
-
-        Args:
-            files: what is to be saved, by path.
-            owners: path -> the owner of the state, in words.
-        """
+        """Warn of files that only pickle could read again; each is examined once."""
         if self.allowed:
             return
         new = (owners.keys() & files.keys()) - self._looked_at
@@ -104,7 +88,6 @@ class SmallState:
     """The content of small files, before any of it is loaded.
 
     Attributes:
-        loads: what is to take a state, and the state.
         random_states: this rank's file, by name, if stock wrote it; we have random states of our own.
     """
 
@@ -113,18 +96,7 @@ class SmallState:
 
 
 def verified_files(storage: Storage, name: str, wanted: Callable[[str], bool]) -> dict[str, bytes]:
-    """Read some files of a committed checkpoint, verified, by path.
-
-    Args:
-        storage: the root.
-        name: the checkpoint's directory.
-        wanted: whether a path of the manifest is to be read.
-
-    Raises:
-        CorruptCheckpointError: one of them is missing, or is not what was committed.
-        CheckpointNotFoundError: there is no committed checkpoint of that name.
-        OSError: storage is unwell.
-    """
+    """Read some files of a committed checkpoint, verified, by path."""
     manifest = Catalog(storage).manifest(name)
     files = CommittedFiles(storage, name, manifest)
     return {path: files.read(path) for path in files.paths if wanted(path)}
@@ -159,13 +131,7 @@ def small_owners(accelerator: Accelerator) -> dict[str, str]:
 def read_small(
     accelerator: Accelerator, storage: Storage, name: str, pickles: Pickles, *, committed: bool
 ) -> SmallState:
-    """Read the small files of a checkpoint; nothing live is changed.
-
-    Raises:
-        CorruptCheckpointError: one of them is missing, or is not what was committed.
-        IncompatibleCheckpointError: there is none for something that is to be loaded, or one too many.
-        UnsafeCheckpointError: only pickle can read one of them, and that is not allowed.
-    """
+    """Read the small files of a checkpoint; nothing live is changed."""
     own = f"random_states_{accelerator.process_index}.pkl"
     files = _contents(storage, name, (*_PATTERNS, own), committed=committed)
     _check_fit(accelerator, files, name)
@@ -182,11 +148,7 @@ def read_small(
 
 
 def load_small(accelerator: Accelerator, stock: SimpleNamespace, small: SmallState) -> Callable[[], None]:
-    """Load what was read from small files; return a function that undoes it.
-
-    Raises:
-        IncompatibleCheckpointError: something refuses its state; everything is as it was before.
-    """
+    """Load what was read from small files; return a function that undoes it."""
     undo = _undo_of(accelerator)
     try:
         if small.random_states:
@@ -213,11 +175,7 @@ def load_by_stock(
     pickles: Pickles,
     arguments: Mapping[str, Any],
 ) -> None:
-    """Load a checkpoint of stock: small files as read, the rest by the stock method.
-
-    Raises:
-        IncompatibleCheckpointError: something small refuses its state; everything is as it was before.
-    """
+    """Load a checkpoint of stock: small files as read, the rest by the stock method."""
     large = [
         child.name
         for child in directory.iterdir()
@@ -256,11 +214,7 @@ def _contents(storage: Storage, name: str, patterns: Sequence[str], *, committed
 
 
 def _check_fit(accelerator: Accelerator, files: Mapping[str, bytes], name: str) -> None:
-    """Check that there is a file for everything that is to be loaded.
-
-    Raises:
-        IncompatibleCheckpointError: there is not, or one belongs to nothing that is registered.
-    """
+    """Check that there is a file for everything that is to be loaded."""
     objects = {path for path in files if _OBJECT.fullmatch(path)}
     if objects != {_object_file(index) for index in range(len(accelerator._custom_objects))}:
         raise IncompatibleCheckpointError(

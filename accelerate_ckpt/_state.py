@@ -13,7 +13,7 @@ when there are more ranks than before.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, final
@@ -27,16 +27,16 @@ from accelerate_ckpt._host_calls import (
     files_in,
     is_stock_layout,
     optimizer_files,
+    private_directory,
     run_load_hooks,
     run_save_hooks,
     small_things_only,
     torch_bytes,
     weight_files,
 )
-from accelerate_ckpt._progress import Progress
-from accelerate_ckpt._scratch import private_directory
+from accelerate_ckpt._progress import Progress, Window, trainable, trained_by
+from accelerate_ckpt._roots import Settings
 from accelerate_ckpt._small_files import (
-    Pickles,
     SmallState,
     link_files,
     load_small,
@@ -45,7 +45,6 @@ from accelerate_ckpt._small_files import (
     verified_files,
     write_files,
 )
-from accelerate_ckpt._window import Window, trainable, trained_by
 from accelerate_ckpt.data import positions_in_samples
 from ckpt_core.commit import Catalog, verify
 from ckpt_core.coordination import Coordinator
@@ -53,7 +52,6 @@ from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CorruptCheckpointError, IncompatibleCheckpointError, lost
 from ckpt_core.groups import local_part
 from ckpt_core.state import (
-    Contents,
     Override,
     check_groups,
     derive_rng,
@@ -103,11 +101,7 @@ def _object_part(index: int) -> str:
 
 
 def inner_entries(saved: SavedState, part: str, key: str, *, may_lack: bool = False) -> SavedEntries:
-    """Return the entries of a part below `key`; none only if it `may_lack` them.
-
-    Raises:
-        IncompatibleCheckpointError: nothing.
-    """
+    """Return the entries of a part below `key`; none only if it `may_lack` them."""
     found = {path[1:]: entry for path, entry in saved.sharded.get(part, {}).items() if path[0] == key}
     if not found and not may_lack:
         there = ", ".join(sorted(saved.sharded)) or "nothing"
@@ -117,25 +111,6 @@ def inner_entries(saved: SavedState, part: str, key: str, *, may_lack: bool = Fa
             missing=(part,),
         )
     return found
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CallArguments:
-    """How to save and load.
-
-    Attributes:
-        pickles: reads small files, and warns of those that need pickle.
-        safe: whether single files of weights are safetensors.
-        stock_files: whether plain replicas get single files for the stock loader; None where it depends on
-            `contents`.
-    """
-
-    pickles: Pickles
-    safe: bool = True
-    stock_files: bool | None = True
-    gradients: bool = False
-    contents: Contents | None = None
 
 
 @final
@@ -150,7 +125,7 @@ class AcceleratorState:
         *,
         coordinator: Coordinator,
         storage: Storage,
-        arguments: CallArguments,
+        settings: Settings,
     ) -> None:
         self._accelerator = accelerator
         self._stock = stock
@@ -164,8 +139,8 @@ class AcceleratorState:
         self._for_hooks: Mapping[str, bytes] | Sequence[str] | None = None
         self._generators: Mapping[str, Any] = {}
         self._seed = self._seed_of_first = torch.initial_seed()
-        self._arguments = arguments
-        self._window = Window(accelerator, gradients=arguments.gradients)
+        self._settings = settings
+        self._window = Window(accelerator, gradients=settings.gradients)
         self.restored = ""
 
     def capture(self) -> CapturedState:
@@ -183,9 +158,9 @@ class AcceleratorState:
                 for index, state in enumerate(objects)
             ]
             with small_things_only(accelerator, _custom_objects=stand_ins):
-                self._stock.save_state(str(directory), safe_serialization=self._arguments.safe)
+                self._stock.save_state(str(directory), safe_serialization=self._settings.safe)
             files = {**files_in(directory), **large}
-        self._arguments.pickles.warn(files, small_owners(accelerator))
+        self._settings.pickles.warn(files, small_owners(accelerator))
         models = {index: accelerator._models[index] for index in left}
         states, bases = self._saved_parts(models)
         gradients, facts = self._window.capture()
@@ -217,11 +192,6 @@ class AcceleratorState:
         """Return what to load into; verify and read the small files on the way.
 
         So are the files that hooks will read.
-
-        Raises:
-            CorruptCheckpointError: a file that will be read is damaged.
-            IncompatibleCheckpointError: the checkpoint lacks something, or is of another model or optimizer.
-            UnsafeCheckpointError: only pickle can read a small file, and that is not allowed.
         """
         accelerator = self._accelerator
         # Before anything puts generators back.
@@ -232,7 +202,7 @@ class AcceleratorState:
             accelerator,
             self._storage,
             saved.name,
-            self._arguments.pickles,
+            self._settings.pickles,
             committed=saved.world_size is not None,
         )
         hooked = bool(accelerator._load_model_state_pre_hook)
@@ -247,7 +217,7 @@ class AcceleratorState:
         tree: dict[str, dict[str, Any]] = {}
         for index in self._models_left:
             model, part = accelerator._models[index], model_part(index)
-            self._bases[index] = supplied(model, saved, self._arguments.contents, place=part)
+            self._bases[index] = supplied(model, saved, self._settings.contents, place=part)
             entries = inner_entries(saved, part, "model", may_lack=bool(self._bases[index]))
             tree[part] = {"model": model_target(model, entries, saved, base=self._bases[index])}
         for index, optimizer in enumerate(accelerator._optimizers):
@@ -267,12 +237,7 @@ class AcceleratorState:
         return {**tree, **self._window.targets(saved, saved.shared.get(_SHARED, {}))}
 
     def begin(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Callable[[], None]:
-        """Load schedulers, scaler and registered objects; see `CarefulSource`.
-
-        Raises:
-            IncompatibleCheckpointError: one of them refuses its state, or an optimizer trained other
-                parameters; everything is as it was before.
-        """
+        """Load schedulers, scaler and registered objects; see `CarefulSource`."""
         del saved
         for index, optimizer in enumerate(self._accelerator._optimizers):
             model = owner(trainable(self._accelerator), optimizer)
@@ -282,11 +247,7 @@ class AcceleratorState:
         return undo
 
     def apply(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Sequence[str]:
-        """Load everything else; return notes on what could not be restored.
-
-        Raises:
-            IncompatibleCheckpointError: no hook has loaded a model that a hook saved.
-        """
+        """Load everything else; return notes on what could not be restored."""
         accelerator = self._accelerator
         for index, optimizer in enumerate(accelerator._optimizers):
             model = owner(trainable(accelerator), optimizer)
@@ -308,11 +269,7 @@ class AcceleratorState:
         return notes
 
     def check_override(self, change: Override) -> None:
-        """Refuse hyperparameters that no optimizer has; see `AdjustableSource`.
-
-        Raises:
-            ConfigError: there is one.
-        """
+        """Refuse hyperparameters that no optimizer has; see `AdjustableSource`."""
         change.check({name: each.param_groups for name, each in self._optimizers.items()})
 
     def override(self, change: Override) -> None:
@@ -328,17 +285,17 @@ class AcceleratorState:
         """Return the models that no hook took over, and files for the stock loader."""
         accelerator = self._accelerator
         replicas = accelerator.distributed_type != DistributedType.FSDP
-        asked_for = self._arguments.stock_files or accelerator._save_model_state_pre_hook
+        asked_for = self._settings.stock_files or accelerator._save_model_state_pre_hook
         states = [model.state_dict() for model in accelerator._models] if replicas and asked_for else []
         weights: list[Mapping[str, Any]] = list(states)
         left = run_save_hooks(accelerator, weights, directory, self._coordinator)
         files: dict[str, bytes] = {}
         if (
             accelerator.is_main_process
-            and self._arguments.stock_files
+            and self._settings.stock_files
             and is_stock_layout(accelerator, states)
         ):
-            files |= weight_files(weights, safe=self._arguments.safe)
+            files |= weight_files(weights, safe=self._settings.safe)
             files |= optimizer_files(accelerator._optimizers)
         for index, loader in enumerate(accelerator._dataloaders):
             if getattr(loader, "use_stateful_dataloader", False):
@@ -354,7 +311,7 @@ class AcceleratorState:
         bases: dict[str, Any] = {}
         for index, model in models.items():
             states[index], items = saved_part(
-                model, model_state(model), self._arguments.contents, place=model_part(index)
+                model, model_state(model), self._settings.contents, place=model_part(index)
             )
             bases |= items
         return states, bases
@@ -370,7 +327,7 @@ class AcceleratorState:
         """Return the state for ranks that were not among those that saved."""
         return {
             "step": self._accelerator.step,
-            "optimizer_steps": self._progress.steps.step,
+            "optimizer_steps": self._progress.step,
             "rng_seed": rng_seed(rng),
             "rng": rng,
             "initial_seed": torch.initial_seed(),
@@ -397,9 +354,6 @@ class AcceleratorState:
         """Return what hooks may read, verified; None for a checkpoint of stock.
 
         Paths, or contents where they cannot read by path.
-
-        Raises:
-            CorruptCheckpointError: a file is damaged.
         """
 
         def outside(path: str) -> bool:
@@ -453,7 +407,7 @@ class AcceleratorState:
         if "step" in shared:
             # Ranks that were not there at the save have none of their own, and must synchronise like others.
             accelerator.step = shared["step"]
-            self._progress.steps.restore(shared["optimizer_steps"])
+            self._progress.restore(shared["optimizer_steps"])
         notes += self._apply_rng(saved, shared)
         notes += self._window.notes(saved.name, shared)
         loaders = len(shared.get(_LOADERS, accelerator._dataloaders))

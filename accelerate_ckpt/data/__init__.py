@@ -1,6 +1,5 @@
 """Positions of an accelerator's data loaders, for any number of ranks."""
 
-from accelerate_ckpt.data._loaders import Loaders
-from accelerate_ckpt.data._saved import positions_in_samples
+from accelerate_ckpt.data._tracked import Loaders, positions_in_samples
 
 __all__ = ["Loaders", "positions_in_samples"]

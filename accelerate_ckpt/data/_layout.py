@@ -1,4 +1,4 @@
-"""The order of an epoch's samples, and the rest of it for any number of ranks.
+"""The order of an epoch's samples: what draws it, and its rest for any ranks.
 
 Accelerate gives the ranks batches of one batch sampler in turn, or blocks of one stream. What all ranks have
 seen together is therefore always a beginning of one order: a number of samples, which has the same meaning
@@ -9,27 +9,35 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self, final
 
+import torch
+from accelerate import PartialState, data_loader
 from accelerate.data_loader import (
     BatchSamplerShard,
     DataLoaderDispatcher,
     IterableDatasetShard,
     SkipBatchSampler,
 )
-from torch.utils.data import BatchSampler, IterableDataset, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, get_worker_info
+
+from ckpt_core.data import draw_seed
+from ckpt_core.state import load_rng_state, rng_state
 
 SAMPLES = "samples"
 BATCHES = "batches"
+
+Cut = tuple[int, int]
+"""Places in an order, from the first that is left out to the first that is not."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderLayout:
-    """How a prepared loader deals out the order of an epoch.
+    """How a loader, prepared or not, deals out the order of an epoch.
 
     Attributes:
         unit: what the order is made of: samples, batches of a batch sampler of the user's own kind, or
@@ -48,27 +56,32 @@ class LoaderLayout:
 
     @classmethod
     def of(cls, loader: Any) -> Self:
-        """Return the layout of a prepared loader."""
+        """Return the layout of a loader."""
         fetches = 1
         if isinstance(loader, DataLoaderDispatcher) and not loader.split_batches:
-            fetches = ranks_of(loader)
+            fetches = _ranks_of(loader)
+        state: Any = PartialState()
+        # Of a loader that is not prepared, each rank has an order of its own.
+        known = base_of(loader) is not loader or state.num_processes == 1
         if isinstance(loader.dataset, IterableDataset):
             return cls(
-                unit="" if _is_split_by_files(loader) else SAMPLES,
+                unit=SAMPLES if known and not _is_split_by_files(loader) else "",
                 fetches=fetches,
-                per_fetch=per_fetch_of_stream(loader),
+                per_fetch=_per_fetch_of_stream(loader),
                 batch_size=loader.batch_size or 1,
                 streams=max(1, loader.num_workers),
             )
         chain = _batch_samplers(loader)
         shard = _shard_in(chain)
         ranks = 1 if shard is None or shard.split_batches else shard.num_processes
-        if makes_plain_batches(chain[-1]):
-            size = chain[-1].batch_size
-            return cls(unit=SAMPLES, fetches=fetches, per_fetch=size * ranks, batch_size=size)
         size = getattr(chain[-1], "batch_size", None)
         size = size if isinstance(size, int) else 0
-        return cls(unit=BATCHES, fetches=fetches, per_fetch=ranks, batch_size=size)
+        if makes_plain_batches(chain[-1]):
+            unit = SAMPLES if known else ""
+            return cls(unit=unit, fetches=fetches, per_fetch=size * ranks, batch_size=size)
+        # That of transformers has cut its batches for the ranks by itself.
+        known &= chain[-1] is not None and not hasattr(chain[-1], "effective_batch_size")
+        return cls(unit=BATCHES if known else "", fetches=fetches, per_fetch=ranks, batch_size=size)
 
     @property
     def per_step(self) -> int:
@@ -77,15 +90,26 @@ class LoaderLayout:
 
     def taken(self, fetched: int) -> list[int]:
         """Return how much of each order was dealt out with that many fetches."""
-        return dealt_out(fetched, self.per_fetch, self.streams)
+        turns = (max(0, fetched - stream) for stream in range(self.streams))
+        return [-(-each // self.streams) * self.per_fetch for each in turns]
+
+    def samples(self, taken: Sequence[int]) -> int:
+        """Return how many samples so much of each order is."""
+        return sum(taken) * (self.batch_size if self.unit == BATCHES else 1)
+
+    def goes_on_from(self, before: LoaderLayout, streams: int) -> bool:
+        """Return whether what `before` dealt out is a beginning of the order now."""
+        if before.unit == BATCHES and before.batch_size != self.batch_size:
+            return False  # they are other batches
+        return bool(self.unit) and before.unit == self.unit and streams == self.streams
 
 
-def dealt_out(fetched: int, per_fetch: int, streams: int) -> list[int]:
-    """Return how much of each of several orders, read in turn, was dealt out."""
-    return [-(-max(0, fetched - stream) // streams) * per_fetch for stream in range(streams)]
+def base_of(loader: Any) -> Any:
+    """Return torch's own loader in a prepared one, or the loader itself."""
+    return getattr(loader, "base_dataloader", loader)
 
 
-def ranks_of(dispatcher: Any) -> int:
+def _ranks_of(dispatcher: Any) -> int:
     """Return for how many ranks a dispatcher fetches; tensor parallel ones share."""
     return 1 if dispatcher.submesh_tp is not None else int(dispatcher.state.num_processes)
 
@@ -105,7 +129,7 @@ def _stream_of(loader: Any) -> Any:
     return loader.dataset.dataset if isinstance(loader.dataset, IterableDatasetShard) else loader.dataset
 
 
-def per_fetch_of_stream(loader: Any) -> int:
+def _per_fetch_of_stream(loader: Any) -> int:
     """Return the samples of a stream that go, over all ranks, with one fetch."""
     shard: Any = loader.dataset
     if not isinstance(loader.dataset, IterableDatasetShard):
@@ -124,7 +148,7 @@ def makes_plain_batches(batch_sampler: Any) -> bool:
 
 def _batch_samplers(loader: Any) -> list[Any]:
     """Return a loader's batch sampler and those within it; the last is the user's."""
-    chain = [vars(loader.base_dataloader)[_place(loader)]]
+    chain = [vars(base_of(loader))[_place(loader)]]
     while isinstance(chain[-1], (SkipBatchSampler, BatchSamplerShard)):
         chain.append(chain[-1].batch_sampler)
     return chain
@@ -145,7 +169,7 @@ def sampler_of(loader: Any) -> Any:
     """Return the sampler of the user's that orders the samples; None for a stream."""
     if isinstance(loader.dataset, IterableDataset):
         return None
-    return getattr(_batch_samplers(loader)[-1], "sampler", None)
+    return _whole(getattr(_batch_samplers(loader)[-1], "sampler", None))
 
 
 def skip_samplers(loader: Any) -> list[SkipBatchSampler]:
@@ -179,17 +203,12 @@ def length(loader: Any) -> int | None:
 
 def order_of(loader: Any) -> dict[str, Any]:
     """Describe what makes the order of an epoch, and of how many samples, if known."""
-    if isinstance(loader.dataset, IterableDataset):
-        stream = _whole(_stream_of(loader))
-        return described_order(stream, stream)
-    sampler = sampler_of(loader)
-    return described_order(
-        _whole(_batch_samplers(loader)[-1] if sampler is None else sampler), loader.dataset
-    )
-
-
-def described_order(maker: Any, data: Any) -> dict[str, Any]:
-    """Describe an order by what makes it, and the number of samples, if known."""
+    data = loader.dataset
+    if isinstance(data, IterableDataset):
+        maker = data = _whole(_stream_of(loader))
+    else:
+        sampler = sampler_of(loader)
+        maker = _whole(_batch_samplers(loader)[-1]) if sampler is None else sampler
     try:
         samples = len(data)
     except TypeError:
@@ -198,18 +217,25 @@ def described_order(maker: Any, data: Any) -> dict[str, Any]:
 
 
 def _whole(part: Any) -> Any:
-    return part.whole if isinstance(part, (Rest, RestOfStream)) else part
+    while isinstance(part, (Rest, RestOfStream)):
+        part = part.whole
+    return part
+
+
+def drops_last(loader: Any) -> bool:
+    """Return whether a last batch that is not full is left out."""
+    return bool(getattr(loader, "_drop_last", loader.drop_last))
 
 
 def padding(loader: Any, remaining: int) -> int:
     """Return how many samples are added to fill the last step of an epoch."""
-    if loader._drop_last:
+    if drops_last(loader):
         return 0
     if isinstance(loader, DataLoaderDispatcher):
-        return -remaining % ranks_of(loader)
+        return -remaining % _ranks_of(loader)
     if isinstance(loader.dataset, IterableDataset):
         return (
-            -remaining % per_fetch_of_stream(loader)
+            -remaining % _per_fetch_of_stream(loader)
             if isinstance(loader.dataset, IterableDatasetShard)
             else 0
         )
@@ -220,30 +246,31 @@ def padding(loader: Any, remaining: int) -> int:
 
 def place_rest(
     loader: Any,
-    taken: Sequence[int],
+    cuts: Sequence[Cut],
     *,
     sampler: Any = None,
     rewinds: Sequence[Callable[[], object]] = (),
 ) -> Callable[[], None]:
-    """Make a loader begin behind what was taken; return the function that undoes it.
+    """Make a loader leave out a part of each order; return what undoes it.
 
     The next iterator sees it. It skips nothing else, even if it is a copy by `skip_first_batches`.
 
     Args:
-        loader: a prepared loader, or a copy of one.
-        taken: of `LoaderLayout.taken`.
+        loader: any, or a copy of one.
+        cuts: what to leave out of each order.
         sampler: the sampler to order the samples, if not the loader's own.
         rewinds: called before each time that the order is drawn, until it is undone: an iterator with workers
             has it drawn twice when it is made.
     """
-    base, place = vars(loader.base_dataloader), _place(loader)
+    # The loader lets nobody set its dataset once it is made.
+    base, place = vars(base_of(loader)), _place(loader)
     before = base[place]
     until_undone = list(rewinds)
     if place == "dataset":
-        base[place] = _rest_of_stream(before, taken)
+        base[place] = _rest_of_stream(before, cuts)
         loader.skip_batches = 0
     else:
-        base[place] = _rest_of_batches(_batch_samplers(loader), taken[0], sampler, until_undone)
+        base[place] = _rest_of_batches(_batch_samplers(loader), cuts[0], sampler, until_undone)
 
     def undo() -> None:
         base[place] = before
@@ -263,24 +290,24 @@ def swap_sampler(loader: Any, sampler: Any) -> Callable[[], None]:
     return undo
 
 
-def _rest_of_stream(dataset: Any, taken: Sequence[int]) -> Any:
+def _rest_of_stream(dataset: Any, cuts: Sequence[Cut]) -> Any:
     if not isinstance(dataset, IterableDatasetShard):
-        return RestOfStream(dataset, taken)
+        return RestOfStream(dataset, cuts)
     shard = copy.copy(dataset)
-    shard.dataset = RestOfStream(dataset.dataset, taken)
+    shard.dataset = RestOfStream(dataset.dataset, cuts)
     return shard
 
 
 def _rest_of_batches(
-    chain: Sequence[Any], taken: int, sampler: Any, rewinds: Sequence[Callable[[], object]]
+    chain: Sequence[Any], cut: Cut, sampler: Any, rewinds: Sequence[Callable[[], object]]
 ) -> Any:
     own = chain[-1]
     rest: Any
     if makes_plain_batches(own):
         rest = copy.copy(own)
-        rest.sampler = Rest(sampler or own.sampler, taken, rewinds)
+        rest.sampler = Rest(sampler or own.sampler, cut, rewinds)
     else:
-        rest = Rest(own, taken, rewinds)
+        rest = Rest(own, cut, rewinds)
     for outer in reversed(chain[:-1]):
         if isinstance(outer, BatchSamplerShard):
             inner, rest = rest, copy.copy(outer)
@@ -288,22 +315,27 @@ def _rest_of_batches(
     return rest
 
 
+def _without(order: Iterator[Any], cut: Cut) -> Iterator[Any]:
+    return (each for index, each in enumerate(order) if not cut[0] <= index < cut[1])
+
+
 @final
 class Rest(BatchSampler):
-    """A sampler, or batch sampler, behind its first elements."""
+    """A sampler, or batch sampler, but for some of its elements."""
 
-    def __init__(self, whole: Any, taken: int, rewinds: Sequence[Callable[[], object]]) -> None:
+    def __init__(self, whole: Any, cut: Cut, rewinds: Sequence[Callable[[], object]] = ()) -> None:
         self.whole = whole
-        self._taken = taken
+        self._cut = cut
         self._rewinds = rewinds
 
     def __iter__(self) -> Iterator[Any]:
         for rewind in self._rewinds:
             rewind()
-        return islice(iter(self.whole), self._taken, None)
+        return _without(iter(self.whole), self._cut)
 
     def __len__(self) -> int:
-        return max(0, len(self.whole) - self._taken)
+        whole, (head, tail) = len(self.whole), self._cut
+        return whole - min(tail, whole) + min(head, whole)
 
     def __getattr__(self, name: str) -> Any:
         if name == "whole":
@@ -313,19 +345,22 @@ class Rest(BatchSampler):
 
 @final
 class RestOfStream(IterableDataset[Any]):
-    """A stream behind its first elements, in every worker."""
+    """A stream of which every worker leaves some elements out, in its first pass."""
 
-    def __init__(self, whole: Any, taken: Sequence[int]) -> None:
+    def __init__(self, whole: Any, cuts: Sequence[Cut]) -> None:
         self.whole = whole
-        self._taken = taken
+        self._cuts = cuts
+        self._passes = 0  # workers that persist keep their copy of this object
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
-        first = self._taken[0 if worker is None else worker.id]
-        return islice(iter(self.whole), first, None)
+        cut = self._cuts[0 if worker is None else worker.id] if self._passes == 0 else (0, 0)
+        self._passes += 1
+        return _without(iter(self.whole), cut)
 
     def __len__(self) -> int:
-        return max(0, len(self.whole) - sum(self._taken))
+        whole = len(self.whole)
+        return whole - min(whole, sum(tail - head for head, tail in self._cuts))
 
     def __getattr__(self, name: str) -> Any:
         # A shard would seed the stream's generator by the epoch; a position of its own would be another one.
@@ -354,3 +389,197 @@ def skip_batches_of_the_users(copy: Any, original: Any, *, fetched: int | None) 
     # A dispatcher without any batch raises: it fetches its last ones, and hands out none.
     skips[0].skip_batches = (len(original) - 1) * fetches
     copy.skip_batches = 1
+
+
+_GENERATORS = ("python", "numpy", "torch")
+_SEEDS = ("initial_seed", "batch_size")
+"""Numbers of samplers that their orders follow from."""
+_MOST_DRAWS = 8
+
+
+def start_here(loader: Any, *, made: bool) -> dict[str, Any]:
+    """Return what the next order of a loader is drawn from, as plain values."""
+    state = rng_state()
+    return {
+        **{name: state[name] for name in _GENERATORS},
+        "generator": _order_state(loader),
+        "anew": made,
+        "seeds": _seeds(loader),
+        "prepared": False,
+    }
+
+
+def _seeds(loader: Any) -> dict[str, int]:
+    found = {name: getattr(sampler_of(loader), name, None) for name in _SEEDS}
+    return {name: value for name, value in found.items() if type(value) is int}
+
+
+def put_seeds_back(loader: Any, start: Mapping[str, Any]) -> Callable[[], None]:
+    """Put back numbers of a sampler; return what undoes all but a seed."""
+    sampler, now = sampler_of(loader), _seeds(loader)
+    for name in now.keys() & start["seeds"].keys():
+        setattr(sampler, name, start["seeds"][name])
+
+    def undo() -> None:
+        for name in now.keys() - {"initial_seed"}:
+            setattr(sampler, name, now[name])
+
+    return undo
+
+
+def is_persistent(loader: Any) -> bool:
+    """Return whether a loader makes one iterator for all epochs."""
+    return bool(loader.persistent_workers and loader.num_workers)
+
+
+def rewind(loader: Any, start: Mapping[str, Any]) -> dict[str, Any]:
+    """Go back to a start; return it as the present number of ranks has it."""
+    load_rng_state({name: start[name] for name in _GENERATORS})
+    return set_generator(loader, start)
+
+
+def set_generator(loader: Any, start: Mapping[str, Any]) -> dict[str, Any]:
+    """Put only the loader's own generator back to a start; return that start."""
+    generator, state = _generator(loader), start["generator"]
+    if generator is not None and state is None:
+        state = _state_for_generator(loader, start)
+    if state is None:
+        return dict(start)
+    if generator is None:
+        # Saved on several ranks, for which Accelerate gives the sampler a generator.
+        generator = torch.Generator()
+        sampler = sampler_of(loader)
+        if hasattr(sampler, "generator"):
+            sampler.generator = generator
+    generator.set_state(state)
+    return {**start, "generator": state}
+
+
+def rewinding(loader: Any, start: Mapping[str, Any], position: Mapping[str, Any]) -> Callable[[], object]:
+    """Return what to call wherever the order of a saved epoch is drawn again.
+
+    A sampler that draws whenever an iterator is made, as torchdata's does, may have drawn several orders for
+    the epoch: in `prepare`, and twice with workers. The last one left its generator as the save found it.
+    """
+    if not _draws_early(loader):
+        return partial(rewind, loader, start) if start["anew"] else lambda: None
+    found, samples, state = position["generator"], position["order"]["samples"], start["generator"]
+    if found is not None and state is not None and samples is not None:
+        state = _last_drawn_from(state, found, samples)
+    return partial(set_generator, loader, {**start, "generator": state})
+
+
+def _draws_early(loader: Any) -> bool:
+    if not getattr(loader, "use_stateful_dataloader", False):
+        return False
+    from torchdata.stateful_dataloader.sampler import RandomSampler as StatefulRandomSampler
+
+    sampler = sampler_of(loader)
+    return isinstance(sampler, StatefulRandomSampler) and not sampler.replacement
+
+
+def _last_drawn_from(state: torch.Tensor, found: torch.Tensor, samples: int) -> torch.Tensor:
+    """Return the state before the draw that left a generator as found."""
+    generator, first = torch.Generator(), state
+    generator.set_state(state)
+    for _ in range(_MOST_DRAWS):
+        state = generator.get_state()
+        torch.randperm(samples, generator=generator)
+        if torch.equal(generator.get_state(), found):
+            return state
+    return first
+
+
+def generator_state(loader: Any) -> torch.Tensor | None:
+    """Return the state of the generator that a loader shuffles with, if it has one."""
+    generator = _generator(loader)
+    return None if generator is None else generator.get_state()
+
+
+def lend_generator(base: Any) -> Callable[[], None]:
+    """Lend a generator to draw the base seed from; return what takes it back."""
+    own = base.generator
+    base.generator = torch.Generator()
+    base.generator.set_state(torch.get_rng_state())
+
+    def give_back() -> None:
+        base.generator = own
+
+    return give_back
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """The state from which `prepare` draws the order of a stateful loader."""
+
+    sampler: Any
+    rng: Mapping[str, Any]
+    generator: torch.Tensor | None
+
+    @classmethod
+    def before(cls, loader: Any) -> Self | None:
+        """Note the state before a loader is prepared."""
+        if not isinstance(loader, DataLoader):
+            return None
+        sampler = _sampler_of_unprepared(loader)
+        generator = getattr(sampler, "generator", None)
+        state = generator.get_state() if isinstance(generator, torch.Generator) else None
+        return cls(sampler=sampler, rng=rng_state(), generator=state)
+
+    def has_drawn(self, loader: Any) -> bool:
+        """Return whether the sampler's own generator has moved since."""
+        now = generator_state(loader)
+        return self.generator is not None and now is not None and not torch.equal(self.generator, now)
+
+    def with_new_generator(self) -> Self:
+        """Follow `prepare`, which has seeded a generator for the sampler."""
+        source, made = torch.Generator(), torch.Generator()
+        source.set_state(self.rng["torch"])
+        made.manual_seed(draw_seed(source))
+        rng = {**self.rng, "torch": source.get_state()}
+        return replace(self, rng=rng, generator=made.get_state())
+
+    def start(self, loader: Any) -> dict[str, Any]:
+        """Return the start of the first epoch."""
+        return {
+            **{name: self.rng[name] for name in _GENERATORS},
+            "generator": self.generator,
+            "anew": False,
+            "seeds": _seeds(loader),
+            "prepared": True,
+        }
+
+
+def _generator(loader: Any) -> torch.Generator | None:
+    """Return the generator that a loader shuffles with, if it has one of its own."""
+    found = getattr(loader, "synchronized_generator", None) or getattr(sampler_of(loader), "generator", None)
+    if found is None and isinstance(loader.dataset, IterableDataset):
+        found = getattr(loader.dataset, "generator", None)
+    return found if isinstance(found, torch.Generator) else None
+
+
+def _order_state(loader: Any) -> torch.Tensor | None:
+    shard = loader.dataset
+    if isinstance(shard, IterableDatasetShard) and not hasattr(shard.dataset, "set_epoch"):
+        generator = getattr(shard.dataset, "generator", None)
+        if isinstance(generator, torch.Generator):
+            # The shard seeds it at every beginning.
+            return torch.Generator().manual_seed(loader.iteration).get_state()
+    return generator_state(loader)
+
+
+def _state_for_generator(loader: Any, start: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return the state from which one rank, without a generator, would draw."""
+    if start.get("torch") is None:
+        return None
+    source = torch.Generator()
+    source.set_state(start["torch"])
+    if not start.get("anew"):
+        draw_seed(source)
+    if isinstance(sampler_of(loader), RandomSampler):
+        source.manual_seed(draw_seed(source))
+    return source.get_state()
+
+
+_sampler_of_unprepared: Callable[[Any], Any] = data_loader.get_sampler

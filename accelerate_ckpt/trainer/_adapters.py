@@ -111,18 +111,7 @@ def loaded_adapters(
     *,
     whole: bool,
 ) -> dict[str, Any]:
-    """Read the weights that files hold, as shards where the live ones are.
-
-    Args:
-        saved: the checkpoint.
-        live: the model's tensors by name.
-        read: returns verified files.
-        whole: whether the checkpoint holds all of a model, which must have all of it.
-
-    Raises:
-        CorruptCheckpointError: a file does not hold what it should.
-        IncompatibleCheckpointError: it is of another model.
-    """
+    """Read the weights that files hold, as shards where the live ones are."""
     places: Places = saved.shared.get(ADAPTERS, {})
     if not places:
         return {}

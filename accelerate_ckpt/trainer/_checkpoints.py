@@ -11,15 +11,13 @@ import torch
 from transformers import Trainer
 
 from accelerate_ckpt._checkpoints import ENDED
-from accelerate_ckpt._settings import Settings
-from accelerate_ckpt._state import CallArguments
+from accelerate_ckpt._roots import Settings
+from accelerate_ckpt.trainer._callbacks import BeforeEvaluation, ToCome
 from accelerate_ckpt.trainer._data import TrainerData
 from accelerate_ckpt.trainer._events import BEST, EvaluationLeft, TrainerEvents
 from accelerate_ckpt.trainer._loading import TrainerLoading
-from accelerate_ckpt.trainer._save_limit import metrics_at
-from accelerate_ckpt.trainer._session import TrainerSession
+from accelerate_ckpt.trainer._session import TrainerSession, metrics_at
 from accelerate_ckpt.trainer._state import TrainingState
-from accelerate_ckpt.trainer._to_come import BeforeEvaluation, ToCome
 from ckpt_core import CheckpointInfo, CheckpointManager, ConfigError
 from ckpt_core.cadence import SavePolicy, needed_counts
 from ckpt_core.disclosure import logger_of
@@ -63,12 +61,8 @@ class TrainerCheckpoints:
         names = ("save_model", *_SHADOWED)
         self._stock = SimpleNamespace(**{name: getattr(trainer, name) for name in names})
         self._session = TrainerSession(trainer, settings, sinks)
-        self._arguments = CallArguments(
-            pickles=self._session.pickles,
-            stock_files=settings.stock_files,
-            contents=settings.contents,
-        )
-        self._loading = TrainerLoading(trainer, self._stock, self._session, self._arguments)
+        self._settings = settings
+        self._loading = TrainerLoading(trainer, self._stock, self._session, self._settings)
         self._data = TrainerData(trainer)
         gated = settings.options.save is not None
         self.events = TrainerEvents(self._session, self._data, self._go_on, gated=gated)
@@ -264,7 +258,7 @@ class TrainerCheckpoints:
             )
 
     def _state(self) -> TrainingState:
-        source = TrainingState(self._trainer, self._stock, self._arguments, progress=self._data.progress())
+        source = TrainingState(self._trainer, self._stock, self._settings, progress=self._data.progress())
         source.to_come = self._to_come()
         return source
 
@@ -283,7 +277,7 @@ def enable_trainer(
 
     Call it before `train`.
 
-    Collective. `CKPT_SUITE_…` and the accelerate configuration are read as by `enable`.
+    Collective. `CKPT_SUITE_…` and the file of `CKPT_SUITE_CONFIG` are read as by `enable`.
 
     Args:
         trainer: any Trainer.
@@ -321,9 +315,6 @@ def enable_trainer_implicitly(trainer: Trainer) -> None:
     """Enable a Trainer for a script that does not, but still may.
 
     Nothing happens before it trains: a Trainer that one rank has made alone, to evaluate, waits for no other.
-
-    Raises:
-        ConfigError: a setting is wrong. What is not supported stays as it is, with a warning.
     """
     settings = Settings.resolve({})
     _require_tokens(trainer, settings.options.save)

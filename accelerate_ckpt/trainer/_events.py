@@ -10,8 +10,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from accelerate_ckpt.trainer._data import TrainerData
-from accelerate_ckpt.trainer._save_limit import is_new_best, wanted_best
-from accelerate_ckpt.trainer._session import TrainerSession
+from accelerate_ckpt.trainer._session import TrainerSession, is_new_best, wanted_best
 from ckpt_core import ConfigError, KeepBest
 from ckpt_core.cadence import Counts, needed_counts
 from ckpt_core.disclosure import logger_of
@@ -34,11 +33,8 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
 
     Attributes:
         gated: whether a save policy decides, instead of the Trainer's `save_strategy`.
-        reason: why the save that is due is due.
         own_evaluation: whether the evaluation that runs is one of the training's own.
         evaluation_left: whether an evaluation that was due at this step is not made, for a preemption.
-        decided: whether the last evaluation has decided to stop the training.
-        epoch_ended: whether callbacks have heard of the end of the epoch.
     """
 
     def __init__(
@@ -127,11 +123,7 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Leave an evaluation if a preemption was announced, on every rank alike.
-
-        Raises:
-            EvaluationLeft: see `left_evaluation`.
-        """
+        """Leave an evaluation if a preemption was announced, on every rank alike."""
         del args, state, control, kwargs
         if (
             self.gated
@@ -150,11 +142,7 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self._stop(control)
 
     def _reason(self, state: TrainerState) -> str | None:
-        """Return the reason to save this step now, or None.
-
-        Raises:
-            ConfigError: tokens are wanted, and the Trainer counts none.
-        """
+        """Return the reason to save this step now, or None."""
         manager = self._session.manager
         needed = needed_counts(manager.options.save)
         if "tokens" in needed and state.global_step and not state.num_input_tokens_seen:

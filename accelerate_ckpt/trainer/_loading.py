@@ -18,22 +18,14 @@ from transformers import TrainerState
 from transformers.trainer import SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
-from accelerate_ckpt._loading import tell_restored
-from accelerate_ckpt._scratch import private_directory
-from accelerate_ckpt._small_files import link_files, verified_files, write_files
-from accelerate_ckpt._state import CallArguments
-from accelerate_ckpt.trainer._callbacks import CallbackStates
-from accelerate_ckpt.trainer._data import Resumed
-from accelerate_ckpt.trainer._rank_files import (
-    generators_file,
-    of_rank,
-    progress_file,
-    progress_in,
-    with_own_generators,
-)
+from accelerate_ckpt._checkpoints import tell_restored
+from accelerate_ckpt._host_calls import private_directory, torch_bytes
+from accelerate_ckpt._roots import Settings
+from accelerate_ckpt._small_files import Pickles, link_files, verified_files, write_files
+from accelerate_ckpt.trainer._callbacks import CallbackStates, ToCome, load_exported
+from accelerate_ckpt.trainer._data import DataProgress, Resumed, generators_file, progress_file
 from accelerate_ckpt.trainer._session import TrainerSession
 from accelerate_ckpt.trainer._state import TrainingState
-from accelerate_ckpt.trainer._to_come import ToCome, load_exported
 from ckpt_core import (
     CheckpointError,
     CheckpointInfo,
@@ -51,7 +43,7 @@ from ckpt_core.errors import FileFailure
 from ckpt_core.groups import local_part
 from ckpt_core.hosting import CheckpointPath, Kind, kind_of, root_of
 from ckpt_core.names import METADATA
-from ckpt_core.state import StateSource, load_item
+from ckpt_core.state import StateSource, derive_rng, load_item, load_rng_state, rng_seed, rng_state
 from ckpt_core.storage import Storage
 
 _logger = logger_of(__name__)
@@ -87,12 +79,12 @@ class TrainerLoading:
     """Loads checkpoints into a Trainer; every method is collective."""
 
     def __init__(
-        self, trainer: Any, stock: SimpleNamespace, session: TrainerSession, arguments: CallArguments
+        self, trainer: Any, stock: SimpleNamespace, session: TrainerSession, settings: Settings
     ) -> None:
         self._trainer = trainer
         self._stock = stock
         self._session = session
-        self._state = partial(TrainingState, trainer, stock, arguments)
+        self._state = partial(TrainingState, trainer, stock, settings)
         self._lent: _Lent | None = None
         self._loaded: tuple[str, ToCome] | None = None
 
@@ -112,12 +104,6 @@ class TrainerLoading:
         """Yield what the Trainer is to resume from.
 
         For a checkpoint of ours it is a directory with what was committed, verified.
-
-        Raises:
-            CorruptCheckpointError: what was named is damaged or was never committed, or everything is.
-            UntrustedCheckpointError: `verify_manifest` does not accept it.
-            ConfigError: what was named holds checkpoints, but is none.
-            UnsafeCheckpointError: only pickle can read it, and that is not allowed.
         """
         checkpoint: Any = wanted
         if wanted is True:
@@ -147,11 +133,7 @@ class TrainerLoading:
             yield os.fspath(checkpoint)
 
     def _require_change(self, checkpoint: str | os.PathLike[str] | None) -> None:
-        """Refuse a training that would not say which hyperparameters were changed.
-
-        Raises:
-            ConfigError: `override` is given, and no checkpoint of ours in this root is resumed.
-        """
+        """Refuse a training that would not say which hyperparameters were changed."""
         url = self._session.manager.storage.url
         if not self._session.override or (checkpoint and CheckpointPath.of(checkpoint).root == root_of(url)):
             return
@@ -399,11 +381,6 @@ def newest_to_resume(manager: CheckpointManager) -> str | None:
     Ours are those of the present lineage. Damage that is found is marked, and what `verify_manifest` does not
     accept is passed over, as is what stock wrote where there is such a function. So are leftovers of killed
     saves, and directories of others. Returns None if nothing was ever saved.
-
-    Raises:
-        CorruptCheckpointError: there are some, and none can be used.
-        IncompatibleCheckpointError: one was written by a newer version.
-        OSError: storage is unwell.
     """
     storage = manager.storage
     stock = max(_whole_stock(storage), default=None)
@@ -504,3 +481,43 @@ def _written(storage: Storage, name: str) -> float:
     if local is None:
         return 0.0
     return local.local_path(f"{name}/{TRAINER_STATE_NAME}").stat().st_mtime
+
+
+def of_rank(rank: int) -> set[str]:
+    """Return the files that a rank reads: its own, and the first rank's."""
+    return {name for each in {0, rank} for name in (progress_file(each), generators_file(each, 2))}
+
+
+def progress_in(
+    small: Mapping[str, bytes], checkpoint: str, rank: int
+) -> tuple[DataProgress, DataProgress | None] | None:
+    """Return the first rank's progress and this rank's own, if there is any."""
+    own, first = progress_file(rank), progress_file(0)
+    found = {
+        path: DataProgress.read(small[path], f"{checkpoint}/{path}") for path in (own, first) if path in small
+    }
+    return (found[first], found.get(own)) if first in found else None
+
+
+def with_own_generators(
+    small: Mapping[str, bytes], saved_by: int, args: Any, pickles: Pickles
+) -> dict[str, bytes]:
+    """Return the files, with random states where the Trainer looks for this rank's."""
+    rank, left = args.process_index, dict(small)
+    names = {each: generators_file(each, saved_by) for each in {0, rank} if each < saved_by}
+    saved = {each: left.pop(name) for each, name in names.items() if name in left}
+    own = saved.get(rank)
+    if own is None and 0 in saved:
+        own = _derived(pickles.load(saved[0], names[0]), rank)
+    return left if own is None else {**left, generators_file(rank, args.world_size): own}
+
+
+def _derived(first: Mapping[str, Any], rank: int) -> bytes:
+    before = rng_state()
+    derive_rng(rng_seed(first), rank)
+    made = rng_state()
+    load_rng_state(before)
+    _logger.warning(
+        "rank %d was not among those that saved: its random numbers are derived from rank 0's", rank
+    )
+    return torch_bytes({**made, "cpu": made.pop("torch")})

@@ -1,26 +1,115 @@
-"""The manager of a Trainer's checkpoints, which claims the root while it trains."""
+"""The manager of a Trainer's checkpoints while it trains, and which of them stay."""
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import final
+from dataclasses import dataclass, replace
+from typing import Any, Literal, final
 
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
-from accelerate_ckpt._settings import Settings
-from accelerate_ckpt._small_files import Pickles
-from accelerate_ckpt.trainer._save_limit import retention
-from ckpt_core import CheckpointManager, CheckpointOptions, ConfigError
+from accelerate_ckpt._roots import Settings
+from ckpt_core import CheckpointManager, CheckpointOptions, ConfigError, KeepBest
 from ckpt_core.coordination import coordinator_for_job
 from ckpt_core.disclosure import logger_of
-from ckpt_core.hosting import CheckpointPath, Kind, RunRoot, kind_of, root_of
+from ckpt_core.hosting import CheckpointPath, Kind, RunRoot, kind_of, ranking, root_of
 from ckpt_core.names import MARKER, run_name
+from ckpt_core.retention import RetentionPolicy
 from ckpt_core.storage import Storage, open_storage
 from ckpt_core.telemetry import Sink
+from ckpt_core.types import CheckpointInfo
+
+# ruff: noqa: ARG002 - the base class documents `keep`, and this one needs no `now`
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeepAsTrainer(RetentionPolicy):
+    """Keeps newest and best, then the next newest, as `save_total_limit` does.
+
+    The best is the one that the Trainer takes for it: of equals the older.
+    """
+
+    limit: int
+    metric: str | None = None
+    mode: Literal["min", "max"] = "min"
+
+    def keep(self, history: Sequence[CheckpointInfo], now: float) -> frozenset[int]:
+        newest = sorted((info.step for info in history), reverse=True)
+        kept = {*newest[:1], *self._best(history)}
+        for step in newest:
+            if len(kept) >= self.limit:
+                break
+            kept.add(step)
+        return frozenset(kept)
+
+    def _best(self, history: Sequence[CheckpointInfo]) -> list[int]:
+        if self.metric is None:
+            return []
+        sign = 1 if self.mode == "min" else -1
+        scores = [(sign * info.metrics.get(self.metric, math.nan), info.step) for info in history]
+        return [step for _, step in sorted(score for score in scores if not math.isnan(score[0]))[:1]]
+
+
+def retention(keep: RetentionPolicy | None, args: TrainingArguments) -> RetentionPolicy | None:
+    """Return the policy: `keep`, else `save_total_limit`; always with the best."""
+    metric, mode = best_of(args)
+    limit = args.save_total_limit
+    if keep is not None:
+        return keep if metric is None else keep | KeepAsTrainer(limit=1, metric=metric, mode=mode)
+    return KeepAsTrainer(limit=limit, metric=metric, mode=mode) if limit and limit > 0 else None
+
+
+def best_of(args: TrainingArguments) -> tuple[str | None, Literal["min", "max"]]:
+    """Return the metric of the best model, as it is logged, and its direction."""
+    if args.metric_for_best_model is None:
+        return None, "min"
+    name = args.metric_for_best_model.removeprefix("eval_")
+    return f"eval_{name}", "max" if args.greater_is_better else "min"
+
+
+def wanted_best(keep: RetentionPolicy | None, args: TrainingArguments) -> list[KeepBest]:
+    """Return policies for metrics whose best is kept, or loaded at the end.
+
+    `keep` is what `retention` returns, which always keeps the Trainer's own best.
+    """
+    metric, mode = best_of(args)
+    own = metric is not None and (keep is not None or args.load_best_model_at_end)
+    return [*ranking(keep), *([KeepBest(str(metric), mode=mode)] if own else [])]
+
+
+def is_new_best(wanted: Sequence[KeepBest], history: Sequence[Mapping[str, Any]], step: int) -> bool:
+    """Return whether a policy would keep what was measured at this step."""
+    return any(_is_among_best(policy, history, step) for policy in wanted)
+
+
+def _is_among_best(policy: KeepBest, history: Sequence[Mapping[str, Any]], step: int) -> bool:
+    sign = 1 if policy.mode == "min" else -1
+    # A run that was resumed may have evaluated a step twice: the later value counts.
+    scores = {
+        entry["step"]: sign * value
+        for entry in history
+        if isinstance(value := entry.get(policy.metric), int | float)
+    }
+    now = scores.pop(step, math.nan)
+    better = [score for score in scores.values() if math.isfinite(score) and score <= now]
+    return not math.isnan(now) and len(better) < policy.n
+
+
+def metrics_at(history: Sequence[Mapping[str, Any]], step: int) -> dict[str, float]:
+    """Return the numbers that were logged for this step, and for no other."""
+    return {
+        name: float(value)
+        for entry in history
+        if entry.get("step") == step
+        for name, value in entry.items()
+        if name != "step" and type(value) in {int, float}
+    }
+
 
 _logger = logger_of(__name__)
 
@@ -31,13 +120,6 @@ class TrainerSession:
 
     A manager that saves by a policy catches signals. Between trainings they would have no effect, and another
     Trainer of this process may want the directory: then there is a manager that catches and claims nothing.
-
-    Attributes:
-        manager: of the training that runs, or one to look with.
-        output: the output directory, if checkpoints do not go there.
-        best: the best checkpoint, as the one resumed from names it.
-        preempted: whether the last training was stopped for a preemption.
-        saved_step: the last step saved, if the live state continues from it.
     """
 
     def __init__(self, trainer: Trainer, settings: Settings, sinks: Sequence[Sink]) -> None:
@@ -47,7 +129,7 @@ class TrainerSession:
         self._closed, self._tells, self._begun_at = False, True, 0
         self._there = frozenset[str]()
         self.override = settings.override
-        self.pickles = Pickles(allowed=settings.options.allow_pickle)
+        self.pickles = settings.pickles
         deadline = settings.options.deadline_seconds
         self.coordinator = coordinator_for_job(deadline_seconds=deadline)
         output = trainer.args.output_dir or "."
@@ -62,11 +144,7 @@ class TrainerSession:
 
     @contextmanager
     def training(self) -> Generator[CheckpointManager]:
-        """Claim the output directory and catch signals until the training ends.
-
-        Raises:
-            SaveError: the save in flight at the end has failed.
-        """
+        """Claim the output directory and catch signals until the training ends."""
         if self._closed:
             raise ConfigError("the checkpoints of this Trainer are closed: call enable_trainer() again")
         self.preempted, self.best, self._tells = False, None, True
@@ -123,11 +201,7 @@ class TrainerSession:
         return name
 
     def best_left(self, found: str | None) -> str | None:
-        """Return the best checkpoint, if it is still there.
-
-        Args:
-            found: what the Trainer has found, which looks on this machine only.
-        """
+        """Return the best checkpoint, if it is still there."""
         best = self.best
 
         def look() -> str | None:
@@ -150,11 +224,7 @@ class TrainerSession:
             self._there = frozenset(found)
 
     def close(self) -> None:
-        """Wait for the save in flight and release the output directory; idempotent.
-
-        Raises:
-            SaveError: the save in flight failed.
-        """
+        """Wait for the save in flight and release the output directory; idempotent."""
         if self._closed:
             return
         self._closed = True

@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
-from accelerate_ckpt._host_calls import files_in
-from accelerate_ckpt._scratch import private_directory
+from accelerate_ckpt._host_calls import files_in, private_directory
+from accelerate_ckpt._roots import Settings
 from accelerate_ckpt._small_files import verified_files
-from accelerate_ckpt._state import CallArguments, inner_entries, model_part, optimizer_part
+from accelerate_ckpt._state import inner_entries, model_part, optimizer_part
 from accelerate_ckpt.trainer._adapters import (
     ADAPTERS,
     Places,
@@ -34,10 +34,8 @@ from accelerate_ckpt.trainer._adapters import (
     places_of,
     written_places,
 )
-from accelerate_ckpt.trainer._callbacks import CallbackStates
-from accelerate_ckpt.trainer._continuation import DataProgress, encoded
-from accelerate_ckpt.trainer._rank_files import progress_file
-from accelerate_ckpt.trainer._to_come import ToCome
+from accelerate_ckpt.trainer._callbacks import CallbackStates, ToCome
+from accelerate_ckpt.trainer._data import DataProgress, progress_file
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.hosting import replaced
 from ckpt_core.state import (
@@ -76,7 +74,7 @@ class TrainingState:
         self,
         trainer: Trainer,
         stock: SimpleNamespace,
-        arguments: CallArguments,
+        settings: Settings,
         *,
         with_optimizer: bool = True,
         progress: DataProgress | None = None,
@@ -86,10 +84,10 @@ class TrainingState:
         self._trainer: Any = trainer  # its own annotations allow None where there is none while it trains
         self._stock = stock
         self._progress = progress
-        self._pickles = arguments.pickles
-        self._contents: Contents | None = arguments.contents
-        self._twice = arguments.stock_files is True
-        given = arguments.stock_files
+        self._pickles = settings.pickles
+        self._contents: Contents | None = settings.contents
+        self._twice = settings.stock_files is True
+        given = settings.stock_files
         self._stock_files = stock_files_wanted(trainer, self._contents) if given is None else given
         self._storage = storage
         self._adapters: dict[str, Any] = {}
@@ -98,11 +96,7 @@ class TrainingState:
         self.change: Override | None = None
 
     def check_override(self, change: Override) -> None:
-        """Refuse hyperparameters that the optimizer lacks; see `AdjustableSource`.
-
-        Raises:
-            ConfigError: it lacks one.
-        """
+        """Refuse hyperparameters that the optimizer lacks; see `AdjustableSource`."""
         change.check({"": self._trainer.optimizer.param_groups})
 
     def override(self, change: Override) -> None:
@@ -150,9 +144,6 @@ class TrainingState:
         """Leave out what the files of others hold; return the rest, and their places.
 
         The files are on one rank, which keeps what they lack for all: replicas are equal.
-
-        Raises:
-            ConfigError: a file holds something else.
         """
         trainer = self._trainer
         model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
@@ -179,11 +170,7 @@ class TrainingState:
         return {name: value for name, value in state.items() if name not in places}, places
 
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
-        """Return what to load into.
-
-        Raises:
-            IncompatibleCheckpointError: the checkpoint lacks something, or is of another model or optimizer.
-        """
+        """Return what to load into."""
         trainer, part, self.to_come = self._trainer, _model_part_of(saved), ToCome.of(saved)
         model = trainer.model_wrapped
         tree: dict[str, dict[str, Any]] = {}
@@ -202,11 +189,7 @@ class TrainingState:
         return tree
 
     def begin(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Callable[[], None]:
-        """Check that the optimizer has the same parameters; see `CarefulSource`.
-
-        Raises:
-            IncompatibleCheckpointError: it is not; everything is as it was before.
-        """
+        """Check that the optimizer has the same parameters; see `CarefulSource`."""
         del saved
         if optimizer_part(0) in loaded:
             trainer = self._trainer
@@ -247,7 +230,7 @@ class TrainingState:
             remove_empty_weights(folder)
             files = files_in(folder)
         if self._progress is not None and not trainer.args.save_only_model:
-            files[progress_file(trainer.args.process_index)] = encoded(self._progress)
+            files[progress_file(trainer.args.process_index)] = self._progress.written()
         kind = type(trainer.lr_scheduler).__name__
         self._pickles.warn(files, {SCHEDULER_NAME: f"the scheduler, a {kind}"})
         return files, weights

@@ -395,5 +395,5 @@ def test_the_rest_of_an_order_is_the_same_however_often_it_is_begun():
     sampler = RandomSampler(range(8))
     state = sampler.generator.get_state()
     whole = list(sampler)
-    rest = Rest(sampler, 3, [lambda: sampler.generator.set_state(state)])
+    rest = Rest(sampler, (0, 3), [lambda: sampler.generator.set_state(state)])
     assert [list(rest), list(rest)] == [whole[3:]] * 2

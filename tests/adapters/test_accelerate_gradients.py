@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import accelerate_ckpt
-from accelerate_ckpt._settings import Settings
+from accelerate_ckpt._roots import Settings
 from ckpt_core import ConfigError, IncompatibleCheckpointError, SaveError
 from tests.adapters.accelerate_jobs import Job, accelerator, forget_accelerators, prepare
 from tests.kit.ranks import run_ranks

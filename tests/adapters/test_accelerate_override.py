@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import accelerate_ckpt
+from accelerate_ckpt._roots import Settings
 from accelerate_ckpt._runner import main
-from accelerate_ckpt._settings import Settings
 from ckpt_core import CheckpointManager, ConfigError
 from tests.adapters.accelerate_jobs import Job, prepared, step, train
 from tests.adapters.trainer_jobs import TrainerJob, run, trainer

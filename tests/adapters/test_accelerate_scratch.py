@@ -8,7 +8,7 @@ import tempfile
 
 import pytest
 
-from accelerate_ckpt._scratch import private_directory
+from accelerate_ckpt._host_calls import private_directory
 
 pytestmark = pytest.mark.reliability
 

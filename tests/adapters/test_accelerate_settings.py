@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from accelerate_ckpt._roots import Settings
 from accelerate_ckpt._runner import main
-from accelerate_ckpt._settings import Settings
 from ckpt_core import ConfigError, EverySteps, KeepLatest
 from tests.scripts import run_python
 

@@ -14,7 +14,7 @@ from lightning import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 import accelerate_ckpt
-from accelerate_ckpt._settings import Settings
+from accelerate_ckpt._roots import Settings
 from accelerate_ckpt.trainer._loading import newest_to_resume
 from ckpt_core import CheckpointManager, CorruptCheckpointError, EverySteps, UntrustedCheckpointError
 from ckpt_core.commit import Catalog

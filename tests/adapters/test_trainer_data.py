@@ -12,8 +12,15 @@ from typing import Any
 import pytest
 
 import accelerate_ckpt
-from accelerate_ckpt.trainer._continuation import Continuation, Position, Steps, continuation, decoded, note
-from accelerate_ckpt.trainer._cuts import Intake
+from accelerate_ckpt.data._layout import LoaderLayout
+from accelerate_ckpt.trainer._data import (
+    Continuation,
+    DataProgress,
+    Position,
+    Steps,
+    continuation,
+    note,
+)
 from ckpt_core import CheckpointManager, CorruptCheckpointError
 from tests.adapters.accelerate_jobs import forget_accelerators
 from tests.adapters.trainer_data_jobs import (
@@ -133,13 +140,24 @@ def test_other_batches_see_every_sample_of_the_epoch_once(
     other = job.but(**changes)
     elastic = run(other.but(root=f"{tmp_path}/other", resume=f"{job.root}/checkpoint-9", save_at=[10]))
     assert "step 9 was saved by 1 rank with 4 samples in a step" in caplog.text
-    assert "8 samples of epoch 1 are done, the other 18 follow" in caplog.text or data == "sized"
+    assert "goes on in epoch 1 behind the 8 of 26 samples seen: the 18 others once each" in caplog.text
     assert_every_sample_once(whole["seen"][:9] + elastic["seen"], 26)
     assert elastic["step"] == elastic["total"]
     assert elastic["epoch"] == 3
     assert elastic["rate"] == [0.0, 0.0], "the schedule ends with the training"
     again = other.but(root=f"{tmp_path}/again", resume=f"{tmp_path}/other/checkpoint-10")
     assert_same_from_there(run(again), elastic)
+
+
+def test_a_stream_that_other_workers_share_begins_its_epoch_again_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = DataJob(root=f"{tmp_path}/run", data="sized", samples=24, save_at=[8])
+    run(job)
+    other = resumed(job, 8, arguments={"dataloader_num_workers": 2})
+    assert "it begins epoch 1 again" in caplog.text
+    assert (other["step"], other["total"], len(other["seen"])) == (20, 20, 12), "two whole epochs"
+    assert_every_sample_once(other["seen"], 24)
 
 
 @pytest.mark.parametrize(
@@ -272,6 +290,10 @@ def test_checkpoints_at_a_url_are_resumed_on_a_machine_that_has_nothing(
     assert "checkpoint-7" in caplog.text, "which is where a run before might have gone on"
 
 
+def layout(unit: int, fetches: int = 1, streams: int = 1) -> LoaderLayout:
+    return LoaderLayout(unit="samples", fetches=fetches, per_fetch=unit, batch_size=unit, streams=streams)
+
+
 def position(**values: Any) -> Position:
     return Position(
         **{
@@ -280,22 +302,23 @@ def position(**values: Any) -> Position:
             "batches": 0,
             "length": None,
             "cuts": (),
-            "intake": Intake(batch=1, unit=1),
+            "layout": layout(1),
             "accumulation": 1,
             "ranks": 1,
+            "samples": 1,
             **values,
         }
     )
 
 
-def taken_by(chosen: Continuation, intake: Intake, streams: list[list[int]], batches: int) -> list[int]:
+def taken_by(chosen: Continuation, now: LoaderLayout, streams: list[list[int]], batches: int) -> list[int]:
     """What a loader gives without what is left out, after the batches that are skipped."""
     cuts = chosen.cuts or [(0, 0)] * len(streams)
     left = [
         [each for index, each in enumerate(stream) if not head <= index < tail]
         for stream, (head, tail) in zip(streams, cuts, strict=True)
     ]
-    skipped, taken = intake.taken(chosen.skip), intake.taken(chosen.skip + batches)
+    skipped, taken = (now.taken(each * now.fetches) for each in (chosen.skip, chosen.skip + batches))
     return [each for stream, a, b in zip(left, skipped, taken, strict=True) for each in stream[a:b]]
 
 
@@ -307,56 +330,54 @@ def test_any_chain_of_resumes_gives_every_sample_of_an_epoch_once(seed: int) -> 
     size = chance.randint(20, 200)
     streams = [[stream * 1000 + index for index in range(size)] for stream in range(count)]
     seen: list[int] = []
-    found = position(intake=Intake(batch=1, unit=1, streams=count))
+    found = position(layout=layout(1, streams=count))
     while len(seen) < size * count:
-        unit, fetches = chance.randint(1, 9), chance.choice([1, 1, 2, 3])
-        intake = Intake(batch=unit * fetches, unit=unit, fetches=fetches, streams=count)
+        now = layout(chance.randint(1, 9), chance.choice([1, 1, 2, 3]), count)
         accumulation = chance.randint(1, 4)
-        samples = size if count == 1 else None
-        chosen = continuation(found, intake, accumulation, samples=samples, divisible=True)
+        whole = size if count == 1 else None
+        chosen = continuation(found, now, accumulation, whole=whole)
         assert chosen.done == len(seen)
         assert chosen.skip % accumulation == 0
         batches = chance.randint(1, 5) * accumulation
-        here = taken_by(chosen, intake, streams, batches)
-        if not here or any(
-            at > size
-            for at in position(batches=chosen.skip + batches, cuts=chosen.cuts, intake=intake).done(None)
-        ):
+        here = taken_by(chosen, now, streams, batches)
+        found = position(
+            batches=chosen.skip + batches, cuts=chosen.cuts, layout=now, accumulation=accumulation
+        )
+        if not here or any(at > size for at in found.done(None)):
             break  # the epoch ends within this step
         seen += here
-        found = position(
-            batches=chosen.skip + batches, cuts=chosen.cuts, intake=intake, accumulation=accumulation
-        )
-        exact = continuation(found, intake, accumulation, samples=samples, divisible=True)
+        exact = continuation(found, now, accumulation, whole=whole)
         assert (exact.skip, exact.cuts) == (chosen.skip + batches, chosen.cuts), "unchanged: as it was"
     assert set(Counter(seen).values()) <= {1}
 
 
-def test_a_loader_that_can_only_skip_batches_repeats_less_than_a_step() -> None:
-    found = position(batches=5, intake=Intake(batch=6, unit=6))
-    chosen = continuation(found, Intake(batch=4, unit=4), 2, samples=None, divisible=False)
-    assert (chosen.skip, chosen.done, chosen.twice) == (6, 30, 6)
+@pytest.mark.parametrize(
+    "now",
+    [
+        replace(layout(4), unit=""),
+        replace(layout(4), unit="batches"),
+        layout(4, streams=2),
+        replace(layout(6), unit="", per_fetch=1),
+    ],
+    ids=["shared by files", "batches of a user's", "other workers", "cut by transformers"],
+)
+def test_an_epoch_whose_rest_cannot_be_told_begins_again_and_says_so(now: LoaderLayout) -> None:
+    found = position(batches=5, layout=layout(6))
+    chosen = continuation(found, now, 2, whole=None)
+    assert chosen == Continuation(epoch=0, again=True)
+    steps = Steps(epochs=3, per_epoch=7, batches=7, total=20)
+    assert "begins epoch 0 again" in note(found, found, chosen, steps, rest="")
 
 
 def test_a_change_is_said_with_numbers() -> None:
-    found = position(step=8, epoch=1, batches=2, intake=Intake(batch=8, unit=8), ranks=2)
+    found = position(step=8, epoch=1, batches=2, layout=layout(8), ranks=2, samples=8)
     steps = Steps(epochs=3, per_epoch=7, batches=7, total=20)
-
-    def said(intake: Intake, ranks: int, *, dropping: bool = False, samples: int | None = 26) -> str:
-        now = replace(found, intake=intake, ranks=ranks)
-        chosen = continuation(found, intake, 1, samples=samples, divisible=intake.unit != 7)
-        return note(found, now, chosen, steps, samples=samples, dropping=dropping)
-
-    text = said(Intake(batch=4, unit=4), 1)
+    now = replace(found, layout=layout(4), ranks=1, samples=4)
+    chosen = continuation(found, now.layout, 1, whole=26)
+    text = note(found, now, chosen, steps, rest="goes on")
     assert "step 8 was saved by 2 ranks with 8 samples in a step" in text
-    assert "resumed by 1 rank with 4 samples in a step: 16 samples of epoch 1 are done" in text
-    assert "the other 10 follow, in the saved order. Training ends at step 20" in text
-    assert "10 follow, with 2 of the first again" in said(Intake(batch=12, unit=12), 3)
-    assert "again" not in said(Intake(batch=12, unit=4, fetches=3), 2)
-    assert "but for the last 2, which fill no batch" in said(Intake(batch=4, unit=4), 1, dropping=True)
-    assert "; 2 samples are seen twice" in said(Intake(batch=7, unit=7), 1)
-    assert "the others follow" in said(Intake(batch=4, unit=4), 1, samples=None)
-    assert "others never" in said(Intake(batch=4, unit=4, streams=2, iterable=True), 1, samples=None)
+    assert "resumed by 1 rank with 4 samples in a step: it goes on. Training ends at step 20" in text
+    assert "it begins epoch 1." in note(found, now, Continuation(epoch=1), steps, rest="goes on")
 
 
 def test_steps_are_those_of_the_stock_trainer_where_nothing_has_changed() -> None:
@@ -365,7 +386,7 @@ def test_steps_are_those_of_the_stock_trainer_where_nothing_has_changed() -> Non
         epoch, step = divmod(done, per_epoch)
         batches = step * accumulation
         found = position(step=done, epoch=epoch, batches=batches, length=length, accumulation=accumulation)
-        chosen = continuation(found, found.intake, accumulation, samples=length, divisible=True)
+        chosen = continuation(found, found.layout, accumulation, whole=length)
         for total in (done + 1, done + 2 * per_epoch, 100):
             stock = Steps(epochs=-(-total // per_epoch), per_epoch=per_epoch, batches=length, total=total)
             for fixed in (True, False):
@@ -374,7 +395,7 @@ def test_steps_are_those_of_the_stock_trainer_where_nothing_has_changed() -> Non
 
 def test_a_training_that_has_ended_makes_no_further_step() -> None:
     found = position(step=8, epoch=1, batches=2, length=6)
-    chosen = continuation(found, found.intake, 1, samples=6, divisible=True)
+    chosen = continuation(found, found.layout, 1, whole=6)
     stock = Steps(epochs=2, per_epoch=6, batches=6, total=8)
     epochs = stock.after(found, chosen, stock, 1, fixed=True).epochs
     assert epochs == chosen.epoch + 1, "the end of its epoch is still to come"
@@ -385,7 +406,7 @@ def test_a_training_that_has_ended_makes_no_further_step() -> None:
 def test_progress_that_is_none_is_damage() -> None:
     for content in (b"{}", b"[", b'{"position": {}}', b'"x"'):
         with pytest.raises(CorruptCheckpointError, match="trainer_progress_0"):
-            decoded(content, "trainer_progress_0.json")
+            DataProgress.read(content, "trainer_progress_0.json")
 
 
 def test_disabling_puts_back_what_follows_the_data(tmp_path: Path) -> None:

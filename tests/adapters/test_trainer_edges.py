@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerCallback
 
 import accelerate_ckpt
 from accelerate_ckpt.trainer._loading import newest_to_resume
-from accelerate_ckpt.trainer._save_limit import KeepAsTrainer, is_new_best
+from accelerate_ckpt.trainer._session import KeepAsTrainer, is_new_best
 from ckpt_core import (
     CheckpointInfo,
     CheckpointManager,

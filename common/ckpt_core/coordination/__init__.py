@@ -7,6 +7,7 @@ carries messages and bytes between two ranks.
 
 from ckpt_core.coordination._base import CommitChannel, Coordinator
 from ckpt_core.coordination._job import (
+    HOST_VARIABLE,
     JobCoordinator,
     coordinator_for_job,
     place_in_job,
@@ -17,6 +18,7 @@ from ckpt_core.coordination._store import StoreCoordinator
 from ckpt_core.coordination._talks import Talk, Talks
 
 __all__ = [
+    "HOST_VARIABLE",
     "CommitChannel",
     "Coordinator",
     "JobCoordinator",

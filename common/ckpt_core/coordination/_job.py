@@ -17,6 +17,8 @@ from ckpt_core.coordination._store import StoreCoordinator
 from ckpt_core.coordination._talks import Talks
 from ckpt_core.errors import ConfigError
 
+HOST_VARIABLE = "CKPT_SUITE_HOST"
+"""Environment variable with another name for this rank's host, such as that of a rack."""
 _ALONE = "coordinator=ckpt_core.coordination.Solo() and a root of its own"
 _inherited: weakref.ref[Any] | None = None
 

@@ -14,8 +14,7 @@ alone. Iterable data sets go on by a state of their own, or draw again what they
 """
 
 from ckpt_core.data._hidden import batches_in, is_stateful, keeps_iterator, tell_of_missing
-from ckpt_core.data._order import EpochOrder
-from ckpt_core.data._position import LoaderPosition, await_training
+from ckpt_core.data._position import EpochOrder, LoaderPosition, await_training
 from ckpt_core.data._samplers import draw_seed
 from ckpt_core.data._tracking import Draws, hidden_position, track
 

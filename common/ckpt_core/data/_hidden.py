@@ -20,12 +20,7 @@ EPOCH = "_ckpt_epoch"
 @final
 @dataclass(slots=True)
 class Outer:
-    """The last pass over a loader with an `__iter__` of its own, as the loop sees it.
-
-    Attributes:
-        batches: how many the loop was given.
-        ended: whether it has raised `StopIteration`.
-    """
+    """The last pass over a loader with an `__iter__` of its own, as the loop sees it."""
 
     batches: int = 0
     ended: bool = False

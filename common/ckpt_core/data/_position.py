@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
@@ -10,25 +11,19 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ckpt_core._torch_internals import kept_iterator, let_go_of_kept
 from ckpt_core.coordination import place_in_job
-from ckpt_core.data._changes import (
-    note_of_ranks,
-    notes_of_length,
-    notes_of_order,
-    order_again,
-    without_lost,
-)
-from ckpt_core.data._counted import in_samples
 from ckpt_core.data._hidden import batches_in, is_stateful
-from ckpt_core.data._order import EpochOrder
 from ckpt_core.data._samplers import (
     Samplers,
     batches_of,
     load_samplers_state,
+    load_starting_state,
     other_seeds,
     recipe,
     same_recipe,
     samplers_state,
+    samples_of,
     starting_state,
+    style_of,
 )
 from ckpt_core.data._tracking import (
     UNKNOWN,
@@ -44,6 +39,53 @@ from ckpt_core.data._tracking import (
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError
 from ckpt_core.types import DataPosition
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpochOrder:
+    """An epoch's samples in the order in which all ranks together see them.
+
+    Ranks take samples in turn: rank r of W takes r, r + W, r + 2 W, …, as `DistributedSampler` deals them.
+    After n batches of B on each of W ranks, the first n * B * W have been seen: exactly this number is the
+    position, whatever W and B become.
+
+        order = EpochOrder(samples=permutation, seen=n * B * W)
+        order.share(rank, world_size)   # what this rank sees in the rest of the epoch
+
+    Attributes:
+        samples: indices of the whole epoch, each once, without padding.
+        seen: how many of them are done.
+        drop_last: whether the last samples are dropped, instead of the first repeated, if ranks would get
+            unequal numbers of them.
+    """
+
+    samples: Sequence[Any]
+    seen: int
+    drop_last: bool = False
+
+    @property
+    def rest(self) -> Sequence[Any]:
+        """The samples of the epoch that no rank has seen."""
+        return self.samples[self.seen :]
+
+    def padding(self, shards: int) -> int:
+        """Return how many samples are repeated, or if negative dropped, at the end."""
+        over = len(self.rest) % shards
+        if not over:
+            return 0
+        return -over if self.drop_last else shards - over
+
+    def share(self, shard: int, shards: int) -> list[Any]:
+        """Return what one of `shards` equal shards sees in the rest of the epoch."""
+        rest, padding = list(self.rest), self.padding(shards)
+        if padding < 0:
+            del rest[padding:]
+        while padding > 0:
+            rest += self.samples[:padding]
+            padding -= len(self.samples)
+        return rest[shard::shards]
+
 
 _log = logger_of(__name__)
 _MARK = "ckpt_position"
@@ -436,12 +478,7 @@ def _ended_with_workers(loader: Any, state: Mapping[str, Any]) -> bool:
 
 
 def await_training(positions: Iterable[LoaderPosition], put_back: Callable[[], object]) -> None:
-    """Put random numbers back right before the first batch drawn with gradients.
-
-    Args:
-        positions: of the loaders that may give it, as they were restored.
-        put_back: puts the numbers back.
-    """
+    """Put random numbers back right before the first batch drawn with gradients."""
     known = [(each, tracker) for each in positions if (tracker := tracker_of(each._loader)) is not None]
     found = [(each, tracker, state) for each, tracker in known if (state := tracker.restored) is not None]
 
@@ -454,3 +491,101 @@ def await_training(positions: Iterable[LoaderPosition], put_back: Callable[[], o
     reentry = TrainingStart(begin)
     for _, tracker, state in found:
         tracker.reentry = None if state["exhausted"] else reentry
+
+
+def order_again(loader: Any, begin: Mapping[str, Any]) -> Sequence[Any] | None:
+    """Make the order of a saved epoch again; None if that is not possible."""
+    here = starting_state(loader)
+    # None of torch's own samplers, it may be one that makes another order each time.
+    times = 2 if begin["order"]["kind"] == "other" else 1
+    try:
+        made = [samples_of(loader, begin) for _ in range(times)]
+    finally:
+        load_starting_state(loader, here)
+    return made[0] if made[0] == made[-1] else None
+
+
+def without_lost(
+    loader: Any, begin: Mapping[str, Any], samples: Sequence[Any], seen: int
+) -> tuple[Mapping[str, Any], Sequence[Any], int]:
+    """Leave out what the data set has lost; return begin, samples and seen."""
+    order, length = begin["order"], len(loader.dataset)
+    before = order.get("kept", order["length"])
+    kept = min(before, length)
+    if kept == order["length"]:
+        return begin, samples, seen
+    had = [each for each in samples if each < before]
+    here = [each for each in had if each < kept]
+    seen = sum(each < kept for each in had[:seen])
+    return {**begin, "order": {**order, "kept": kept}}, here, seen
+
+
+def notes_of_order(loader: Any, order: Mapping[str, Any], samples: int) -> list[str]:
+    """Tell of a data set or a sampler that was changed within the epoch."""
+    now, notes = recipe(loader), list[str]()
+    length = len(loader.dataset)
+    if length != order["length"]:
+        new, lost = max(0, length - order["length"]), samples - order.get("kept", samples)
+        notes = [
+            f"the data set has {length} samples, and had {order['length']} when the epoch began: "
+            f"{new} new ones are seen from the next epoch on, {lost} are gone"
+        ]
+    if now is None or style_of(now) != style_of(order):
+        present = "as the present sampler deals them" if now is None else style_of(now)
+        notes.append(f"samples came {style_of(order)}, and do so until the epoch ends; then {present}")
+    return notes
+
+
+def notes_of_length(loader: Any, begin: Mapping[str, Any]) -> list[str]:
+    """Tell of a data set of another length, where no order can be made again."""
+    order = begin["order"]
+    if order is None or order["length"] == len(loader.dataset):
+        return []
+    return [
+        f"the data set has {len(loader.dataset)} samples, and had {order['length']} when this was "
+        "saved: the rest of the epoch is not the one that it would have been"
+    ]
+
+
+def note_of_ranks(loader: Any, state: Mapping[str, Any]) -> str:
+    """Tell what comes of ranks that deal samples by no means of ours."""
+    note = (
+        f"no sampler deals samples to ranks, so each rank goes on after its own {state['batches']} "
+        "batches, and an added one after those of rank 0"
+    )
+    order, size, before = state["begin"]["order"], state["batch_size"], state.get("world_size")
+    if order is None or size is None or before is None:
+        return note
+    whole, parts = order["length"], order if before > 1 else recipe(loader)
+    if parts is not None and parts.get("samples") == whole:
+        return f"{note}: each takes every sample, none twice"
+    here = state["batches"] * size
+    change = here * (before - place_in_job()[1])
+    return (
+        f"{note}. If ranks share the {whole} samples of the epoch, {before} had seen {here * before}: at "
+        f"least {abs(change)} are seen {'twice' if change > 0 else 'never'}. Use a DistributedSampler"
+    )
+
+
+def in_samples(
+    state: Mapping[str, Any] | None, *, of: int | None = None, epoch: int | None = None
+) -> DataPosition | None:
+    """Return what `LoaderPosition.state` says in samples; None if it cannot tell."""
+    if not state or "begin" not in state:
+        return None  # a state of the loader's own
+    begin, trained = state["begin"] or {}, max(0, state["batches"] - state["ahead"])
+    if epoch is None:
+        epoch = _epoch_of(begin["start"]["samplers"] if begin else state["samplers"])
+    of = (begin.get("order") or {}).get("samples", of)
+    if state["ended"]:
+        return DataPosition(epoch=epoch, samples=of if trained else 0, of=of)
+    if state["batch_size"] is None or not begin:
+        return DataPosition(epoch=epoch, of=of)
+    seen = begin["seen"] + trained * state["batch_size"] * state["shards"]
+    return DataPosition(epoch=epoch, samples=seen if of is None else min(seen, of), of=of)
+
+
+def _epoch_of(samplers: Mapping[str, Mapping[str, Any]]) -> int | None:
+    """Return the epoch that a sampler was set to, if one has a number for it."""
+    found = (each.get("epoch") for each in samplers.values())
+    return next((epoch for epoch in found if isinstance(epoch, int)), None)

@@ -2,22 +2,67 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from ckpt_core.data._generators import (
-    GENERATORS,
-    generator_state,
-    global_state,
-    load_generator_state,
-    load_global_state,
-)
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+def global_state() -> dict[str, Any]:
+    """Return the states of the global generators of samplers; draw nothing."""
+    return {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate()}
+
+
+def load_global_state(state: Mapping[str, Any]) -> None:
+    """Put back what `global_state` returned, or a part of it."""
+    torch.set_rng_state(state["torch"])
+    if "numpy" in state:
+        np.random.set_state(state["numpy"])
+    if "python" in state:
+        random.setstate(state["python"])
+
+
+def same_values(one: Any, other: Any) -> bool:
+    """Return whether two states of generators are the same."""
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(same_values(one[key], other[key]) for key in one)
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, tuple) and any(isinstance(each, np.ndarray) for each in one):
+        return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+    return bool(one == other)
+
+
+def generator_state(generator: Any) -> Any:
+    """Return the state of one generator, as a plain value."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, np.random.Generator):
+        return dict(generator.bit_generator.state)
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state()
+    return generator.getstate()
+
+
+def load_generator_state(generator: Any, state: Any) -> None:
+    """Put back what `generator_state` returned."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    else:
+        generator.setstate(state)
+
 
 _LONGEST = 8
 _KNOWN = {"builtins", "torch", "torchdata", "lightning", "lightning_fabric"}
@@ -30,11 +75,8 @@ _TORCHDATA = "torchdata.stateful_dataloader.sampler"
 class Samplers:
     """The samplers of one loader, by the part they play.
 
-    Attributes:
-        batch: makes batches of samples, if the loader does.
-        shard: deals samples to ranks, if one does.
-        base: makes the order, unless `shard` does it itself.
-        inner: what `base` draws from.
+    `batch` makes batches of samples, `shard` deals samples to ranks, `base` makes the order unless that does,
+    and `inner` are those that `base` draws from.
     """
 
     batch: Any
@@ -259,10 +301,6 @@ def samples_of(loader: DataLoader[Any], begin: Mapping[str, Any]) -> Sequence[An
     """Make the order of an epoch again; None if that is not possible.
 
     The generators of the loader are used: put them back afterwards.
-
-    Args:
-        loader: has the sampler, if it is not one of torch's.
-        begin: what the saved epoch began from.
     """
     order = begin["order"]
     samples = _of_base(loader, order, begin)

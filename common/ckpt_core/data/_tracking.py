@@ -6,17 +6,19 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, cast, final
+from typing import Any, Final, NamedTuple, cast, final
 from weakref import WeakSet, ref
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ckpt_core._torch_internals import (
     BEGINS_AGAIN,
@@ -28,8 +30,7 @@ from ckpt_core._torch_internals import (
     let_draw_from,
     when_first_drawn,
 )
-from ckpt_core.data._drawing import draw_and_drop
-from ckpt_core.data._generators import global_state, load_global_state, same_values
+from ckpt_core.coordination import place_in_job
 from ckpt_core.data._hidden import (
     EPOCH,
     CountedBatches,
@@ -40,14 +41,105 @@ from ckpt_core.data._hidden import (
     keeps_iterator,
 )
 from ckpt_core.data._samplers import (
+    global_state,
+    load_global_state,
     load_samplers_state,
     load_starting_state,
     recipe,
+    same_values,
     skip,
     starting_state,
 )
-from ckpt_core.data._workers import Drawn, Seat
 from ckpt_core.disclosure import logger_of
+
+_READ_AHEAD = 3
+"""Batches of one worker that hosts may have drawn and not trained on, at most."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """The state of a worker's generators; opaque to the thread that pins memory."""
+
+    worker: int
+    state: Mapping[str, Any]
+
+
+class _Sent(NamedTuple):
+    batch: Any
+    numbers: _Numbers
+
+
+@final
+class Seat:
+    """What a loader's workers do in place of its `worker_init_fn` and `collate_fn`."""
+
+    def __init__(
+        self, loader: DataLoader[Any], states: Sequence[Mapping[str, Any]], flag: torch.Tensor | None = None
+    ) -> None:
+        self._init: Any = loader.worker_init_fn
+        self._collate: Any = loader.collate_fn
+        self._states, self._flag = states, flag
+        self._seeded: Mapping[str, Any] = {}
+
+    def begin(self, worker: int) -> None:
+        """Seed as the user does, then go on from a state."""
+        if self._init is not None:
+            self._init(worker)
+        self._seeded = _numbers()
+        if worker < len(self._states) and (state := self._states[worker]):
+            load_global_state({**state, "torch": torch.tensor(bytearray(state["torch"]), dtype=torch.uint8)})
+
+    def collate(self, samples: Any) -> Any:
+        """Make a batch; send with it what comes next, if a sample has drawn from it."""
+        batch, info, now = self._collate(samples), get_worker_info(), _numbers()
+        if info is None or same_values(now, self._seeded):
+            return batch
+        if self._flag is not None:
+            self._flag.fill_(True)  # noqa: FBT003 - torch's signature
+            return batch
+        return _Sent(batch, _Numbers(info.id, now))
+
+
+def _numbers() -> dict[str, Any]:
+    state = global_state()
+    return {**state, "torch": state["torch"].numpy().tobytes()}
+
+
+@final
+class Drawn:
+    """The generators of a loader's workers as of each of the last batches."""
+
+    def __init__(self, states: Sequence[Mapping[str, Any]] = (), *, unknown: int = 0) -> None:
+        self._past = {worker: [(0, state)] for worker, state in enumerate(states)}
+        self._unknown = unknown
+
+    def next_epoch(self, batches: int, *, whole: bool, workers: int) -> Drawn:
+        """Return those of the same workers' next epoch, after so many batches.
+
+        In one that was not whole they have read ahead, and what that came to was dropped.
+        """
+        states = self.at(batches)
+        return Drawn(states) if whole or not (states or self._unknown) else Drawn(unknown=workers)
+
+    def knows(self, batches: int) -> bool:
+        """Return whether the states after so many batches are known."""
+        return batches >= self._unknown
+
+    def receive(self, batch: Any, number: int) -> Any:
+        """Return what the loop is to see of the batch with this number, counted from 1."""
+        if type(batch) is not _Sent:
+            return batch
+        past = self._past.setdefault(batch.numbers.worker, [(0, {})])
+        past[:] = [*past[-_READ_AHEAD:], (number, batch.numbers.state)]
+        return batch.batch
+
+    def at(self, batches: int) -> list[Mapping[str, Any]]:
+        """Return the states after so many batches; nothing if no worker has drawn."""
+        found = {w: [s for number, s in past if number <= batches] for w, past in self._past.items()}
+        states = [(found.get(w) or [{}])[-1] for w in range(max(found, default=-1) + 1)]
+        return states if any(states) else []
+
 
 _log = logger_of(__name__)
 _TRACKER = "_ckpt_tracker"
@@ -65,22 +157,12 @@ class Epoch:
     """One pass over a loader.
 
     Attributes:
-        begin: what its order was made from, as plain values.
         made: the state of generators when its iterator had been made; None once that has begun to draw.
-        batches: how many batches it has handed out.
-        skipped: those of them that were handed out before a resume.
-        ended: whether it has raised `StopIteration`.
-        thread: the one that has drawn the last batch; None before the first.
-        iterator: refers to what hands them out, as long as it lives.
-        loader: refers to the loader.
-        began: number of this event, among those of all passes.
-        last: that of the last batch asked for.
+        skipped: batches that were handed out before a resume.
+        began: number of this event, among those of all passes; `last` is that of the last batch asked for.
         beside: a pass that has ended since, during which batches were drawn from this one.
         outlived: whether batches were drawn from such another one after the end of this one.
-        trains: whether gradients were enabled at the last batch.
-        replay: how it goes on from a saved position, if it does.
         first: what to do before the first batch is drawn.
-        drawn: the random numbers of its workers.
     """
 
     begin: Mapping[str, Any]
@@ -184,15 +266,11 @@ class Replay:
     """How the next pass over a loader is to begin.
 
     Attributes:
-        begin: that of the saved epoch.
-        batches: of it, to be skipped.
-        begun: whether it had drawn its first index, though perhaps none is to be skipped.
         rest: instead of skipping, the indices of the batches to come.
+        begun: whether it had drawn its first index, though perhaps none is to be skipped.
         draws: whether batches are skipped by drawing them, as they have no indices.
         own: whether the loader has loaded a state of its own, and skips by itself.
         fresh: whether the epoch is one that begins now, with workers that are there already.
-        samplers: state of the samplers at the save.
-        drawn: the states of the workers' generators.
         load: loads the state of the loader or its data set, as at the save.
     """
 
@@ -213,16 +291,11 @@ class Tracker:
     """What is known of one loader. Main thread only.
 
     Attributes:
-        epoch: the pass that began last; None before the first.
-        replay: how the next one is to begin, if not as usual.
         created: what the iterator began from that persistent workers belong to.
         restored: the position that was put back, until the next pass begins.
-        reentry: what else the load puts back.
         late: whether an untracked iterator was in use when tracking began.
-        outer: the last pass over a loader with an `__iter__` of its own.
         left: the pass that the loop had left in its middle at a save.
         leaves: whether the script begins another one after that.
-        told: whether a warning has named what no resume gives back.
     """
 
     def __init__(self, *, late: bool = False) -> None:
@@ -354,24 +427,13 @@ class Tracker:
 def epoch_from(
     loader: DataLoader[Any], start: Mapping[str, Any], created: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return what an epoch begins from, as plain values.
-
-    Args:
-        loader: the loader.
-        start: its `starting_state` when the epoch begins.
-        created: that when its workers began, if they began in an earlier epoch.
-    """
+    """Return what an epoch begins from, as plain values."""
     return {"created": created, "start": start, "first": None, "order": recipe(loader), "seen": 0}
 
 
 @final
 class Indices:
-    """Stands in for a loader's index sampler while an iterator is made.
-
-    Attributes:
-        sampler: the loader's own.
-        holds: whether workers get no indices before `hand_over`.
-    """
+    """Stands in for a loader's index sampler while an iterator is made."""
 
     def __init__(
         self,
@@ -649,3 +711,43 @@ def _iterator_overrides(stock: type[Any]) -> Mapping[str, Any]:
             tracker.begin_again(loader, self, lambda: reset(self, loader, first_iter))
 
     return {"__next__": draw_next, BEGINS_AGAIN: begin_again}
+
+
+_SECONDS_BETWEEN_LINES: Final = 5.0
+_END: Final = object()
+
+
+def draw_and_drop(iterator: Iterator[Any], batches: int) -> None:
+    """Draw and drop batches; show progress.
+
+    The first rank shows a bar where standard error is a terminal and tqdm is installed, as every host
+    installs it. Elsewhere lines are logged every few seconds.
+    """
+    for number in _shown(batches):
+        if next(iterator, _END) is _END:
+            _log.warning("the data set ended after %d batches, but %d were to be skipped", number, batches)
+            return
+
+
+def _shown(batches: int) -> Iterable[int]:
+    if place_in_job()[0] == 0 and sys.stderr.isatty():
+        try:
+            tqdm: Any = importlib.import_module("tqdm")
+        except ImportError:
+            return _logged(batches)
+        bar: Iterable[int] = tqdm.tqdm(range(batches), desc="skipping what was seen", unit="batch")
+        return bar
+    return _logged(batches)
+
+
+def _logged(batches: int) -> Iterator[int]:
+    begun = said = time.monotonic()
+    for number in range(batches):
+        yield number
+        if (now := time.monotonic()) - said > _SECONDS_BETWEEN_LINES:
+            said, rate = now, (number + 1) / (now - begun)
+            left = (batches - number - 1) / rate
+            _log.warning(
+                "skipped %d of %d batches, %.1f in a second; about %.0f s to go",
+                number + 1, batches, rate, left,
+            )  # fmt: skip

@@ -12,9 +12,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from queue import SimpleQueue
-from typing import Final, Self, TypeAlias, final
+from typing import Self, TypeAlias, final
 
-from ckpt_core.coordination import Coordinator
+from ckpt_core.coordination import HOST_VARIABLE, Coordinator
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, SaveError, failure_text
 from ckpt_core.groups import RemoteDisk, serve_disk
@@ -26,9 +26,6 @@ from ckpt_core.storage import Storage
 from ckpt_core.types import FileEntry
 
 _logger = logger_of(__name__)
-
-HOST_VARIABLE: Final = "CKPT_SUITE_HOST"
-"""Environment variable with another name for this rank's host, such as that of a rack."""
 
 _Pieces: TypeAlias = "SimpleQueue[memoryview | None]"
 

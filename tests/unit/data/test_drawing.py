@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from ckpt_core.data import _drawing
-from ckpt_core.data._drawing import draw_and_drop
+from ckpt_core.data import _tracking
+from ckpt_core.data._tracking import draw_and_drop
 
 
 class Terminal(io.StringIO):
@@ -32,7 +32,7 @@ def test_elsewhere_and_without_tqdm_lines_are_logged(monkeypatch, caplog):
         caplog.clear()
         with monkeypatch.context() as patch:
             patch.setattr(sys, "stderr", stderr)
-            patch.setattr(_drawing, "_SECONDS_BETWEEN_LINES", -1.0)
+            patch.setattr(_tracking, "_SECONDS_BETWEEN_LINES", -1.0)
             if not installed:
                 patch.setitem(sys.modules, "tqdm", None)
             draw_and_drop(left := iter(range(4)), 2)
