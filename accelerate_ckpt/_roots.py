@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from accelerate_ckpt._small_files import Pickles
 from ckpt_core import CheckpointManager, CheckpointOptions, ConfigError, LoadError
 from ckpt_core.commit import file_as_root
+from ckpt_core.coordination import HOST_VARIABLE, Coordinator, Solo
 from ckpt_core.disclosure import logger_of
 from ckpt_core.hosting import CheckpointPath, Kind, ManagersByRoot, RunRoot, kind_of, root_of
 from ckpt_core.options import parse_yaml, read_document

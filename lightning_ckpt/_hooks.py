@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 from fsspec.core import url_to_fs
 
 from ckpt_core.errors import ConfigError
+from lightning_ckpt._ckpt_path import chosen
 from lightning_ckpt._committed import AsModelCheckpoint, committed_of
-from lightning_ckpt._connector import chosen
 from lightning_ckpt._options import Configured, Settings, missing_attribute
 from lightning_ckpt._session import Session
 from lightning_ckpt._strategy import attach
@@ -53,11 +53,6 @@ class LifeCycle(AsModelCheckpoint):
         return self._session is None or not self._session.is_running
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Attach to the strategy, before Lightning loads anything.
-
-        Raises:
-            ConfigError: the Trainer, its strategy or its other callbacks do not go together with this.
-        """
         del pl_module
         settings = self.settings_for(trainer)
         if settings is None:
@@ -112,41 +107,21 @@ class LifeCycle(AsModelCheckpoint):
             self._session.take_part()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Count the tokens of the batch."""
         del trainer, pl_module, batch_idx
         if self._session is not None and self._session.pacing is not None:
             self._session.pacing.counts.note(batch)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Finish staged copies first: averaging callbacks exchange weights now."""
-        del pl_module
+        del trainer, pl_module
         if self._session is not None:
             self._session.settle()
-            if self._session.pacing is not None and trainer.state.fn == "fit":
-                self._session.pacing.before_validation()
 
-    def on_validation_batch_end(  # noqa: PLR0917 - Lightning's signature
-        self,
-        trainer: Any,
-        pl_module: Any,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Leave the validation if a preemption was announced."""
-        del pl_module, outputs, batch, batch_idx, dataloader_idx
+    def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
         if self._session is not None and self._session.pacing is not None and trainer.state.fn == "fit":
-            self._session.pacing.validation.after_batch()
-
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Save if it is time."""
-        del pl_module
-        if self._session is not None and self._session.pacing is not None and trainer.state.fn == "fit":
-            self._session.pacing.after_validation()
+            self._session.pacing.after_validation_batch()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Save the last step."""
         del trainer, pl_module
         if self._session is not None and self._session.pacing is not None:
             self._session.pacing.end()
@@ -175,7 +150,6 @@ class PluginHooks(LifeCycle):
         self.settings = settings
 
     def settings_for(self, trainer: Any) -> Settings | None:
-        """Return the options of the Trainer's plugin."""
         return self.settings if isinstance(trainer.strategy._checkpoint_io, PluginOptions) else None
 
 
@@ -227,11 +201,7 @@ class PluginOptions(Configured):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Write a plain file, for a launcher or a Trainer that has not run yet.
-
-        Raises:
-            ConfigError: no Trainer has this plugin.
-        """
+        """Write a plain file, for a launcher or a Trainer that has not run yet."""
         if not self.attached:
             raise ConfigError(
                 "no Trainer has this ShardedCheckpointIO: give it as "
@@ -261,5 +231,4 @@ def _on_the_stack(wanted: Callable[[Any], bool]) -> Any | None:
 
 
 def life_cycles(trainer: Any) -> list[LifeCycle]:
-    """Return our callbacks of a Trainer."""
     return [callback for callback in trainer.callbacks if isinstance(callback, LifeCycle)]

@@ -15,8 +15,10 @@ from typing import Any, Literal, Never, TypedDict, Unpack, cast, final
 from fsspec.registry import known_implementations
 
 from ckpt_core.cadence import SavePolicy, needed_counts
+from ckpt_core.coordination import Coordinator
 from ckpt_core.errors import ConfigError
 from ckpt_core.hosting import RunRoot, ranking
+from ckpt_core.manager import CheckpointManager
 from ckpt_core.options import (
     BackPressure,
     CheckpointOptions,
@@ -83,12 +85,10 @@ class Settings:
 
     @property
     def root(self) -> str | None:
-        """The run's own root."""
         return None if self.own is None else self.own.path
 
     @property
     def bests(self) -> tuple[KeepBest, ...]:
-        """The policies that rank checkpoints by a metric."""
         return tuple(ranking(self.options.keep))
 
     @property
@@ -117,8 +117,18 @@ class Settings:
         return root if self.own is None else self.own.opens(root)
 
     def storage_at(self, root: str) -> Storage:
-        """Open the storage at a root or path."""
         return open_storage(self.given(root), self.for_root(root, training=False).storage_options)
+
+    def manager(self, root: str, coordinator: Coordinator, *, training: bool, log: Log) -> CheckpointManager:
+        """Open the manager of a root; `log` hears what each save has cost."""
+        manager = CheckpointManager(
+            self.given(root),
+            options=self.for_root(root, training=training),
+            coordinator=coordinator,
+            sinks=(*self.sinks, NumbersSink(log)) if self.log_costs else self.sinks,
+        )
+        manager.same_options.add(contents=self.contents, save_last=self.save_last)
+        return manager
 
     def readable_at(self, root: str) -> Storage:
         """Open a root for reading: the run's own with its further tiers behind it."""
@@ -126,14 +136,10 @@ class Settings:
 
 
 class Configured:
-    """Base of the callback and the plugin: takes our options.
+    """Base of the callback and the plugin: takes the options of the core and these.
 
     Args:
         dirpath: directory, fsspec URL (`s3://bucket/run`) or `Storage` of the run's checkpoints.
-        save: when to save; a policy, or plain values such as `{every_steps: 500, on_preemption: true}`.
-        keep: what to keep; a policy, or plain values such as `{latest: 3, best: {metric: val_loss}}`.
-        upload: a further tier of `dirpath`, or several, where checkpoints are copied in the background: an
-            `Upload`, or plain values such as `{to: "s3://bucket/run", every: 10, keep: {latest: 3}}`.
         save_last: whether to save the last step of a training, too.
         tokens: tokens in a batch of one rank, for `EveryTokens`: a number, a function of the batch, or its
             name as "package.module:function".
@@ -142,44 +148,9 @@ class Configured:
             continue from there.
         contents: `all` of the model, or `trainable`: what is not frozen, with the name and the checksums of
             the rest, by which a load compares the live model; `trainable` for PEFT models if None.
-        abandoned: what `keep` does with checkpoints that the run does not go on from, because it was begun
-            afresh or went back: `keep` or `prune` them.
-        back_pressure: what to do when a save is due and every arena is busy: `wait`, `skip`, or `coalesce`
-            the missed saves into one as soon as an arena is free.
-        arenas: how many saves may be in flight together, 1 or 2; each takes host memory for its copy.
-        staging_memory: limit of host memory for copies on one rank, in bytes or as "512 MiB"; None for free
-            memory.
-        write_bandwidth: limit of bytes per second that one rank writes, as a number or as "500 MB/s".
-        headroom: space that a save leaves free on the disk of `dirpath`, in bytes, as "2 GiB" or as "5 %";
-            None for 1 %, at most 1 GiB.
-        staging: whether training waits for the copy (`blocking`), or only the next optimizer step does
-            (`overlapped`): then no hook may change weights during the batch after a save.
-        reject_non_finite: whether a save of NaN or infinite weights, or of such a `loss`, fails.
-        on_error: whether a failed background save stops the training (`raise`) or is only reported (`warn`).
-        on_divergence: what a save does when ranks hold different values under one name: fail (`refuse`), save
-            the lowest rank's (`warn`) or every rank's own (`keep-each`).
-        checksum: of the files of a save: `crc32` detects errors of storage, `sha256` also tampering.
-        replicas: 2 to write a second file for every file, by a rank of another host, from which a load reads
-            what is lost or damaged in the first.
-        sign_manifest: function that signs what is about to be committed, as in `CheckpointOptions`, or its
-            name as "package.module:function".
-        verify_manifest: the same, to judge what is about to be loaded, which is refused unless it returns
-            True.
-        verify: what is compared with checksums before a load changes anything: `read` (what will be used),
-            `full` (everything), `arrival` (as `read`, but from an object store when it arrives) or `off`. By
-            default `arrival` for automatic resumes, which go on with an older one, else `read`.
-        read_once: whether parts of tensors that several ranks hold are read by one of them and broadcast.
-        allow_pickle: whether loading may execute pickles, which can run any code.
-        deadline_seconds: how long ranks wait for one another before they give up.
-        job_name: what `writer.json` calls this job, instead of its script, host and process.
-        journal: whether `history.jsonl` and `events.jsonl` are kept in `dirpath`: what saves cost, and how
-            runs ended.
-        storage_options: passed to the filesystem behind a URL, e.g. an endpoint.
         sinks: receivers of telemetry events.
         log_costs: whether the loggers receive `checkpoint/stall_ms`, `durable_s`, `bytes` and `overhead` of
             every save.
-        on_exception: `save` commits the last whole step when an exception ends the fit on all ranks; for it
-            the state is collected at every step, and hooks such as `on_save_checkpoint` are called.
 
     Raises:
         ConfigError: an option is wrong; the message lists every offender.
@@ -190,7 +161,9 @@ class Configured:
         shown = [each for each in signature.parameters.values() if each.name not in {"self", "words"}]
         cls.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
         _, blank, told = (Configured.__doc__ or "").partition("\n\n")
-        cls.__doc__ = f"{cls.__doc__}{blank}{told}"
+        own, raises, ending = told.partition("\n\n    Raises:")
+        options = "".join(f"\n        {name}: {text}" for name, text in CheckpointOptions.described().items())
+        cls.__doc__ = f"{cls.__doc__}{blank}{own}{options}{raises}{ending}"
 
     # Every argument is one that LightningCLI shows and YAML may set.
     def __init__(  # noqa: PLR0913
@@ -266,11 +239,6 @@ _others = [each for each in OPTIONS if each not in _own]
 _theirs = dict.fromkeys((*_KEPT, *_SAVED, *_RENAMED, *_NOTHING, *_others), Any)
 _words = cast("Any", TypedDict)("Words", _theirs, total=False)
 Configured.__init__.__annotations__["words"] = cast("Any", Unpack)[_words]
-
-
-def with_numbers(settings: Settings, log: Log) -> Sequence[Sink]:
-    """Return the sinks of the managers, with one that logs what each save has cost."""
-    return (*settings.sinks, NumbersSink(log)) if settings.log_costs else settings.sinks
 
 
 def advice(given: Mapping[str, Any], known: Collection[str]) -> list[str]:

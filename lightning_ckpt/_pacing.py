@@ -8,9 +8,12 @@ from collections.abc import Sequence
 from secrets import token_hex
 from typing import Any, Final, final
 
-from ckpt_core.cadence import PREEMPTION, needed_counts, preemptions
+from torch.utils.data import IterableDataset
+
+from ckpt_core.cadence import needed_counts, preemptions
 from ckpt_core.disclosure import logger_of
 from ckpt_core.names import run_name, step_name
+from ckpt_core.state import load_rng_state, rng_state
 from ckpt_core.types import CheckpointInfo
 from lightning_ckpt._committed import Announcements
 from lightning_ckpt._options import Settings
@@ -21,7 +24,6 @@ from lightning_ckpt.loops import (
     Running,
     SignalTakeover,
     TrainingCounts,
-    ValidationExit,
     job_note,
     requeue_signal,
 )
@@ -29,6 +31,7 @@ from lightning_ckpt.loops import (
 _logger = logger_of(__name__)
 _LAST_STEP = "last step"
 _BEST = "best"
+_UNKNOWN: Final = -1
 _warned_of: Final = set[str]()
 """The roots for which this process has warned of a fit that continues from nothing."""
 _NEVER_LEFT_OUT = {_LAST_STEP, _BEST}
@@ -43,7 +46,6 @@ class Pacing:
     Concurrency: the thread that trains; every method on every rank alike, for most may save.
 
     Attributes:
-        validation: leaves a validation at a preemption.
         is_to_requeue: whether SLURM is to start this job again once the root is free.
     """
 
@@ -63,7 +65,9 @@ class Pacing:
         self._signals = SignalTakeover(trainer._signal_connector, names, self._requeue_signal)
         self.is_to_requeue = False
         self._manager = self._signals.made_by(lambda: roots.at(self._root))
-        self.validation = ValidationExit(trainer, self._manager, roots.same)
+        self._listens = bool(preemptions(self._manager.options.save))
+        self._looks = self._cut_short = False
+        self._before: tuple[dict[str, Any], dict[str, Any]] = {}, {}
         self._announcements = Announcements(trainer, settings)
         self._evaluations = Evaluations(trainer, settings.bests, running.measured, roots.once)
         self._begun_at = self._seen_step = -1
@@ -76,15 +80,13 @@ class Pacing:
 
     @property
     def preempted(self) -> bool:
-        """Whether a preemption that stops training was announced to any rank."""
         return self._manager.preempted
 
     def begin(self) -> None:
-        """Prepare for the first batch; after a preemption training does not begin."""
         # What a resumed run makes up for may be a validation that is worth a save of the same step.
         self._begun_at = self._trainer.global_step
         self._total_steps = _total_steps(self._trainer)
-        self._seen_step = self._begun_at if self._loops.resumed is None else -1
+        self._seen_step = -1 if self._loops.makes_up else self._begun_at
         self._saved_step = origin = self._roots.take_up(self._root)
         if origin is None or self._settings.bests:
             committed = self._roots.once(self._manager.checkpoints)
@@ -94,17 +96,13 @@ class Pacing:
                 self._manager.start_afresh()
             self._evaluations.begin([i for i in committed if origin is not None and i.step <= origin])
         self._manager.due(**self.counts.now())
-        self._end_if_preempted(here=False)
+        if self.preempted:
+            self._stop()
 
     def after_batch(self) -> None:
-        """Save before a validation, at a preemption or in the middle of an epoch.
-
-        A save that is ranked by the validation waits for it. So does one at the epoch's end: a resume would
-        call the hooks of the epoch's end without what they have collected in the epoch.
-        """
+        """Leave before a validation that is due if a preemption was announced."""
         self._announcements.make()
-        step = self._trainer.global_step
-        fit_loop = self._trainer.fit_loop
+        step, fit_loop = self._trainer.global_step, self._trainer.fit_loop
         self._stepped = step != self._seen_step and not fit_loop._should_accumulate()
         if not self._stepped:
             return
@@ -112,11 +110,9 @@ class Pacing:
         self._evaluated = False
         self._evaluations.note_step(step)
         if fit_loop.epoch_loop._should_check_val_fx(fit_loop._data_fetcher):
-            self._deferred = reason = self._deferred or self._reason(step)
-            waits = self._settings.bests or self._loops.epoch_is_over or reason == _LAST_STEP
-            if reason is not None and (PREEMPTION in reason or not waits):
-                self._save(reason)
-            self._end_if_preempted(here=True)
+            self._manager.due()
+            if self.preempted:
+                self._leave_before_validation()
 
     def before_save_by_path(self, root: str) -> None:
         """Decide on this step first, for a save to the same root would count as its save.
@@ -124,44 +120,62 @@ class Pacing:
         A `ModelCheckpoint` saves in hooks of the batch, and deletes its checkpoints by a rule of its own.
         """
         step = self._trainer.global_step
-        if not self._loops.holds_batch:
+        if not self._loops.in_hand:
             self.counts.add_up()
         if root == self._root and step > 0:
             self._deferred = self._deferred or self._reason(step)
 
     def before_validation(self) -> None:
-        """Prepare for a validation."""
-        self._evaluations.cut_short = False
+        """Prepare for a validation; look where all ranks can leave it at the same batch."""
         self._evaluations.note()
-        self.validation.begin()
+        trainer = self._trainer
+        self._looks = self._listens and not trainer.fit_loop._should_accumulate()
+        if self._looks:
+            self._before = rng_state(), dict(trainer._logger_connector._callback_metrics)
+            loop = trainer.fit_loop.epoch_loop.val_loop
+            loop.setup_data()  # as it begins itself, to no effect then
+            sizes = _sizes(loop)
+            self._looks = self._roots.same(sizes) and _UNKNOWN not in sizes
+
+    def after_validation_batch(self) -> None:
+        """Leave the validation if a preemption that stops training was announced."""
+        trainer = self._trainer
+        if not self._looks or trainer.fit_loop.epoch_loop.val_loop.batch_progress.is_last_batch:
+            return
+        self._manager.due()
+        if self.preempted:
+            _logger.warning("preempted: the validation after step %d is cut short", trainer.global_step)
+            # Lightning's own word for results that do not count: early stopping and the like pass them over.
+            trainer.sanity_checking = self._cut_short = True
+            trainer.lightning_module._current_fx_name = None  # Lightning leaves that of a hook that raises
+            raise StopIteration
 
     def after_validation(self) -> None:
-        """Note what was measured; save at a preemption that has cut it short."""
-        self.validation.end()
-        if self._trainer.sanity_checking:
-            return
-        self._evaluated = True
-        self._evaluations.cut_short = self.validation.cut_short
+        """Note what was measured; go back to before a validation that was cut short."""
+        if self._cut_short:
+            rng, self._trainer._logger_connector._callback_metrics = self._before
+            load_rng_state(rng)
+            self._leave_before_validation()
+        self._looks, self._evaluated = False, True
         self._evaluations.note()
         self._evaluations.complain()
-        if self.validation.cut_short and not self._trainer.fit_loop._should_accumulate():
-            reason = self._reason(self._trainer.global_step) or self._deferred
-            self._running.repeats_validation = True
-            if reason is not None:
-                self._save(reason)
-            self._left = True
-            self._end_if_preempted(here=False)
+
+    def _leave_before_validation(self) -> None:
+        """Save, and leave the validation of this step to the resume."""
+        self._loops.validation_is_due = True
+        reason = self._reason(self._trainer.global_step)
+        if reason is not None:
+            self._save(reason)
+        self._leave_if_preempted()
 
     def after_step(self) -> None:
         """Save if it is time: after an optimizer step, never while accumulating."""
-        if self._left:
-            raise StopIteration
         if self._stepped and not self._loops.epoch_is_over:
             self._save_if_due(self._seen_step)
-            self._end_if_preempted(here=True)
+            self._leave_if_preempted()
 
     def before_epoch_end(self) -> None:
-        """Finish staged copies, for averaging callbacks; at a preemption end here."""
+        """Finish staged copies, for averaging callbacks; after a preemption end here."""
         self._roots.settle()
         if self._left:
             raise StopIteration
@@ -175,7 +189,8 @@ class Pacing:
         if self._loops.epoch_is_over and self._stepped:
             self._save_if_due(self._seen_step)
             self._roots.settle()
-            self._end_if_preempted(here=False)
+            if self.preempted:
+                self._stop()
 
     def _save_if_due(self, step: int) -> None:
         reason = self._reason(step) or self._deferred
@@ -189,7 +204,6 @@ class Pacing:
             self._manager.note_step(step, state, metrics=metrics, annotations=job_note())
 
     def failed(self, error: BaseException) -> None:
-        """Save the last whole step, if that is wanted and possible on all ranks."""
         self._manager.save_last_step(error)
 
     def _state(self) -> LightningState:
@@ -212,7 +226,6 @@ class Pacing:
             self.is_to_requeue = bool(self._roots.all_reduce_max([int(self._signals.was_noted)])[0])
 
     def finish(self) -> None:
-        """Give signals back; `Roots` closes the manager."""
         self._signals.give_back()
 
     def _reason(self, step: int) -> str | None:
@@ -246,24 +259,31 @@ class Pacing:
             self._evaluations.saved(handle, metrics)
             self._announcements.saved(handle)
 
-    def _end_if_preempted(self, *, here: bool) -> None:
-        """End training after this step, whatever the least number of steps is.
+    def _leave_if_preempted(self) -> None:
+        """End training here, without what Lightning would do next."""
+        if self.preempted:
+            self._stop()
+            self._left = True
+            raise StopIteration
 
-        Args:
-            here: whether it ends without what Lightning would do next.
-
-        Raises:
-            StopIteration: it ends here.
-        """
-        if not self.preempted:
-            return
+    def _stop(self) -> None:
         self._roots.settle()
         if not self._trainer.should_stop:
             _logger.warning("preempted: training stops after step %d", self._trainer.global_step)
         self._loops.stop()
-        if here:
-            self._left = True
-            raise StopIteration
+
+
+def _sizes(loop: Any) -> tuple[int, int, int]:
+    """Return what determines the number of batches of a validation."""
+    batches = loop.max_batches
+    loaders = loop._combined_loader.flattened
+    if not batches or any(map(_unsized, loaders)) or math.inf in batches:
+        return _UNKNOWN, _UNKNOWN, _UNKNOWN
+    return sum(batches), max(batches), min(batches)
+
+
+def _unsized(loader: Any) -> bool:
+    return isinstance(getattr(loader, "dataset", None), IterableDataset) or not hasattr(loader, "__len__")
 
 
 def weights_may_change(trainer: Any) -> bool:

@@ -19,7 +19,7 @@ from ckpt_core.saving import SaveHandle
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Log
 from ckpt_core.types import CheckpointInfo
-from lightning_ckpt._options import Settings, with_numbers
+from lightning_ckpt._options import Settings
 from lightning_ckpt._state import LightningState
 from lightning_ckpt.loops import job_note
 
@@ -44,7 +44,7 @@ class Roots(ManagersByRoot):
         super().__init__(self._opened, deadline_seconds=settings.options.deadline_seconds)
         self.training = False
         self._settings = settings
-        self._sinks = with_numbers(settings, log)
+        self._log = log
         self._written: set[str] = set()
         self._accepted = set[CheckpointPath]()
         self._newest: SaveHandle | None = None
@@ -53,18 +53,9 @@ class Roots(ManagersByRoot):
         self._taken_up: set[str] = set()
 
     def _opened(self, root: str, coordinator: Coordinator) -> CheckpointManager:
-        manager = CheckpointManager(
-            self._settings.given(root),
-            options=self._settings.for_root(root, training=self.training),
-            coordinator=coordinator,
-            sinks=self._sinks,
-        )
-        settings = self._settings
-        manager.same_options.add(contents=settings.contents, save_last=settings.save_last)
-        return manager
+        return self._settings.manager(root, coordinator, training=self.training, log=self._log)
 
     def all_reduce_max(self, numbers: Sequence[int]) -> tuple[int, ...]:
-        """Return the maximum of each number over all ranks."""
         return self.coordinator.all_reduce_max(numbers)
 
     def same(self, numbers: Sequence[int]) -> bool:
@@ -73,7 +64,6 @@ class Roots(ManagersByRoot):
         return combined == (*numbers, *(-number for number in numbers))
 
     def resumed(self, manager: CheckpointManager, place: CheckpointPath, step: int) -> None:
-        """Note that the whole live state was loaded from a checkpoint."""
         self.loaded(manager)
         self._origins[place.root] = step, place.name
         self._taken_up.add(place.root)
@@ -106,7 +96,6 @@ class Roots(ManagersByRoot):
         metrics: Mapping[str, float],
         reason: str,
     ) -> SaveHandle | None:
-        """Save to a root; see `CheckpointManager.save`."""
         manager = self.at(root)
         self.wait(but=manager)
         self._find_origin(root, step)
@@ -144,7 +133,6 @@ class Roots(ManagersByRoot):
             self._origins[root] = latest.step, latest.name
 
     def settle(self) -> None:
-        """Wait until every save in flight has its copy, so that weights may change."""
         for manager in self:
             manager.wait_staged()
 
@@ -179,14 +167,6 @@ class Roots(ManagersByRoot):
             self._newest.committed.add_done_callback(ended)
 
     def close(self, *, farewell: bool = True) -> None:
-        """Wait for every save in flight, then close the managers and the coordinator.
-
-        Args:
-            farewell: whether the other ranks are closing, too, and may be waited for.
-
-        Raises:
-            SaveError: a save failed; all managers are closed all the same.
-        """
         self._newest = None
         try:
             super().close(farewell=farewell)

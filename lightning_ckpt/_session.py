@@ -17,14 +17,14 @@ from ckpt_core.errors import (
 )
 from ckpt_core.hosting import CheckpointPath, Kind, shadow
 from ckpt_core.state import Gradients, Override, unwrap_optimizer
+from lightning_ckpt._ckpt_path import kind_at, load_stock, path_of, refuse_unjudged
 from lightning_ckpt._committed import AsModelCheckpoint
 from lightning_ckpt._options import Settings
 from lightning_ckpt._pacing import Pacing, weights_may_change
-from lightning_ckpt._resume import DataResume
 from lightning_ckpt._roots import Roots
 from lightning_ckpt._state import LightningState, LoadedCheckpoint, by_number
-from lightning_ckpt._stock import kind_at, load_stock, path_of, refuse_unjudged
 from lightning_ckpt.loops import (
+    DataResume,
     Measured,
     Running,
     position_in,
@@ -71,7 +71,6 @@ class Session:
         return type(None), ()
 
     def start(self, stage: str) -> None:
-        """Begin a run of the Trainer."""
         self.is_running, self._error = True, None
         self.loaded = self.origin = self.pacing = self._data = self._change = self._training = None
         if stage != "fit" or self.trainer.fast_dev_run:
@@ -90,7 +89,6 @@ class Session:
             self.pacing = Pacing(self._training, self.settings, self._roots)
 
     def choose(self, ckpt_path: str | None) -> None:
-        """Note what this run is about to load, if anything."""
         self._require_same_choice(ckpt_path)
         if self._training is None:
             return
@@ -102,9 +100,6 @@ class Session:
         """Refuse a checkpoint that only some ranks have found.
 
         Those would wait for the others to load it.
-
-        Raises:
-            ConfigError: they do not see the same directory.
         """
         if self.trainer.world_size > 1 and not self._roots.same([int(ckpt_path is None)]):
             found = "no checkpoint" if ckpt_path is None else ckpt_path
@@ -122,13 +117,10 @@ class Session:
         self._module = module
 
     def save(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
-        """Save what Lightning has collected, under the path that it names."""
         place = path_of(self._roots.once(lambda: os.fspath(path)))
         step = self.trainer.global_step
         measured = Measured() if self._training is None else self._training.measured
         measured.note(self.trainer.callback_metrics, step)
-        if self._training is not None:
-            self._training.tell_of_moment()
         if self.pacing is not None:
             self.pacing.before_save_by_path(place.root)
         self._roots.save(
@@ -153,18 +145,7 @@ class Session:
         trusted: bool,
         has_optimizers: bool,
     ) -> dict[str, Any]:
-        """Read a checkpoint; return what Lightning loads. A root means its newest.
-
-        Args:
-            path: a checkpoint of ours, a root of such, or a file or directory of Lightning's own.
-            stock: the strategy's own method, with `weights_only=` left to be given, for the last two.
-            trusted: whether the user has allowed Lightning to execute pickles in those.
-            has_optimizers: whether the strategy has its optimizers already.
-
-        Raises:
-            UnsafeCheckpointError: Lightning's own loader would have to execute what is in it.
-            CheckpointError: see `CheckpointManager.load` and `resume`.
-        """
+        """Read a checkpoint; return what Lightning loads. A root means its newest."""
         text = self._roots.once(lambda: os.fspath(path))
         self._roots.wait()
         kind = self._roots.once(lambda: kind_at(text, self.settings.readable_at))
@@ -192,7 +173,6 @@ class Session:
         return state.loaded.checkpoint
 
     def _load(self, place: CheckpointPath, state: LightningState) -> None:
-        """Load the checkpoint of that name, or the newest of a root."""
         manager = self._roots.at(place.root)
         is_own = self.pacing is not None and place.root == self.settings.root
         change = self.settings.override.values if self.pacing is not None else {}
@@ -215,7 +195,6 @@ class Session:
         return self._roots.once(lambda: self._roots.is_taken(path_of(path))) or there
 
     def remove(self, path: str | os.PathLike[str], remove_file: Callable[[], None]) -> None:
-        """Remove a checkpoint or a stock file once its successor is committed."""
         self._roots.remove(path_of(path), remove_file)
 
     def prepare_loader(self, loader: Any) -> None:
@@ -229,11 +208,9 @@ class Session:
             self._data.prepare(loader)
 
     def settle(self) -> None:
-        """Wait for staged copies, before weights change outside an optimizer step."""
         self._roots.settle()
 
     def take_part(self) -> None:
-        """Save in the training that begins, if the run saves by itself."""
         if self._training is not None:
             self._training.loops.listener = self.pacing
 
@@ -263,20 +240,17 @@ class Session:
         self._error = error
         if self.pacing is not None:
             self.pacing.failed(error)
+        if self._training is not None:
+            self._training.loops.failed()
 
     def finish(self) -> None:
-        """Wait for saves in flight, while the process group is still there.
-
-        Raises:
-            SaveError: a save failed, and the run ended without another error.
-        """
+        """Wait for saves in flight, while the process group is still there."""
         self.is_running = False
         while self._shadowed:
             vars(self._shadowed.pop()).pop("file_exists", None)
         pacing, self.pacing = self.pacing, None
         if self._training is not None:
-            self._training.held.release()
-            self._training.loops.release()
+            self._training.release()
         try:
             self._close(pacing)
         except CheckpointError as failure:
@@ -341,11 +315,7 @@ def in_lightnings_words(
 
 
 def refuse_hidden_shards(strategy: Any) -> None:
-    """Refuse strategies whose state no checkpoint of ours can reach.
-
-    Raises:
-        ConfigError: it is one of them.
-    """
+    """Refuse strategies whose state no checkpoint of ours can reach."""
     names = [cls.__name__ for cls in type(strategy).__mro__]
     hidden = next((name for name in names if "DeepSpeed" in name or "XLA" in name), None)
     if hidden is not None:
@@ -356,11 +326,7 @@ def refuse_hidden_shards(strategy: Any) -> None:
 
 
 def _require_no_change(settings: Settings) -> None:
-    """Refuse to change hyperparameters of a training that begins.
-
-    Raises:
-        ConfigError: `override` is given.
-    """
+    """Refuse to change hyperparameters of a training that begins."""
     if settings.override:
         raise ConfigError(
             f"override= changes a training midway, and this fit resumes nothing: call fit(..., "

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ckpt_core.disclosure import logger_of
-from ckpt_core.errors import ALLOW_PICKLE, IncompatibleCheckpointError
+from ckpt_core.errors import ALLOW_PICKLE, ConfigError, IncompatibleCheckpointError
 from ckpt_core.state import (
     Contents,
     Gradients,
@@ -37,9 +37,7 @@ from ckpt_core.types import CapturedState, SavedEntries, SavedState
 from lightning_ckpt.loops import (
     POSITIONS,
     PREFETCHED,
-    Following,
     Running,
-    as_completed,
     configuration_of,
     positions,
     positions_in_samples,
@@ -57,8 +55,6 @@ LARGE = "lightning"
 PREFIX = "lightning."
 """In front of the dictionary's own keys, so that none is taken for an item of the core."""
 
-LOADERS = "lightning.dataloaders"
-"""Item of the loaders' own states, of earlier versions."""
 TRAINING = "lightning.training"
 _CORES = {"state_dict", "optimizer_states", "callbacks"}
 RNG = "rng"
@@ -79,9 +75,9 @@ class LoadedCheckpoint:
     Attributes:
         checkpoint: the dictionary that Lightning and its hooks expect.
         prefetched: batches to train on before the loader's next.
-        positions: in the loaders; empty in checkpoints of earlier versions and of others.
+        positions: in the loaders; empty in checkpoints of others.
         ended_epoch: whether it was saved when an epoch's last batch was done.
-        training: what `Running` saved; None of saves at other moments and of earlier versions.
+        training: what `Running` saved; None of saves outside a training.
         base: names of weights that are not in it, because the model has them.
         gradients: those of an open accumulation window; None of a save between windows.
     """
@@ -97,7 +93,6 @@ class LoadedCheckpoint:
 
     @property
     def rng(self) -> Mapping[str, Any] | None:
-        """This rank's random generators, if it was among those that saved."""
         return cast("Mapping[str, Any] | None", self.saved.per_rank.get(RNG))
 
     @property
@@ -144,15 +139,12 @@ class LightningState:
         self._wanted = Override()
 
     def check_override(self, change: Override) -> None:
-        """Note what is to be changed; `begin` knows the names, before anything is read."""
         self._wanted = change
 
     def override(self, change: Override) -> None:
-        """Note that it is to be changed once optimizers and schedulers are loaded."""
         self.change = change
 
     def capture(self) -> CapturedState:
-        """Capture the state as it is now, with live tensors."""
         return capture(self._trainer, self._collected(), self._running, self._contents)
 
     def unstorable(self) -> list[str]:
@@ -166,11 +158,6 @@ class LightningState:
         return cast("Mapping[str, Any]", checkpoint)
 
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
-        """Return what to load into; see `StateSource`.
-
-        Raises:
-            IncompatibleCheckpointError: the checkpoint is of another model or of other optimizers.
-        """
         try:
             return self._target(saved)
         except IncompatibleCheckpointError as error:
@@ -236,12 +223,6 @@ class LightningState:
         }
 
     def begin(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Callable[[], None]:
-        """Check the optimizers' groups, before any tensor is read; see `CarefulSource`.
-
-        Raises:
-            IncompatibleCheckpointError: they are of other parameters or another kind.
-            ConfigError: none of them has a hyperparameter that is to be changed.
-        """
         del saved
         tree = loaded[PART]
         states = _as_list(tree.get(OPTIMIZER, {"param_groups": []}))
@@ -255,7 +236,6 @@ class LightningState:
         return lambda: None
 
     def apply(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Sequence[str]:
-        """Note what was read; return notes for the user."""
         tree = loaded[PART]
         checkpoint = plain_items(saved, tree.get(LARGE, {}))
         checkpoint["state_dict"] = dict(tree[MODEL])
@@ -264,8 +244,6 @@ class LightningState:
         ended_epoch = _ended_epoch(checkpoint)
         fits = saved.world_size in {None, self._trainer.world_size}
         mid_epoch = fits and not ended_epoch
-        if mid_epoch and LOADERS in saved.per_rank:
-            checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = saved.per_rank[LOADERS]
         self.loaded = LoadedCheckpoint(
             checkpoint=checkpoint,
             saved=saved,
@@ -297,6 +275,37 @@ class LightningState:
         return (note,)
 
 
+@final
+class NewMemory:
+    """A `StateSource` that reads into new memory, on every rank: all, or these items.
+
+    Attributes:
+        tree: what was read; empty before.
+        saved: the checkpoint.
+    """
+
+    saved: SavedState
+
+    def __init__(self, *items: str) -> None:
+        self._items = items
+        self.tree: dict[str, Any] = {}
+
+    def capture(self) -> CapturedState:
+        raise ConfigError("this only loads")
+
+    def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
+        found = template({}, saved.sharded.get(PART, {}))
+        return {PART: {name: each for name, each in found.items() if not self._items or name in self._items}}
+
+    def apply(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Sequence[str]:
+        self.tree, self.saved = dict(loaded[PART]), saved
+        return ()
+
+    def takes_all(self, saved: SavedState) -> bool:
+        del saved
+        return False
+
+
 def by_number(optimizers: Iterable[_T]) -> dict[str, _T]:
     """Return what belongs to optimizers under their names in a checkpoint."""
     found = list(optimizers)
@@ -304,11 +313,7 @@ def by_number(optimizers: Iterable[_T]) -> dict[str, _T]:
 
 
 def check_optimizers(strategy: Any, states: Sequence[Any]) -> None:
-    """Check that saved states are of the strategy's optimizers.
-
-    Raises:
-        IncompatibleCheckpointError: they are of other parameters, of another kind, or more or fewer.
-    """
+    """Check that saved states are of the strategy's optimizers."""
     _check_number(strategy, len(states))
     for optimizer, state in zip(strategy.optimizers, states, strict=True):
         check_groups(strategy.model, optimizer, state)
@@ -350,7 +355,7 @@ def plain_items(saved: SavedState, large: Mapping[str, torch.Tensor]) -> dict[st
     own = {
         key.removeprefix(PREFIX): plant(value, large)
         for key, value in items.items()
-        if key.startswith(PREFIX) and key not in {LOADERS, POSITIONS, PREFETCHED, TRAINING}
+        if key.startswith(PREFIX) and key not in {POSITIONS, PREFETCHED, TRAINING}
     }
     version = {"pytorch-lightning_version": "2.5.0"}
     return {**version, "epoch": 0, "global_step": saved.step or 0, "lr_schedulers": [], **own}
@@ -358,7 +363,9 @@ def plain_items(saved: SavedState, large: Mapping[str, torch.Tensor]) -> dict[st
 
 def _ended_epoch(checkpoint: Mapping[str, Any]) -> bool:
     fit_loop = checkpoint.get("loops", {}).get("fit_loop", {})
-    return bool(fit_loop.get("epoch_loop.batch_progress", {}).get("is_last_batch", False))
+    progress = fit_loop.get("epoch_loop.batch_progress", {"is_last_batch": False})
+    current = progress.get("current", {})
+    return bool(progress["is_last_batch"] and current.get("processed") == current.get("ready"))
 
 
 def capture(
@@ -387,13 +394,13 @@ def capture(
         tree[LARGE] = large
     if POSITIONS in per_rank:
         small[POSITIONS] = per_rank[POSITIONS]
-    if running is not None and (holders := running.held.holders()):
+    if running is not None and (holders := running.holders()):
         tree[GRADIENTS], small[GRADIENTS] = Gradients(model=model, optimizers=holders).capture()
     own = {f"{PREFIX}{key}" for key in ("callbacks", _datamodule_key(trainer))}
     per_rank |= {key: value for key, value in small.items() if key in own}
     # Last: a loader may draw from the global generator when asked for its state.
-    training, per_rank[RNG] = (None, rng_state()) if running is None else running.capture()
-    if training is not None:
+    per_rank[RNG] = rng_state()
+    if running is not None and (training := running.capture()) is not None:
         per_rank[TRAINING] = training
         small[TRAINING] = {**training, "metrics": {"callback": training["metrics"]["callback"]}}
     trained_by = trainer.strategy.optimizers
@@ -421,11 +428,8 @@ def _take_position(trainer: Any, rest: dict[str, Any], running: Running | None) 
     fit_loop["state_dict"] = {
         key: value for key, value in fit_loop.get("state_dict", {}).items() if key != "combined_loader"
     }
-    in_hand = 0 if running is None else running.loops.in_hand
-    if running is not None and running.loops.following in {Following.BATCH, Following.EPOCH}:
-        fit_loop = as_completed(fit_loop, in_hand)
     rest["loops"] = {**rest["loops"], "fit_loop": fit_loop}
-    return positions(trainer.fit_loop, in_hand=in_hand)
+    return positions(trainer.fit_loop, in_hand=0 if running is None else running.loops.in_hand)
 
 
 def unstorable(checkpoint: Mapping[str, Any]) -> list[str]:
@@ -465,7 +469,6 @@ def hoist(value: Any, path: str, found: dict[str, torch.Tensor]) -> Any:
 
 
 def plant(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Undo `hoist`."""
     if isinstance(value, dict) and value.keys() == {_MARK}:
         return tensors[value[_MARK]]
     return _rebuild(value, lambda each, _: plant(each, tensors))

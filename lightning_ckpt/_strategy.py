@@ -26,11 +26,7 @@ _MARK = "_ckpt_stock_class"
 
 
 def attach(strategy: Any, session: Session | None) -> None:
-    """Make `strategy` save and load through `session`, as soon as there is one.
-
-    Raises:
-        ConfigError: it hides its state from checkpoints.
-    """
+    """Make `strategy` save and load through `session`, as soon as there is one."""
     if session is not None:
         refuse_hidden_shards(strategy)
     setattr(strategy, _SESSION, session)
@@ -91,12 +87,10 @@ def launcher(self: Any) -> Any:
 
 
 def lightning_module_state_dict(self: Any) -> dict[str, Any]:
-    """Return the live weights by name; sharded where the model is."""
     return _stock(self).lightning_module_state_dict() if _session(self) is None else model_state(self.model)
 
 
 def optimizer_state_of(self: Any, optimizer: Any) -> dict[str, Any]:
-    """Return the live optimizer state by parameter name."""
     if _session(self) is None or not _trains([optimizer]):
         return dict(_stock(self).optimizer_state(optimizer))
     return optimizer_state(self.model, optimizer)
@@ -108,7 +102,6 @@ def save_checkpoint(
     filepath: str | os.PathLike[str],
     storage_options: Any | None = None,
 ) -> None:
-    """Save on all ranks, in the background."""
     session = _session(self)
     if session is None:
         _stock(self).save_checkpoint(checkpoint, filepath, storage_options=storage_options)
@@ -123,7 +116,6 @@ def load_checkpoint(
     checkpoint_path: str | os.PathLike[str],
     weights_only: bool | None = None,  # noqa: FBT001 - Lightning's signature
 ) -> dict[str, Any]:
-    """Read a checkpoint of ours into place, or one of Lightning's without pickle."""
     session = _session(self)
     stock = partial(_stock(self).load_checkpoint, checkpoint_path)
     if session is None:
@@ -137,7 +129,6 @@ def load_checkpoint(
 
 
 def load_model_state_dict(self: Any, checkpoint: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001, FBT002 - Lightning's signature
-    """Load the weights that were read, as hooks have left them."""
     session = _session(self)
     if session is None or session.loaded is None:
         _stock(self).load_model_state_dict(checkpoint, strict=strict)
@@ -146,7 +137,6 @@ def load_model_state_dict(self: Any, checkpoint: Mapping[str, Any], strict: bool
 
 
 def load_optimizer_state_dict(self: Any, checkpoint: Mapping[str, Any]) -> None:
-    """Load the optimizer states that were read, as hooks have left them."""
     session = _session(self)
     if session is None or session.loaded is None:
         _stock(self).load_optimizer_state_dict(checkpoint)
@@ -162,7 +152,6 @@ def load_optimizer_state_dict(self: Any, checkpoint: Mapping[str, Any]) -> None:
 
 
 def remove_checkpoint(self: Any, filepath: str | os.PathLike[str]) -> None:
-    """Remove a checkpoint once its successor is committed."""
     session = _session(self)
 
     def remove_file() -> None:
@@ -192,7 +181,6 @@ def on_train_start(self: Any) -> None:
 
 
 def teardown(self: Any) -> None:
-    """Wait for saves in flight while the process group is there; then tear down."""
     session = _session(self)
     try:
         if session is not None:

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, final
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from ckpt_core.coordination import Solo
 from ckpt_core.disclosure import logger_of
-from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, ConfigError, UnsafeCheckpointError
+from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, UnsafeCheckpointError
 from ckpt_core.hosting import CheckpointPath, Kind
 from ckpt_core.manager import CheckpointManager
-from ckpt_core.state import base_names, template, under
+from ckpt_core.state import base_names
 from ckpt_core.storage import open_storage
-from ckpt_core.types import CapturedState, SavedState
-from lightning_ckpt._state import LARGE, MODEL, PART, plain_items
-from lightning_ckpt._stock import kind_at, path_of
+from lightning_ckpt._ckpt_path import kind_at, path_of
+from lightning_ckpt._state import LARGE, MODEL, NewMemory, plain_items
 
 _logger = logger_of(__name__)
 
@@ -69,29 +68,24 @@ def read(path: str | os.PathLike[str], *, map_location: Any, allow_pickle: bool)
     A root stands for its newest checkpoint.
 
     Not collective: every process that asks reads the whole of the weights.
-
-    Raises:
-        UnsafeCheckpointError: it holds pickles, and they are not allowed.
-        CheckpointError: see `CheckpointManager.load`.
     """
     place = _found(path)
-    weights = _Weights()
+    weights = NewMemory(MODEL, LARGE)
     with CheckpointManager(place.root, coordinator=Solo(), allow_pickle=allow_pickle) as manager:
         manager.load(weights, name=place.name or None)
-    if weights.bases:
+    if bases := base_names(weights.saved):
         _logger.warning(
             "%s holds only what was trained: call load_from_checkpoint(..., strict=False) for a module whose "
             "__init__ makes the base that it was trained on (%s). Here nobody compares that base; a fit does",
             path,
-            ", ".join(weights.bases),
+            ", ".join(bases),
         )
+    checkpoint = plain_items(weights.saved, weights.tree.get(LARGE, {}))
     if not allow_pickle:
-        _refuse_foreign_instantiators(os.fspath(path), weights.checkpoint)
-    device = _device(map_location)
-    if device is not None:
-        state = weights.checkpoint["state_dict"]
-        weights.checkpoint["state_dict"] = {name: _moved(value, device) for name, value in state.items()}
-    return weights.checkpoint
+        _refuse_foreign_instantiators(os.fspath(path), checkpoint)
+    state, device = weights.tree.get(MODEL, {}), _device(map_location)
+    checkpoint["state_dict"] = {name: _moved(value, device) for name, value in state.items()}
+    return checkpoint
 
 
 def _refuse_foreign_instantiators(path: str, checkpoint: Mapping[str, Any]) -> None:
@@ -109,37 +103,11 @@ def _refuse_foreign_instantiators(path: str, checkpoint: Mapping[str, Any]) -> N
             )
 
 
-@final
-class _Weights:
-    """A `StateSource` that takes all weights of a checkpoint."""
-
-    def __init__(self) -> None:
-        self.checkpoint: dict[str, Any] = {}
-        self.bases: list[str] = []
-
-    def capture(self) -> CapturedState:
-        """Refuse: there is nothing live to save."""
-        raise ConfigError("this only loads")
-
-    def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
-        """Return new memory for every tensor of the model and the hyperparameters."""
-        entries = saved.sharded.get(PART, {})
-        items = {item: under(entries, item) for item in (MODEL, LARGE)}
-        return {PART: {item: template({}, found) for item, found in items.items() if found}}
-
-    def apply(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Sequence[str]:
-        """Take what was read."""
-        tree, self.bases = loaded[PART], base_names(saved)
-        self.checkpoint = plain_items(saved, tree.get(LARGE, {}))
-        self.checkpoint["state_dict"] = dict(tree.get(MODEL, {}))
-        return ()
-
-
 def _device(map_location: Any) -> torch.device | None:
     if isinstance(map_location, Mapping):
         map_location = map_location.get("cpu")
     return None if map_location is None or callable(map_location) else torch.device(map_location)
 
 
-def _moved(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, torch.Tensor) else value
+def _moved(value: Any, device: torch.device | None) -> Any:
+    return value.to(device) if device is not None and isinstance(value, torch.Tensor) else value

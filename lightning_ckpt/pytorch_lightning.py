@@ -32,6 +32,7 @@ class _Idle(ModelCheckpoint):
     load_state_dict = Callback.load_state_dict
     on_train_batch_end = Callback.on_train_batch_end
     on_train_epoch_end = Callback.on_train_epoch_end
+    on_validation_end = Callback.on_validation_end
 
 
 @final

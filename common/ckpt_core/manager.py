@@ -30,7 +30,6 @@ from ckpt_core.vocabulary import instead_of
 
 _logger = logger_of(__name__)
 _FAILED_SECONDS = 10.0
-COALESCED = "coalesced"  # the reason of a save that replaces those postponed by back-pressure
 
 
 @final
@@ -106,10 +105,6 @@ class CheckpointManager:
         has an `OnPreemption`. If there is one, leave the evaluation, on every rank after the same batch, and
         call `maybe_save`. `total_steps`, `epochs` (finished), `tokens` (of all ranks) are for policies that
         need them; counts without a step are where counting begins.
-
-        With `back_pressure="coalesce"`, "coalesced" is the reason of a save that replaces those that were due
-        while every arena was in flight: at the first step with a free one on every rank. Until then each
-        call is an all-reduce of one number.
         """
         self._check()
         self.same_options.require()
@@ -121,7 +116,7 @@ class CheckpointManager:
         self._journal.seen(step)
         reason = self._cadence.due(step, total_steps, **counts)
         self._meter.decided()
-        return reason or (COALESCED if self._saver.in_flight.overdue() else None)
+        return reason
 
     def maybe_save(
         self,
@@ -200,7 +195,7 @@ class CheckpointManager:
 
         Returns:
             A handle on the save in flight; None if every arena was in flight already and `back_pressure` is
-            `skip` or `coalesce`, or if it could not start and `on_error` is `warn`.
+            `skip`, or if it could not start and `on_error` is `warn`.
 
         Raises:
             SaveError: this save could not start, or the save before has failed; the same on every rank.

@@ -27,11 +27,12 @@ from ckpt_core.state import Contents, contents_problem
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Sink
 from ckpt_core.validation import boolean, require
+from lightning_ckpt._ckpt_path import kind_at, load_stock, path_of, refuse_unjudged
 from lightning_ckpt._hooks import PluginOptions
-from lightning_ckpt._options import Settings, with_numbers
+from lightning_ckpt._options import Settings
 from lightning_ckpt._session import refuse_hidden_shards
-from lightning_ckpt._stock import kind_at, load_stock, path_of, refuse_unjudged
-from lightning_ckpt.fabric._state import Everything, FabricState, Filters, Parts
+from lightning_ckpt._state import NewMemory
+from lightning_ckpt.fabric._state import FabricState, Filters, Parts, everything
 
 LAST: Final = "last"
 """The path that stands for the newest checkpoint of the root that verifies."""
@@ -243,7 +244,7 @@ class FabricCheckpoints:
         manager = self.manager
         if not self._once(lambda: bool(manager.checkpoints(abandoned=True))):
             # A resume says whether there is really nothing, and takes the root.
-            manager.resume(Everything())
+            manager.resume(NewMemory())
             return {}
         return self._load(CheckpointPath(str(self._settings.root)), state, strict=strict)
 
@@ -306,13 +307,7 @@ class FabricCheckpoints:
         self._managers.close()
 
     def _make(self, root: str, coordinator: Coordinator) -> CheckpointManager:
-        manager = CheckpointManager(
-            self._settings.given(root),
-            options=self._settings.for_root(root, training=True),
-            coordinator=coordinator,
-            sinks=with_numbers(self._settings, self._fabric.log_dict),
-        )
-        manager.same_options.add(contents=self._settings.contents)
+        manager = self._settings.manager(root, coordinator, training=True, log=self._fabric.log_dict)
         if root != self._settings.root:
             manager.start_afresh()  # elsewhere only the user's names show what belongs together
         return manager
@@ -343,9 +338,9 @@ class FabricCheckpoints:
     def _load(self, place: CheckpointPath, state: dict[str, Any] | None, *, strict: bool) -> dict[str, Any]:
         manager = self._managers.at(place.root)
         if not state:
-            everything = Everything()
-            manager.load(everything, name=place.name or None)
-            return everything.found
+            memory = NewMemory()
+            manager.load(memory, name=place.name or None)
+            return everything(memory)
         parts = Parts.of(self._unwrap(dict(state)))
         source = FabricState(parts, rng=bool(parts.optimizers), contents=self._settings.contents)
         if parts.optimizers and strict and not place.name and place.root == self._settings.root:

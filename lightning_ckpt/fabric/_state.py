@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias, final
 
 import torch
@@ -29,10 +29,10 @@ from ckpt_core.state import (
     saved_part,
     stable_tensors,
     supplied,
-    template,
     under,
 )
 from ckpt_core.types import CapturedState, SavedState
+from lightning_ckpt._state import NewMemory
 
 Filters: TypeAlias = Mapping[str, Callable[[str, Any], bool]]
 
@@ -59,11 +59,9 @@ class PlainValue:
         self.value = value
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the value, marked as plain."""
         return {self._KEY: self.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the value."""
         self.value = self.unmarked(state)
 
     @classmethod
@@ -86,11 +84,7 @@ class Parts:
 
     @classmethod
     def of(cls, state: Mapping[Any, Any]) -> Parts:
-        """Sort what Fabric's wrappers hold.
-
-        Raises:
-            ConfigError: a key cannot be stored.
-        """
+        """Sort what Fabric's wrappers hold."""
         wrong = [key for key in state if not isinstance(key, str) or not key]
         if wrong:
             raise ConfigError(f"the keys of a state must be names, not {wrong!r:.200}")
@@ -112,7 +106,6 @@ class Parts:
 
     @property
     def tensors(self) -> set[str]:
-        """The keys of models and optimizers."""
         return self.models.keys() | self.optimizers.keys()
 
     def home(self, optimizer: torch.optim.Optimizer) -> nn.Module:
@@ -161,7 +154,6 @@ class FabricState:
         self._rest = rest.select(rest.names - {"model"})
 
     def capture(self) -> CapturedState:
-        """Return the present state, with live tensors."""
         rest = self._rest.capture()
         tree, local = dict(rest.sharded[_PART]), dict(rest.local)
         groups, stable = list(rest.groups), list(rest.stable)
@@ -202,11 +194,6 @@ class FabricState:
         return {name: value for name, value in values.items() if keep(name, value)}
 
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
-        """Return what to load into; see `StateSource`.
-
-        Raises:
-            IncompatibleCheckpointError: the checkpoint lacks an entry, or is of another model.
-        """
         entries = saved.sharded.get(_PART, {})
         tops = {path[0] for path in entries}
         self._bases = {
@@ -239,14 +226,12 @@ class FabricState:
     def begin(
         self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState
     ) -> Callable[[], Sequence[tuple[str | int, ...]] | None]:
-        """Put back what may refuse; see `CarefulSource`."""
         tree = loaded[_PART]
         for key, optimizer in self._parts.optimizers.items():
             check_groups(self._parts.home(optimizer), optimizer, tree.get(key), fit=fit_of(saved))
         return self._rest.begin(loaded, saved)
 
     def apply(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Sequence[str]:
-        """Put everything back, the random number generators last."""
         tree = loaded[_PART]
         for key, optimizer in self._parts.optimizers.items():
             if key in tree:
@@ -276,37 +261,11 @@ class FabricState:
         )
 
 
-@final
-@dataclass(slots=True)
-class Everything:
-    """A `StateSource` that reads a whole checkpoint into new memory, on every rank.
-
-    Attributes:
-        found: what was read, by the keys under which it was saved.
-    """
-
-    found: dict[str, Any] = field(default_factory=dict[str, Any])
-
-    def capture(self) -> CapturedState:
-        """Refuse: there is nothing live to save."""
-        raise ConfigError("this only loads")
-
-    def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
-        """Return new memory for every tensor."""
-        return {_PART: template({}, saved.sharded.get(_PART, {}))}
-
-    def apply(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Sequence[str]:
-        """Take what was read."""
-        tree = dict(loaded[_PART])
-        items = saved.shared.items()
-        shared = {name: value for name, value in items if name not in _OWN and not is_of_base(name)}
-        self.found = {**_by_key({**shared, **tree.pop(_ITEMS, {})}), **tree}
-        return ()
-
-    def takes_all(self, saved: SavedState) -> bool:
-        """Return False: nothing live was loaded."""
-        del saved
-        return False
+def everything(source: NewMemory) -> dict[str, Any]:
+    """Return what was read into new memory, by the keys under which it was saved."""
+    tree, items = dict(source.tree), source.saved.shared.items()
+    shared = {name: value for name, value in items if name not in _OWN and not is_of_base(name)}
+    return {**_by_key({**shared, **tree.pop(_ITEMS, {})}), **tree}
 
 
 def _item(key: str) -> str:
@@ -319,11 +278,7 @@ def _by_key(items: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked(filters: Filters, parts: Parts) -> Filters:
-    """Check the `filter` of a save.
-
-    Raises:
-        ConfigError: it is none, or for something that has no names.
-    """
+    """Check the `filter` of a save."""
     given: Any = filters
     if not isinstance(given, Mapping) or not all(map(callable, filters.values())):
         raise ConfigError(f"filter must map keys of the state to functions of name and value, not {given!r}")

@@ -1,27 +1,42 @@
 """Lightning's training loops: positions, running values, and preemptions."""
 
-from lightning_ckpt.loops._counts import TokensInBatch, TrainingCounts, tokens_in_batch
-from lightning_ckpt.loops._evaluation import Evaluations, Measured
-from lightning_ckpt.loops._facts import configuration_of, positions_in_samples
-from lightning_ckpt.loops._positions import POSITIONS, PREFETCHED, position_in, positions, tell_of_hidden
-from lightning_ckpt.loops._preemption import SignalTakeover, ValidationExit
-from lightning_ckpt.loops._requeue import continues, job_note, requeue, requeue_signal, with_requeue
+from lightning_ckpt.loops._measured import (
+    Evaluations,
+    Measured,
+    TokensInBatch,
+    TrainingCounts,
+    tokens_in_batch,
+)
+from lightning_ckpt.loops._positions import (
+    POSITIONS,
+    PREFETCHED,
+    DataResume,
+    configuration_of,
+    position_in,
+    positions,
+    positions_in_samples,
+    tell_of_hidden,
+)
 from lightning_ckpt.loops._running import Running
-from lightning_ckpt.loops._steps import Following, TrainingLoops, as_completed
+from lightning_ckpt.loops._takeover import (
+    SignalTakeover,
+    continues,
+    job_note,
+    requeue,
+    requeue_signal,
+    with_requeue,
+)
 
 __all__ = [
     "POSITIONS",
     "PREFETCHED",
+    "DataResume",
     "Evaluations",
-    "Following",
     "Measured",
     "Running",
     "SignalTakeover",
     "TokensInBatch",
     "TrainingCounts",
-    "TrainingLoops",
-    "ValidationExit",
-    "as_completed",
     "configuration_of",
     "continues",
     "job_note",

@@ -1,38 +1,41 @@
-"""Positions in the loaders of a fit."""
+"""The position of a fit in its data: saved, told in samples, and put back."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Final
+import math
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final, final
 
 from torch.utils.data import DataLoader
 
 from ckpt_core.data import LoaderPosition, hidden_position, track
 from ckpt_core.disclosure import logger_of
-from ckpt_core.state import NotEncodableError, encode
+from ckpt_core.state import NotEncodableError, derive_rng, encode, load_rng_state
+from ckpt_core.types import DataPosition
+
+if TYPE_CHECKING:
+    from lightning_ckpt._state import LoadedCheckpoint
 
 POSITIONS: Final = "lightning.positions"
 PREFETCHED: Final = "lightning.prefetched"
+_TRAINING, _VALIDATION = "training", "validation"
+_OF_TRAINER = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "precision")
 
 _logger = logger_of(__name__)
 
 
 def positions(fit_loop: Any, *, in_hand: int) -> dict[str, Any]:
-    """Return the positions in a fit's loaders, and batches drawn ahead of them.
-
-    Args:
-        fit_loop: of the Trainer.
-        in_hand: batches that were drawn, but count as not seen, if they can be drawn again.
-    """
+    """Return the positions in a fit's loaders, and batches drawn ahead of them."""
     combined = fit_loop._combined_loader
     if combined is None:
         return {}
+    draws_again = _can_draw_again(combined)
+    in_hand = in_hand if draws_again else 0
     training = [position_in(loader) for loader in combined.flattened]
     evaluated = fit_loop.epoch_loop.val_loop._combined_loader
     validation = [position_in(each) for each in (() if evaluated is None else evaluated.flattened)]
     ended = bool(fit_loop.epoch_loop.batch_progress.is_last_batch) and not in_hand
     ahead = [] if ended else list(getattr(fit_loop._data_fetcher, "batches", ()))
-    draws_again = can_draw_again(fit_loop)
     return {
         POSITIONS: {
             "training": [
@@ -47,14 +50,12 @@ def positions(fit_loop: Any, *, in_hand: int) -> dict[str, Any]:
     }
 
 
-def can_draw_again(fit_loop: Any) -> bool:
-    """Return whether batches that were handed out may count as not seen."""
-    found = [position_in(loader) for loader in fit_loop._combined_loader.flattened]
+def _can_draw_again(combined: Any) -> bool:
+    found = [position_in(loader) for loader in combined.flattened]
     return all(each is not None and each.replayable for each in found)
 
 
 def position_in(loader: Any) -> LoaderPosition | None:
-    """Return the position in a loader; None if it cannot tell any."""
     if isinstance(loader, DataLoader):
         track(loader)
     return LoaderPosition(loader) if hidden_position(loader) is None else None
@@ -87,3 +88,161 @@ def _storable(batches: list[Any]) -> list[Any]:
         )  # fmt: skip
         return []
     return batches
+
+
+def positions_in_samples(fit_loop: Any, saved: Mapping[str, Any] | None) -> dict[str, DataPosition]:
+    """Return how far a fit is in its training data, by loader."""
+    if saved is None:
+        return {}
+    states, epoch = saved["training"], max(0, fit_loop.epoch_progress.current.started - 1)
+    found = {
+        "training" if len(states) == 1 else f"training.{number}": position.in_samples(state, epoch=epoch)
+        for number, (loader, state) in enumerate(
+            zip(fit_loop._combined_loader.flattened, states, strict=True)
+        )
+        if state is not None and (position := position_in(loader)) is not None
+    }
+    return {name: position for name, position in found.items() if position is not None}
+
+
+def configuration_of(trainer: Any) -> dict[str, Any]:
+    """Return what a fit was configured with: hyperparameters, and what decides steps."""
+    return {
+        "module": dict(getattr(trainer.lightning_module, "hparams", {})),
+        "data": dict(getattr(trainer.datamodule, "hparams", {})),
+        **{name: getattr(trainer, name, None) for name in _OF_TRAINER},
+    }
+
+
+@final
+class DataResume:
+    """Puts back the position in the data of one fit.
+
+    A loader goes on from its position when its next iterator is made, which draws nothing from the global
+    generators if the epoch has begun; and everything as usual if a new one begins.
+    """
+
+    def __init__(self, trainer: Any, loaded: LoadedCheckpoint) -> None:
+        self._trainer = trainer
+        self._loaded = loaded
+        self._prepared: dict[str, int] = {_TRAINING: 0, _VALIDATION: 0}
+        self._dealt: dict[int, tuple[int, int]] = {}
+        self._finished = False
+
+    @property
+    def has_prepared(self) -> bool:
+        """Whether the training loaders were made after the checkpoint was read.
+
+        `estimated_stepping_batches` in `configure_optimizers` makes them before there is anything to resume.
+        """
+        return self._prepared[_TRAINING] > 0
+
+    def prepare(self, loader: Any) -> None:
+        """Put back the position in a loader whose iterator is about to be made."""
+        kind = _TRAINING if self._trainer.training else _VALIDATION
+        if kind == _TRAINING and self._finished:
+            return  # loaders that Lightning makes again for a later epoch
+        number = self._prepared[kind]
+        self._prepared[kind] = number + 1
+        states = self._loaded.positions.get(kind, ())
+        if number < len(states):
+            self._put_back(loader, states[number], None if kind == _VALIDATION else number)
+        elif kind == _TRAINING and not states:
+            _set_sampler_epoch(self._trainer, loader)
+        if kind == _TRAINING and self._loaded.ended_epoch:
+            self._load_rng()
+
+    def _put_back(self, loader: Any, state: Any, number: int | None) -> None:
+        position = position_in(loader)
+        if position is None or state is None:
+            if number is not None and not self._loaded.ended_epoch:
+                _logger.warning(
+                    "a %s cannot tell its position, so its epoch begins again: use a torch DataLoader, or "
+                    "give it state_dict and load_state_dict",
+                    type(loader).__name__,
+                )
+            return
+        same_ranks = self._loaded.saved.world_size in {None, self._trainer.world_size}
+        for note in position.restore(state, same_ranks=same_ranks):
+            if self._trainer.is_global_zero:
+                _logger.warning("%s", note)
+        if number is not None and (dealt := position.dealt) is not None:
+            self._dealt[number] = dealt
+        if number is not None and self._loaded.ended_epoch:
+            _set_sampler_epoch(self._trainer, loader)
+
+    def finish(self, *, iterators_are_new: bool) -> None:
+        """Go on right before the first batch."""
+        fit_loop = self._trainer.fit_loop
+        fetcher = fit_loop._data_fetcher
+        # Lightning's own restart makes no iterators for the epoch after one whose end had begun.
+        training, epochs = self._loaded.training, fit_loop.epoch_progress.current
+        begins = self._loaded.ended_epoch and epochs.processed == epochs.started
+        begins = begins and (training is None or training["following"] is None)
+        if fetcher is not None and not iterators_are_new:
+            for loader in fit_loop._combined_loader.flattened:
+                self.prepare(loader)
+            if not begins:
+                fit_loop._load_combined_loader_states()
+                iter(fetcher)
+        if self._loaded.prefetched and fetcher is not None:
+            fetcher.batches[:0] = self._loaded.prefetched
+        self._finished = True
+        self._note_consumed()
+        self._count_batches()
+        self._load_rng()
+        if begins and fetcher is not None:
+            vars(fit_loop).pop("_load_combined_loader_states", None)
+            iter(fetcher)
+
+    def _note_consumed(self) -> None:
+        combined = self._trainer.fit_loop._combined_loader
+        consumed = self._loaded.positions.get("consumed")
+        if combined is not None and consumed and not self._loaded.ended_epoch:
+            combined._iterator._consumed = list(consumed)
+
+    def _count_batches(self) -> None:
+        """Count batches as if the present ranks had made those before."""
+        fit_loop = self._trainer.fit_loop
+        progress, batches = fit_loop.epoch_loop.batch_progress.current, fit_loop.max_batches
+        if batches == math.inf:
+            return
+        if self._loaded.ended_epoch:
+            done = batches
+        elif self._dealt:
+            done = self._done_of(batches)
+        else:
+            return
+        unfinished = progress.ready - progress.completed
+        progress.ready = progress.started = progress.processed = done
+        progress.completed = done - unfinished
+
+    def _done_of(self, batches: int) -> int:
+        """Return after how many batches the epoch ends with the last one dealt."""
+        combined = self._trainer.fit_loop._combined_loader
+        lengths = {number: len(combined.flattened[number]) for number in self._dealt}
+        decides = min if combined._mode == "min_size" else max
+        number = decides(lengths, key=lengths.__getitem__)
+        done, rest = self._dealt[number]
+        left = batches - rest if batches == lengths[number] else done
+        return int(min(batches, max(0, left)))
+
+    def _load_rng(self) -> None:
+        notes: list[str] = []
+        if self._loaded.rng is not None:
+            notes += load_rng_state(self._loaded.rng)
+        elif self._loaded.seed is not None:
+            derive_rng(self._loaded.seed, self._trainer.global_rank)
+        for note in notes:
+            _logger.warning("%s", note)
+
+
+def _set_sampler_epoch(trainer: Any, loader: Any) -> None:
+    """Set the epoch of samplers before they shuffle; Lightning does it afterwards."""
+    fit_loop = trainer.fit_loop
+    progress = fit_loop.epoch_progress.current
+    ended = fit_loop.epoch_loop.batch_progress.is_last_batch and progress.processed < progress.started
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    for sampler in (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
+        if callable(getattr(sampler, "set_epoch", None)):
+            sampler.set_epoch(progress.processed + int(ended))  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""What training changes besides weights and counters: metrics and switches.
+"""What training changes besides weights: metrics, switches, held gradients.
 
 Lightning saves none of it. Its own restart begins an epoch's means with the batches after the save, without
 the metrics from before it, and with every parameter and accumulation window as the script has set them up.
@@ -9,14 +9,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, final
+from weakref import ref
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from ckpt_core.disclosure import logger_of
-from ckpt_core.state import rng_state
-from lightning_ckpt.loops._evaluation import Measured
-from lightning_ckpt.loops._held import HeldGradients
-from lightning_ckpt.loops._steps import BETWEEN, Following, TrainingLoops
+from ckpt_core.state import unwrap_optimizer
+from lightning_ckpt.loops._measured import Measured
+from lightning_ckpt.loops._steps import Following, TrainingLoops
 
 _SWITCHES: Final = ("training", "track_running_stats")
 _TRAINABLE: Final = "requires_grad"
@@ -30,36 +32,34 @@ _REDUCTIONS: Final = {
 _MOST_BYTES: Final = 8 << 20
 
 _logger = logger_of(__name__)
+_warned: Final = set[str]()
 
 
-def capture_metrics(trainer: Any, *, first_batch: bool | None) -> dict[str, Any]:
-    """Return the metrics of callbacks, and the running means of the epoch.
-
-    Args:
-        trainer: the Trainer.
-        first_batch: whether the last batch was the first, if a validation runs, which forgets it.
-    """
-    connector, module = trainer._logger_connector, trainer.lightning_module
-    results = trainer.fit_loop.epoch_loop._results
+def _capture_metrics(trainer: Any, following: Following | None) -> dict[str, Any]:
+    connector = trainer._logger_connector
+    found = {"callback": {name: _plain(value) for name, value in trainer.callback_metrics.items()}}
+    if following is None:
+        return found
+    results, module = trainer.fit_loop.epoch_loop._results, trainer.lightning_module
     return {
-        "callback": {name: _plain(value) for name, value in trainer.callback_metrics.items()},
+        **found,
         "results": {key: entry for key, each in results.items() if (entry := _of_result(each)) is not None},
         "metrics": {name: _of_metric(each) for name, each in _metrics(module) if _is_storable(name, each)},
         "hook": connector._current_fx,
-        "first_batch": first_batch if trainer.validating else connector._first_loop_iter,
+        "first_batch": connector._first_loop_iter,
     }
 
 
-def load_metrics(trainer: Any, saved: Mapping[str, Any], *, same_ranks: bool) -> None:
-    """Load the metrics; running means only on as many ranks as saved them."""
+def _load_metrics(trainer: Any, saved: Mapping[str, Any], *, same_ranks: bool) -> None:
     connector, module = trainer._logger_connector, trainer.lightning_module
     connector._callback_metrics.update(_moved(saved["callback"], module.device))
-    if not same_ranks:
+    if not same_ranks or "results" not in saved:
         return
     metrics = dict(_metrics(module))
     for name, state in saved["metrics"].items():
         if name in metrics:
-            _load_metric(metrics[name], _moved(state, metrics[name].device))
+            for key, value in _moved(state, metrics[name].device).items():
+                setattr(metrics[name], key, value)
     results = trainer.fit_loop.epoch_loop._results
     for key, entry in saved["results"].items():
         if entry["tensor"] or entry["names"]["metric_attribute"] in metrics:
@@ -71,11 +71,9 @@ def _metrics(module: Any) -> Iterator[tuple[str, Any]]:
     """Yield the torchmetrics of a module by name."""
     torchmetrics = sys.modules.get("torchmetrics")
     if torchmetrics is not None:
-        yield from ((name, each) for name, each in module.named_modules() if _is_metric(each, torchmetrics))
-
-
-def _is_metric(module: Any, torchmetrics: Any) -> bool:
-    return isinstance(module, torchmetrics.Metric)
+        yield from (
+            (name, each) for name, each in module.named_modules() if isinstance(each, torchmetrics.Metric)
+        )
 
 
 def _is_storable(name: str, metric: Any) -> bool:
@@ -95,9 +93,6 @@ def _is_storable(name: str, metric: Any) -> bool:
     return False
 
 
-_warned: set[str] = set()
-
-
 def _plain_bytes(value: Any) -> int | None:
     """Return the bytes of the tensors in a plain value; None if it is not plain."""
     if isinstance(value, list | tuple | dict):
@@ -110,12 +105,6 @@ def _plain_bytes(value: Any) -> int | None:
 
 def _of_metric(metric: Any) -> dict[str, Any]:
     return {name: _plain(getattr(metric, name)) for name in (*metric._defaults, *_COUNTS)}
-
-
-def _load_metric(metric: Any, state: Mapping[str, Any]) -> None:
-    for name in (*metric._defaults, *_COUNTS):
-        if name in state:
-            setattr(metric, name, state[name])
 
 
 def _of_result(result: Any) -> dict[str, Any] | None:
@@ -175,8 +164,6 @@ class Switches:
 
     Callbacks unfreeze layers and widen accumulation windows in hooks of an epoch's start, which a resume
     within the epoch does not call. What the script sets up itself is its own to change between two runs.
-
-    Concurrency: the thread that trains.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -193,7 +180,6 @@ class Switches:
         return {"flags": flags} | ({} if window == self._window else {"window": window})
 
     def load(self, changed: Mapping[str, Any]) -> None:
-        """Change the same."""
         module = self._trainer.lightning_module
         holders: dict[str, Any] = {**dict(module.named_modules()), **dict(module.named_parameters())}
         for name, switch, value in changed["flags"]:
@@ -203,13 +189,10 @@ class Switches:
 
     def _present(self) -> Iterator[tuple[tuple[str, str], bool]]:
         module = self._trainer.lightning_module
-        # In a validation Lightning has all modules in evaluation mode, and remembers their own.
-        validation = self._trainer.fit_loop.epoch_loop.val_loop
-        modes = validation._module_mode.mode if self._trainer.validating else {}
         for name, each in module.named_modules():
             for switch in _SWITCHES:
                 if (value := getattr(each, switch, None)) is not None:
-                    yield (name, switch), bool(modes.get(name, value) if switch == "training" else value)
+                    yield (name, switch), bool(value)
         for name, each in module.named_parameters():
             yield (name, _TRAINABLE), each.requires_grad
 
@@ -232,6 +215,54 @@ def _set_up_averaging(trainer: Any) -> None:
 
 
 @final
+class HeldGradients:
+    """Tells gradients that a later step of the script's will use from used ones.
+
+    Each optimizer has a window of its own, which may last over several batches; what a step has used stays in
+    memory until it is zeroed.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._used: dict[Optimizer, list[tuple[ref[Tensor], int]]] = {}
+        self._hooks: list[Any] = []
+
+    @property
+    def _optimizers(self) -> list[Any]:
+        """Those that the script steps; none in automatic optimization."""
+        by_script = not self._trainer.lightning_module.automatic_optimization
+        return [unwrap_optimizer(each) for each in self._trainer.strategy.optimizers if by_script]
+
+    def begin(self) -> None:
+        """Watch the steps that the script makes."""
+        watched = [each for each in self._optimizers if isinstance(each, Optimizer)]
+        self._hooks = [each.register_step_post_hook(self._note) for each in watched]
+
+    def release(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def holders(self) -> list[Any]:
+        """Return the optimizers whose gradients are to be saved; collective."""
+        on_any_rank = self._trainer.strategy.reduce_boolean_decision
+        return [each for each in self._optimizers if on_any_rank(self._holds(each), all=False)]
+
+    def _note(self, optimizer: Optimizer, *_: Any) -> None:
+        self._used[optimizer] = [(ref(grad), grad._version) for grad in _gradients(optimizer)]
+
+    def _holds(self, optimizer: Optimizer) -> bool:
+        noted = self._used.get(optimizer, ())
+        used = {id(grad): version for each, version in noted if (grad := each()) is not None}
+        new = (grad for grad in _gradients(optimizer) if used.get(id(grad)) != grad._version)
+        return any(bool(grad.any()) for grad in new)
+
+
+def _gradients(optimizer: Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from (each.grad for each in group["params"] if each.grad is not None)
+
+
+@final
 class Running:
     """What a save adds to Lightning's dictionary, and a resume takes from it.
 
@@ -240,8 +271,6 @@ class Running:
     Attributes:
         loops: of the Trainer, for the position of a save.
         measured: the metrics, by the step at which they were measured.
-        held: tells which gradients wait for a step.
-        repeats_validation: whether the validation that ends now was cut short: a resume repeats it.
         left: whether training is left after the save, because of a preemption.
         untold: the kinds of loaders that were named for hiding their position.
         tokens: tokens trained on, of all ranks together.
@@ -250,23 +279,26 @@ class Running:
     def __init__(self, trainer: Any) -> None:
         self.loops = TrainingLoops(trainer)
         self.measured = Measured()
-        self.held = HeldGradients(self.loops)
-        self.loops.before_validation = self._remember
-        self.repeats_validation = self.left = False
+        self.left = False
         self.untold: set[str] = set()
         self.tokens = 0
-        self._told: set[str | None] = set()
+        self._held = HeldGradients(trainer)
         self._trainer = trainer
         self._switches: Switches | None = None
-        self._before: tuple[dict[str, Any], dict[str, Any]] | None = None
 
     def resume(self, saved: Mapping[str, Any], *, ended_epoch: bool) -> None:
         """Continue with what followed a save; perhaps nothing, as training was to end."""
-        following, left = Following(saved["following"]), bool(saved.get("left"))
-        self.loops.resume(following, ended_epoch=ended_epoch, left=left)
-        deciding = saved.get("stops")
+        deciding = saved["stops"]
         # Without the callback that has decided it, the script is to train on.
-        if deciding is None or not {each.state_key for each in self._trainer.callbacks}.issuperset(deciding):
+        present = {each.state_key for each in self._trainer.callbacks}
+        stops = deciding is not None and present.issuperset(deciding)
+        if saved["following"] is not None:
+            following, validates = Following(saved["following"]), bool(saved["validates"])
+            left = stops or bool(saved["left"])
+            self.loops.resume(following, ended_epoch=ended_epoch, left=left, validates=validates)
+        elif ended_epoch:
+            self.loops.hold_iterators()
+        if not stops:
             return
         self._trainer.should_stop = True
         if self._trainer.is_global_zero:
@@ -277,42 +309,17 @@ class Running:
             )
 
     def begin(self, saved: Mapping[str, Any] | None, *, same_ranks: bool) -> None:
-        """Begin training, if `saved` is given from there."""
         self._switches = Switches(self._trainer)
-        self.held.begin()
+        self._held.begin()
         if saved is None:
             return
-        self._switches.load(saved["switches"])
-        load_metrics(self._trainer, saved["metrics"], same_ranks=same_ranks)
+        if saved["switches"] is not None:
+            self._switches.load(saved["switches"])
+        _load_metrics(self._trainer, saved["metrics"], same_ranks=same_ranks)
         self.measured.resume(saved["measured"], self._trainer._logger_connector._callback_metrics)
-        self.tokens = saved.get("tokens", 0)
-        self.loops.catch_up()
-        if Following(saved["following"]) not in {Following.EPOCH, Following.EPOCH_UPDATE}:
+        self.tokens = saved["tokens"]
+        if saved["following"] == Following.BATCH:
             _set_up_averaging(self._trainer)
-
-    def tell_of_moment(self) -> None:
-        """Warn, once for each hook, of a save in it that cannot be resumed exactly."""
-        loops, hook = self.loops, self.loops.hook
-        if hook in BETWEEN or (loops.following is not None and not loops.holds_batch):
-            return
-        what = "what Lightning has still to do there is not made up for"
-        if loops.at_batch_start and loops.in_hand:
-            return
-        if batches := loops.in_hand:
-            what = f"the last {batches} batch(es) are trained on and logged again, with new random numbers"
-        elif loops.holds_batch:
-            what = "its loader cannot draw the batch in hand again, which is never trained on"
-        if self._switches is not None and hook not in self._told and self._trainer.is_global_zero:
-            self._told.add(hook)
-            _logger.warning(
-                "trainer.save_checkpoint() in %s: after a resume from it %s. Exact are on_train_batch_end, "
-                "on_validation_end, on_train_epoch_end, and what save= saves between steps",
-                hook, what,
-            )  # fmt: skip
-
-    def _remember(self) -> None:
-        """Remember the present as what a save in the coming validation goes back to."""
-        self._before = rng_state(), self._capture_metrics()
 
     def _deciding(self) -> list[str] | None:
         """Return the callbacks that may have decided to end training; None if nothing has.
@@ -326,23 +333,27 @@ class Running:
             return None
         return [each.state_key for each, names in found.items() if "EarlyStopping" in names]
 
-    def _capture_metrics(self) -> dict[str, Any]:
-        return capture_metrics(self._trainer, first_batch=self.loops.first_batch)
+    def holders(self) -> list[Any]:
+        """Return the optimizers whose gradients are to be saved, the same on every rank."""
+        return [] if self.loops.following is None else self._held.holders()
 
-    def capture(self) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-        """Return the state, None where it could not be resumed, and the generators."""
-        following = Following.VALIDATION if self.repeats_validation else self.loops.following
-        again = following is Following.VALIDATION and self._trainer.validating
-        rng, metrics = self._before if again and self._before else (rng_state(), {})
-        if following is None or self._switches is None:
-            return None, rng
-        state = {
-            "following": following.value,
+    def capture(self) -> dict[str, Any] | None:
+        """Return the state; None before training has begun."""
+        if self._switches is None:
+            return None
+        following = self.loops.following
+        return {
+            "following": None if following is None else following.value,
+            "validates": self.loops.validation_is_due,
             "left": self.left,
             "stops": self._deciding(),
-            "switches": self._switches.changed(),
-            "metrics": metrics or self._capture_metrics(),
+            # In a validation, for one, Lightning has all modules in evaluation mode.
+            "switches": None if following is None else self._switches.changed(),
+            "metrics": _capture_metrics(self._trainer, following),
             "measured": dict(self.measured.steps),
             "tokens": self.tokens,
         }
-        return state, rng
+
+    def release(self) -> None:
+        self._held.release()
+        self.loops.release()

@@ -214,13 +214,13 @@ def test_accelerate_still_has_the_seams_that_are_used() -> None:
 
 def test_what_saves_in_flight_may_take_is_set_by_variables_and_by_a_file(tmp_path: Path) -> None:
     side_file = tmp_path / "checkpoints.yaml"
-    side_file.write_text("ckpt: {arenas: 2, back_pressure: coalesce, staging_memory: 1 GiB}")
+    side_file.write_text("ckpt: {arenas: 2, back_pressure: skip, staging_memory: 1 GiB}")
     environment = {
         "CKPT_SUITE_CONFIG": str(side_file),
         "CKPT_SUITE_STAGING_MEMORY": "512 MiB",
         "CKPT_SUITE_WRITE_BANDWIDTH": "500 MB/s",
     }
     options = Settings.resolve({}, environment).options
-    assert (options.arenas, options.back_pressure) == (2, "coalesce")
+    assert (options.arenas, options.back_pressure) == (2, "skip")
     assert options.staging_memory_bytes == 512 << 20
     assert options.write_bytes_per_second == 500_000_000

@@ -42,7 +42,7 @@ def test_the_command_line_adds_the_callback_and_resumes(config, tmp_path):
         "--trainer.callbacks.save.every_steps=5",
         "--trainer.callbacks.save_last=false",
         "--trainer.callbacks.arenas=2",
-        "--trainer.callbacks.back_pressure=coalesce",
+        "--trainer.callbacks.back_pressure=skip",
         "--trainer.callbacks.staging_memory=64 MiB",
         "--trainer.callbacks.write_bandwidth=500 MB/s",
         "--trainer.callbacks.headroom=2 %",
@@ -57,7 +57,7 @@ def test_the_command_line_adds_the_callback_and_resumes(config, tmp_path):
 
     (checkpoint,) = [each for each in cli.trainer.callbacks if isinstance(each, ShardedCheckpoint)]
     options = checkpoint.settings.options
-    assert (options.arenas, options.back_pressure) == (2, "coalesce")
+    assert (options.arenas, options.back_pressure) == (2, "skip")
     assert options.staging_memory_bytes == 64 << 20
     assert options.write_bytes_per_second == 500_000_000
     assert options.free_headroom.share == 0.02

@@ -124,20 +124,6 @@ def test_batches_that_lightning_drew_ahead_are_not_counted_as_seen(tmp_path):
     assert "2 batches of 4, is seen twice" in note
 
 
-def test_a_checkpoint_of_an_earlier_version_resumes_by_the_states_of_its_loaders(tmp_path, monkeypatch):
-    def of_loaders(fit_loop: Any, **_: object) -> dict[str, Any]:
-        return {_state.LOADERS: fit_loop._combined_loader._state_dicts(), _state.PREFETCHED: []}
-
-    monkeypatch.setattr(_state, "positions", of_loaders)
-    full = train_one(DataJob(root=str(tmp_path), loader="stateful", saves=True, max_epochs=1))
-    monkeypatch.undo()
-    path = str(tmp_path / "step-000000002")
-    resumed = train_one(
-        DataJob(root=str(tmp_path / "new"), loader="stateful", seed=77, max_epochs=1, ckpt_path=path)
-    )
-    assert resumed.steps == full.steps[2:]
-
-
 @pytest.mark.distributed
 def test_data_on_other_ranks(tmp_path):
     """Several trainings in one pair of ranks, for starting those is what takes long."""

@@ -11,7 +11,7 @@ import pytest
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from ckpt_core import CheckpointManager, EverySteps
-from lightning_ckpt import ShardedCheckpoint, _connector
+from lightning_ckpt import ShardedCheckpoint, _ckpt_path
 from tests.adapters.lightning_jobs import Model, digest, loader_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -61,7 +61,7 @@ def start(tmp_path, monkeypatch):
         monkeypatch.setenv(f"SLURM_{name}", value)
 
     def begin(root: Path, *, restarts: int = 0, **options: int) -> tuple[Model, str]:
-        monkeypatch.setattr(_connector, "_begun", set())  # as in a new process
+        monkeypatch.setattr(_ckpt_path, "_begun", set())  # as in a new process
         monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
         return script(root, **options)
 

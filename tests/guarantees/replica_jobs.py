@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ckpt_core import CheckpointError, CheckpointManager, ConfigError, TrainState
-from ckpt_core.saving._twins import HOST_VARIABLE
+from ckpt_core.coordination import HOST_VARIABLE
 from ckpt_core.storage import LocalStorage
 from ckpt_core.testing import Fault, FaultyStorage
 from tests.distributed.manager_jobs import build, full_state, train_step

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,19 @@ EXPECTED = CheckpointOptions(
     back_pressure="skip",
     storage_options={"endpoint": "local"},
 )
+
+
+def test_the_table_of_the_docs_has_every_option_once_and_its_default():
+    page = (Path(__file__).parents[2] / "docs" / "lightning.md").read_text(encoding="utf-8")
+    table = page.partition("\n## Options\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`[^|]+`) \| ([^|]+) \|", table, flags=re.MULTILINE)
+    shown = [(name, default) for names, default in rows for name in re.findall(r"`(\w+)`", names)]
+    assert len(dict(shown)) == len(shown)
+    for option in fields(CheckpointOptions):
+        written = dict(shown)[option.name]
+        if option.default is not MISSING and written.startswith("`"):
+            assert ast.literal_eval(written.strip("`")) == option.default, option.name
+    assert CheckpointOptions.described().keys() == {option.name for option in fields(CheckpointOptions)}
 
 
 def written(folder: Path, name: str, text: str) -> Path:
@@ -203,7 +218,7 @@ def test_every_offender_is_listed_at_once():
         ({"save": 500}, "save must be a SavePolicy, not 500"),
         ({"save": KeepLatest(3)}, "save must be a SavePolicy"),
         ({"keep": EverySteps(3)}, "keep must be a RetentionPolicy"),
-        ({"back_pressure": "block"}, "back_pressure must be one of 'wait', 'skip', 'coalesce'"),
+        ({"back_pressure": "block"}, "back_pressure must be one of 'wait', 'skip'"),
         ({"on_error": "ignore"}, "on_error must be one of 'raise', 'warn'"),
         ({"verify": 1}, "verify must be one of"),
         ({"allow_pickle": "yes"}, "allow_pickle"),

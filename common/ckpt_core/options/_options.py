@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -26,7 +27,7 @@ from ckpt_core.policies import RetentionPolicy, SavePolicy, is_of_kind
 from ckpt_core.retention import Abandoned
 from ckpt_core.validation import boolean, function, imported, integer, one_of, positive, require
 
-BackPressure = Literal["wait", "skip", "coalesce"]
+BackPressure = Literal["wait", "skip"]
 OnError = Literal["raise", "warn"]
 Staging = Literal["blocking", "overlapped"]
 Verify = Literal["full", "read", "arrival", "off"]
@@ -60,18 +61,19 @@ class CheckpointOptions:
     """The behaviour of a `CheckpointManager`.
 
     Attributes:
-        save: when to save; None: only explicit calls save.
-        keep: which checkpoints a prune keeps; None never prunes.
-        upload: a further tier, or several, where every n-th checkpoint is copied in the background: see
-            `Upload`. None for the root alone.
+        save: when to save; a policy, or plain values such as `{every_steps: 500, on_preemption: true}`; None:
+            only explicit calls save.
+        keep: which checkpoints a prune keeps; a policy, or plain values such as `{latest: 3, best: {metric:
+            val_loss}}`; None never prunes.
+        upload: a further tier of the root, or several, where every n-th checkpoint is copied in the
+            background: an `Upload`, or plain values such as `{to: "s3://bucket/run", every: 10, keep:
+            {latest: 3}}`. None for the root alone.
         abandoned: what a prune does with abandoned checkpoints, from which the present lineage does not
             continue because training restarted or went back: `keep` them, or `prune` the unpinned ones, the
             oldest first, as checkpoints of the present lineage take the places of the `keep` policy. With
             `keep` as None it has no effect.
-        back_pressure: what to do when a save is due and every arena is in flight: `wait` for the oldest;
-            `skip` the save; or `coalesce` all missed saves into one, for which `due` and `maybe_save` ask at
-            the first step at which an arena is free on every rank, with the state of that step. A pending one
-            is dropped when the manager is closed.
+        back_pressure: what to do when a save is due and every arena is in flight: `wait` for the oldest, or
+            `skip` the save.
         arenas: the number of saves that may be in flight, 1 or 2; each has its copy of this rank's share of
             the state in host memory, allocated when it is first needed.
         staging_memory: the most host memory, in bytes or as "512 MiB", for all arenas of one rank; None for
@@ -236,6 +238,14 @@ class CheckpointOptions:
         stock = type(self)()
         return {name: value for name, value in own.items() if value != getattr(stock, name)}
 
+    @classmethod
+    def described(cls) -> dict[str, str]:
+        """Return what the docstring says of each option."""
+        told = (cls.__doc__ or "").partition("Attributes:\n")[2]
+        names = "|".join(option.name for option in fields(cls))
+        parts = re.split(rf"^ {{8}}({names}): ", told, flags=re.MULTILINE)[1:]
+        return {name: text.rstrip() for name, text in zip(parts[::2], parts[1::2], strict=True)}
+
     def refuse_ends(self, host: str) -> None:
         """Refuse what only a host that sees the end of the training can do.
 
@@ -286,13 +296,7 @@ class CheckpointOptions:
 
 
 def signature_with_options(call: Callable[..., Any], *, ends: bool = True, **own: Any) -> inspect.Signature:
-    """Return a call's signature with its `own` and all options for `**options`.
-
-    Args:
-        call: a function that takes `**options`.
-        ends: whether its host sees what ends the training, so that it takes options that need it.
-        **own: further options of the call, and their defaults.
-    """
+    """Return a call's signature with its `own` and all options for `**options`."""
     found, options = inspect.signature(call), inspect.signature(CheckpointOptions)
     named = [p for p in found.parameters.values() if p.kind is not p.VAR_KEYWORD and p.name != "self"]
     further = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=own[name]) for name in own]

@@ -40,14 +40,7 @@ class Problems:
     def unknown(
         self, where: str, keys: Iterable[Any], allowed: Collection[str], *, options: bool = False
     ) -> None:
-        """Record every key that is not allowed, with what is meant by it.
-
-        Args:
-            where: what has these keys, for the message.
-            keys: of a mapping.
-            allowed: the known ones.
-            options: whether they are options, which other libraries call otherwise.
-        """
+        """Record every key that is not allowed, with what is meant by it."""
         wrong = {key: keys[key] if isinstance(keys, Mapping) else None for key in keys if key not in allowed}
         if wrong:
             advise = instead_of_option if options else similar
@@ -55,11 +48,7 @@ class Problems:
             self.add(f"{where}: unknown {named}; allowed are {', '.join(sorted(allowed))}")
 
     def raise_if_any(self, separator: str = "\n") -> None:
-        """Raise one error with all recorded problems.
-
-        Raises:
-            ConfigError: there is at least one.
-        """
+        """Raise one error with all recorded problems."""
         if self._found:
             raise ConfigError(separator.join(self._found))
 
@@ -125,9 +114,6 @@ def parse_headroom(value: Any) -> Headroom:
     """Parse a headroom: a number of bytes, "2 GiB" or "5 %"; None is the default.
 
     The default is 1 %, at most 1 GiB.
-
-    Raises:
-        ConfigError: it is none of these, or below 0, or 100 % and more.
     """
     if value is None:
         return DEFAULT_HEADROOM
@@ -143,16 +129,7 @@ def parse_headroom(value: Any) -> Headroom:
 
 
 def parse_size(name: str, value: Any, *, rate: bool = False) -> int | None:
-    """Parse a number of bytes: a number, "512 MiB" or "1.5 GB"; None stays None.
-
-    Args:
-        name: of the option, for messages.
-        value: the option's value; KB, MB, GB and TB are powers of 1000, KiB and so on of 1024.
-        rate: whether it is bytes per second, with an optional "/s" after the unit.
-
-    Raises:
-        ConfigError: it is none of these, or not above 0.
-    """
+    """Parse a number of bytes: a number, "512 MiB" or "1.5 GB"; None stays None."""
     if value is None:
         return None
     size = _number(value, rate=rate)
@@ -200,15 +177,7 @@ def _number(value: Any, *, rate: bool) -> float | None:
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """Parse YAML text.
-
-    Args:
-        text: the document.
-        where: the origin of the text, for messages.
-
-    Raises:
-        ConfigError: it is not YAML, or PyYAML is not installed.
-    """
+    """Parse YAML text."""
     try:
         import yaml
     except ImportError as error:
@@ -226,11 +195,7 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def read_document(path: Path) -> Mapping[str, Any]:
-    """Read the mapping in a `.toml`, `.yaml` or `.yml` file; empty for an empty file.
-
-    Raises:
-        ConfigError: it cannot be read, or holds no mapping.
-    """
+    """Read the mapping in a `.toml`, `.yaml` or `.yml` file; empty for an empty file."""
     if path.suffix not in _PARSERS:
         raise ConfigError(f"{path}: options are read from {', '.join(_PARSERS)} files only")
     try:

@@ -107,14 +107,7 @@ def _none_of(value: Any, grammar: _Grammar[Policy], where: str) -> Policy:
 def _with(
     make: Callable[..., Policy], *arguments: str, required: bool = True, switch: bool = False
 ) -> Callable[[Any], Any]:
-    """Return a builder for a policy given as its first argument or a mapping of all.
-
-    Args:
-        make: the policy.
-        *arguments: their names.
-        required: whether a mapping must have the first.
-        switch: whether `true` means the policy by itself, and `false` none.
-    """
+    """Return a builder for a policy given as its first argument or a mapping of all."""
 
     def build(value: Any) -> Policy | None:
         if switch and isinstance(value, bool):

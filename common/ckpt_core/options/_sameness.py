@@ -119,11 +119,7 @@ _DEFAULTS: Final = _all_given(CheckpointOptions())
 
 
 def difference(given: Sequence[Mapping[str, str]]) -> str:
-    """Return how options differ between ranks; "" if they do not.
-
-    Args:
-        given: by each rank, see `given_options`.
-    """
+    """Return how options differ between ranks; "" if they do not."""
     names = sorted({name for each in given for name in each})
     different = [name for name in names if _differs(name, given)]
     # What an upload or a policy is in detail matters only where all ranks have the same one.

@@ -105,11 +105,7 @@ _FIELDS: Final = tuple(each.name for each in fields(Upload) if each.init)
 
 
 def upload_from(value: Any, where: str = "upload") -> Uploads:
-    """Build uploads from plain values: a place, a mapping, or a list of them.
-
-    Raises:
-        ConfigError: invalid values; the message lists all of them, without secrets.
-    """
+    """Build uploads from plain values: a place, a mapping, or a list of them."""
     if isinstance(value, list | tuple):
         problems = Problems()
         found = [problems.collect(upload_from, each, f"{where}[{index}]") for index, each in enumerate(value)]

@@ -161,7 +161,7 @@ class InFlightSaves:
     at the same calls on every rank. A save without progress for longer than the deadline has failed (see
     `SaveThread`), so every wait here is bounded.
 
-    Concurrency: all methods on the main thread; `ready` and `overdue` are collective.
+    Concurrency: all methods on the main thread; `ready` is collective.
 
     Attributes:
         latest: the last save started, unless it is known to have failed.
@@ -173,7 +173,7 @@ class InFlightSaves:
         self._options = options
         self._undelivered: deque[SaveHandle] = deque()
         self._task: Task | None = None
-        self._pending = self._closed = False
+        self._closed = False
         self.latest: SaveHandle | None = None
 
     def ready(self) -> bool:
@@ -182,20 +182,12 @@ class InFlightSaves:
         Raises:
             SaveError: the oldest save has failed, and `on_error` is `raise`.
         """
-        if self._options.back_pressure != "wait" and self._full():
-            self._pending = self._options.back_pressure == "coalesce"
+        if self._options.back_pressure == "skip" and self._full():
             return False
         # The number of handles is equal on every rank, so all ranks raise at the same call.
         while len(self._undelivered) >= self._options.arenas:
             self._deliver(together=True)
         return True
-
-    def overdue(self) -> bool:
-        """Return whether a save postponed by back-pressure can start now.
-
-        Communicates only while there is such a save.
-        """
-        return self._pending and not self._full()
 
     def start(self, handle: SaveHandle, run: Callable[[], None], give_up: Callable[[str], None]) -> None:
         """Run a save in the background.
@@ -209,7 +201,6 @@ class InFlightSaves:
             raise RuntimeError("cannot start a save after shutdown")
         self.latest = handle
         self._undelivered.append(handle)
-        self._pending = False
         self._task = self._thread.submit(Task(run, give_up, partial(_fail, handle)))
 
     def stuck(self) -> str:
@@ -244,7 +235,6 @@ class InFlightSaves:
     def forget(self) -> None:
         """Forget the last save: after a load, a save of the same name is a different one."""
         self.latest = None
-        self._pending = False
 
     def close(self) -> None:
         """Wait for every save in flight and stop the thread.

@@ -76,7 +76,6 @@ class Watch(pl.Callback):
 
     def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
         if self.job.saves and self.job.cell.point == "edge" and trainer.current_epoch == 0:
-            trainer.save_checkpoint(f"{self.job.root}/edge")
             self.recorder.saved()
 
     def on_train_end(self, trainer: Any, *_: Any) -> None:
@@ -91,7 +90,7 @@ def train(job: Job) -> Observed:
     watch = Watch(job, recorder, steps)
     callbacks: list[pl.Callback] = [watch]
     if job.role != "stock":
-        due = AtSteps([steps]) if job.saves and job.cell.point != "edge" else None
+        due = AtSteps([steps]) if job.saves else None
         callbacks.append(
             ShardedCheckpoint(job.root, save=due, save_last=False, deadline_seconds=DEADLINE_SECONDS)
         )
@@ -113,10 +112,7 @@ def train(job: Job) -> Observed:
         default_root_dir=job.root,
         num_sanity_val_steps=0,
     )
-    path = None
-    if job.role == "resumed":
-        path = f"{job.root}/edge" if job.cell.point == "edge" else "last"
-    trainer.fit(module, _loader(job, rank), ckpt_path=path)
+    trainer.fit(module, _loader(job, rank), ckpt_path="last" if job.role == "resumed" else None)
     assert watch.done is not None
     return watch.done
 

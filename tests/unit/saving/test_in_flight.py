@@ -74,7 +74,7 @@ def test_ready_refuses_while_a_save_is_in_flight_if_told_to_skip():
         assert each.ready()
 
 
-@pytest.mark.parametrize("back_pressure", ["wait", "skip", "coalesce"])
+@pytest.mark.parametrize("back_pressure", ["wait", "skip"])
 @pytest.mark.parametrize("deliver", ["ready", "wait", "close"])
 def test_a_failure_is_delivered_exactly_once(deliver, back_pressure):
     with flight(back_pressure) as each:
@@ -313,32 +313,3 @@ def test_a_failure_behind_the_one_that_close_raises_is_logged(caplog):
         with pytest.raises(SaveError, match="disk 1"):
             each.close()
     assert "without the checkpoint of step 2: disk 2" in caplog.text
-
-
-def test_a_save_that_back_pressure_coalesced_is_overdue_once_an_arena_is_free():
-    with flight("coalesce") as each:
-        save, go = handle(), threading.Event()
-        assert not each.overdue()
-        start(each, save, held(save, go))
-        assert not each.ready()
-        assert not each.overdue()
-        go.set()
-        save.result(LONG)
-        assert each.overdue()
-        assert each.ready()
-        again = handle(2)
-        start(each, again, succeed(again))
-        assert not each.overdue()
-
-
-def test_nothing_is_overdue_that_was_skipped_for_good_or_before_a_load():
-    for back_pressure, forget in (("skip", False), ("coalesce", True)):
-        with flight(back_pressure) as each:
-            save, go = handle(), threading.Event()
-            start(each, save, held(save, go))
-            assert not each.ready()
-            if forget:
-                each.forget()
-            go.set()
-            save.result(LONG)
-            assert not each.overdue()

@@ -1,87 +1,28 @@
-"""Preemptions in a validation, and in spite of Lightning's signal handlers."""
+"""Signals in spite of Lightning's handlers, and SLURM's auto-requeue.
+
+Lightning's SLURM handler saves wherever it interrupts a step, and requeues at once. Here its signal is a
+preemption as any: the job is requeued when its last checkpoint is committed and the root free.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, TypeVar, final
 
-from torch.utils.data import IterableDataset
-
-from ckpt_core.cadence import preemptions
+from ckpt_core.cadence import OnPreemption, SavePolicy, preemptions
 from ckpt_core.disclosure import logger_of
-from ckpt_core.manager import CheckpointManager
 
 T = TypeVar("T")
 
-_logger = logger_of(__name__)
+JOB: Final = "slurm_job"
+"""The annotation that names the job of a checkpoint."""
+_SECONDS: Final = 60
 _REGISTER: Final = "register_signal_handlers"
-_UNKNOWN: Final = -1
-
-
-@final
-class ValidationExit:
-    """Ends a fit's validation at a preemption, after the same batch on every rank.
-
-    Where ranks have unequal or unknown numbers of batches it does not look: the others would wait for a rank
-    that has finished. There a preemption is noticed when the validation ends.
-
-    Concurrency: the thread that trains; every method on every rank alike.
-    """
-
-    def __init__(
-        self, trainer: Any, manager: CheckpointManager, same: Callable[[Sequence[int]], bool]
-    ) -> None:
-        self.listens = bool(preemptions(manager.options.save))
-        self._trainer = trainer
-        self._manager = manager
-        self._same = same
-        self._looks = False
-        self.cut_short = False
-
-    def begin(self) -> None:
-        """Prepare for a validation."""
-        self.cut_short = False
-        self._looks = self.listens and not self._trainer.sanity_checking
-        if self._looks:
-            sizes = _sizes(self._trainer.fit_loop.epoch_loop.val_loop)
-            self._looks = self._same(sizes) and _UNKNOWN not in sizes
-
-    def after_batch(self) -> None:
-        """Leave the validation if a preemption that stops training was announced.
-
-        Raises:
-            StopIteration: the validation ends here; its loop takes it as the end of the data.
-        """
-        trainer = self._trainer
-        if not self._looks or trainer.fit_loop.epoch_loop.val_loop.batch_progress.is_last_batch:
-            return
-        self._manager.due()
-        if self._manager.preempted:
-            _logger.warning("preempted: the validation after step %d is cut short", trainer.global_step)
-            self.cut_short = True
-            # Lightning's own word for results that do not count: early stopping and the like pass them over.
-            trainer.sanity_checking = True
-            raise StopIteration
-
-    def end(self) -> None:
-        """Set the Trainer's state back after the validation's own hooks."""
-        if self.cut_short:
-            self._trainer.validating = True
-
-
-def _sizes(loop: Any) -> tuple[int, int, int]:
-    """Return what determines the number of batches of a validation."""
-    batches = loop.max_batches
-    loaders = loop._combined_loader.flattened
-    if not batches or any(_unsized(loader) for loader in loaders) or float("inf") in batches:
-        return _UNKNOWN, _UNKNOWN, _UNKNOWN
-    return sum(batches), max(batches), min(batches)
-
-
-def _unsized(loader: Any) -> bool:
-    return isinstance(getattr(loader, "dataset", None), IterableDataset) or not hasattr(loader, "__len__")
+_logger = logger_of(__name__)
 
 
 @final
@@ -149,3 +90,53 @@ def _install(number: signal.Signals, handler: Any) -> Any:
     previous = _handler(number)
     signal.signal(number, handler)
     return previous
+
+
+def requeue_signal(trainer: Any) -> str | None:
+    """Return the signal at which a Trainer is to requeue its job, or None."""
+    environment = trainer._accelerator_connector.cluster_environment
+    names = {cls.__name__ for cls in type(environment).__mro__}
+    if "SLURMEnvironment" not in names or not environment.auto_requeue:
+        return None
+    return None if environment.requeue_signal is None else signal.Signals(environment.requeue_signal).name
+
+
+def with_requeue(policy: SavePolicy | None, signal_name: str | None) -> SavePolicy | None:
+    """Return a policy that also saves and stops at the signal to requeue."""
+    heard = preemptions(policy)
+    if signal_name is None or any(each.stop and signal_name in each.signals for each in heard):
+        return policy
+    requeue = OnPreemption((signal_name,))
+    return requeue if policy is None else policy | requeue
+
+
+def job_note() -> Mapping[str, Any]:
+    """Return what identifies the SLURM job that saves, if there is one."""
+    job = _job()
+    return {} if job is None else {JOB: job}
+
+
+def continues(saved: Mapping[str, Any]) -> bool:
+    """Return whether SLURM has started again the very job that made these annotations."""
+    restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
+    return restarts.isdigit() and int(restarts) > 0 and _job() is not None and saved.get(JOB) == _job()
+
+
+def requeue() -> None:
+    """Requeue this process's job; on one rank. A failure is logged."""
+    job = _job()
+    command = ["scontrol", "requeue", str(job)]
+    try:
+        subprocess.run(command, check=True, timeout=_SECONDS, capture_output=True)  # noqa: S603 - no shell
+    except (OSError, subprocess.SubprocessError) as error:
+        _logger.error(  # noqa: TRY400 - the message is all there is to say
+            "the job was not requeued: %r. Its last checkpoint is committed; requeue it with `%s`",
+            error, " ".join(command),
+        )  # fmt: skip
+    else:
+        _logger.warning("SLURM job %s is requeued; it continues from its last checkpoint", job)
+
+
+def _job() -> str | None:
+    array, task = (os.environ.get(name) for name in ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"))
+    return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID")

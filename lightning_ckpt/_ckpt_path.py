@@ -1,4 +1,4 @@
-"""Lightning's own checkpoints: recognised at a path, and read without pickle."""
+"""What `ckpt_path` means: a checkpoint, a root, Lightning's file, a fresh start."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
-from ckpt_core.commit import Catalog
+from ckpt_core.commit import Catalog, look_around
 from ckpt_core.dcp import check_stock, load_plain, read_linked, without_pickle
+from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
     ALLOW_PICKLE,
+    CheckpointError,
     CheckpointNotFoundError,
     ConfigError,
     UnsafeCheckpointError,
@@ -26,6 +28,87 @@ from ckpt_core.hosting import CheckpointPath, Kind, replaced, root_of
 from ckpt_core.names import MARKER, METADATA
 from ckpt_core.options import CheckpointOptions
 from ckpt_core.storage import Storage
+from ckpt_core.validation import location
+from lightning_ckpt._committed import committed_of
+from lightning_ckpt._options import Settings
+from lightning_ckpt.loops import continues, requeue_signal
+
+_logger = logger_of(__name__)
+_STOCK = ".ckpt"
+_SHOWN = 4
+
+_begun: Final = set[str]()
+"""The roots of this process's fits so far."""
+
+
+def chosen(ckpt_path: Any, settings: Settings, trainer: Any, *, last: bool) -> Any:
+    """Return what to load instead of what Lightning has chosen; None to begin afresh."""
+    if last or (ckpt_path is None and _is_requeued(settings, trainer)):
+        ckpt_path = settings.root
+    elif ckpt_path is None:
+        return None
+    if (problem := location("ckpt_path", ckpt_path)) is not None:
+        raise ConfigError(problem)
+    if settings.root is None or root_of(ckpt_path) != settings.root or committed_of(settings, further=True):
+        return ckpt_path
+    _begin_afresh("last" if last else ckpt_path, settings, trainer)
+    return None
+
+
+def _is_requeued(settings: Settings, trainer: Any) -> bool:
+    """Return whether SLURM has started again the job that saved the newest checkpoint.
+
+    Only for the first fit of a process: later ones, such as the folds of a cross-validation, begin afresh.
+    """
+    root = settings.root
+    if root is None or root in _begun or str(trainer.state.fn.value) != "fit":
+        return False
+    _begun.add(root)
+    if requeue_signal(trainer) is None:
+        return False
+    committed = committed_of(settings, further=True)
+    if not committed or not continues(
+        Catalog(settings.readable_at(root)).manifest(committed[-1].name).annotations
+    ):
+        return False
+    _logger.warning("requeued by SLURM: this fit continues from the newest checkpoint of %s", root)
+    return True
+
+
+def _begin_afresh(ckpt_path: Any, settings: Settings, trainer: Any) -> None:
+    """Warn that a first fit starts afresh; refuse anything else without weights."""
+    verb = str(trainer.state.fn.value)
+    if verb != "fit":
+        raise CheckpointNotFoundError(
+            f"ckpt_path={str(ckpt_path)!r}: nothing is committed to {settings.root}, so there are no weights "
+            f"to {verb} with. Correct dirpath= or ckpt_path, or train first; without ckpt_path a module that "
+            "you give is taken as it is"
+        )
+    if trainer.is_global_zero:
+        there = "".join(f"; but {each}" for each in _meant_perhaps(settings))
+        _logger.warning("nothing is committed to %s yet: starting afresh%s", settings.root, there)
+
+
+def _meant_perhaps(settings: Settings) -> list[str]:
+    """List what lies in the root besides our checkpoints that may have been meant."""
+    storage = settings.storage_at(str(settings.root))
+    try:
+        stock = sorted(entry.name for entry in storage.list("") if entry.name.endswith(_STOCK))
+        runs = look_around(storage).runs
+    except (CheckpointError, OSError):
+        return []  # the first save will raise it
+    found = []
+    if stock:
+        found.append(
+            f"Lightning wrote {', '.join(stock[-_SHOWN:])} there: to go on from one, stop, and call "
+            f"fit(..., ckpt_path={f'{settings.root}/{stock[-1]}'!r})"
+        )
+    if runs:
+        found.append(
+            f"{', '.join(runs[:_SHOWN])} there hold checkpoints: to go on from one, give it as dirpath="
+        )
+    return found
+
 
 LIGHTNINGS_OWN = "meta.pt"
 """The file that marks a directory of Lightning's sharded strategies."""
@@ -38,9 +121,6 @@ def path_of(path: str | os.PathLike[str], kind: Kind | None = None) -> Checkpoin
     """Return the checkpoint that a path names, or the root if it is of that kind.
 
     Dots before the name, as a Tuner sets them, are left out: such names are those of saves in flight.
-
-    Raises:
-        ConfigError: it has no name.
     """
     if kind is Kind.ROOT:
         return CheckpointPath(root_of(path))
@@ -49,11 +129,7 @@ def path_of(path: str | os.PathLike[str], kind: Kind | None = None) -> Checkpoin
 
 
 def kind_at(path: str, storage_at: Callable[[str], Storage]) -> Kind:
-    """Return whether a path is a checkpoint, a root, or stock Lightning's.
-
-    Raises:
-        CheckpointNotFoundError: it is none of these.
-    """
+    """Return whether a path is a checkpoint, a root, or stock Lightning's."""
     try:
         place = CheckpointPath.of(path)
     except ConfigError:  # a bucket
@@ -98,11 +174,6 @@ def load_stock(
     """Return what `load(weights_only=…)` does: without pickle, unless it is trusted.
 
     Files are read once; a directory of Lightning's sharded strategies is checked before, by one rank.
-
-    Raises:
-        UnsafeCheckpointError: it holds objects that only pickle can rebuild; `allow_pickle=True` is the way
-            out.
-        CorruptCheckpointError: it is not whole.
     """
     if trusted:
         return dict(load(weights_only=False))
