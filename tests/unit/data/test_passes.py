@@ -124,6 +124,29 @@ def by_turns(live: Loaders) -> Iterator[Any]:
         yield batch, other
 
 
+def by_hand(live: Loaders) -> Iterator[Any]:
+    """Begin the longer one ahead of the loop over the shorter."""
+    others = iter(live["long"])
+    for batch in live["short"]:
+        yield batch, next(others)
+
+
+def by_hand_for_all_epochs(live: Loaders) -> Iterator[Any]:
+    """Begin one ahead of all loops, again and again."""
+    kept = vars(live["twin"]).setdefault("endless", [])
+    if not kept:
+        kept.extend([iter(live["twin"]), chain.from_iterable(live["twin"] for _ in range(EPOCHS))])
+    endless = chain(*kept)
+    for batch in live["short"]:
+        yield batch, next(endless)
+
+
+def ahead_of_two(live: Loaders) -> Iterator[Any]:
+    first, second = iter(live["long"]), iter(live["twin"])
+    for batch in live["short"]:
+        yield batch, next(first), next(second)
+
+
 def validating(live: Loaders) -> Iterator[Any]:
     yield from live["long"]
     with torch.no_grad():
@@ -140,6 +163,10 @@ STYLES: dict[str, Style] = {
     "numbered by a range": lambda live: (batch for _, batch in zip(range(6), live["long"], strict=False)),
     "one after the other": lambda live: chain(live["short"], live["long"]),
     "by turns": by_turns,
+    "by hand, the longer first": by_hand,
+    "by hand, an endless one": by_hand_for_all_epochs,
+    "by hand, two ahead": ahead_of_two,
+    "cycle of the longer": lambda live: zip(live["short"], cycle(live["long"]), strict=False),
     "validating": validating,
 }
 
