@@ -182,6 +182,11 @@ class TrainingStart:
         """Whether a pass that begins now is the first with gradients, but for mere looks."""
         return torch.is_grad_enabled() and (self.by is None or self.by.peeked)
 
+    def pass_by(self, *, draws: bool) -> None:
+        """Note that another pass begins, which may draw numbers before the first one does."""
+        if draws and self.by is not None and torch.is_grad_enabled():
+            self.by.do_first()
+
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -304,8 +309,7 @@ class Tracker:
                 type(loader).__name__, self.left.batches,
             )  # fmt: skip
         if reentry is not None and not reentry.is_due:
-            if reentry.by is not None and torch.is_grad_enabled() and (replay is None or replay.fresh):
-                reentry.by.do_first()  # an epoch begins, and draws, before the rest of that one does
+            reentry.pass_by(draws=replay is None or replay.fresh)
             reentry = None
         if reentry is not None:
             reentry.put_back()
