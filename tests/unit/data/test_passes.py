@@ -265,6 +265,15 @@ def test_a_loader_that_the_state_lacks_is_told_once_at_the_first_save(caplog, ki
     assert caplog.text.count("If it trains, give it to TrainState(dataloader=...)") == 1
 
 
+@pytest.mark.parametrize("saved_after", [1, 2, 3])
+def test_it_is_told_whether_the_first_save_comes_after_one_batch_or_several(caplog, saved_after):
+    live, state = loaders("plain"), optimized()
+    for number, _ in enumerate(live["long"], 1):
+        if number >= saved_after:
+            state.capture()
+    assert caplog.text.count("no loader is in the state") == 1
+
+
 def told_where_no_loader_is_needed() -> list[str]:
     told: list[str] = []
     handler = logging.Handler()
@@ -285,6 +294,13 @@ def told_where_no_loader_is_needed() -> list[str]:
         begun = iter(live["long"])  # known, and drawn from without gradients
         next(begun)
         optimized().capture()
+    kept = [iter(each) for each in loaders("plain").values()]  # untracked, to look at a batch of each
+    shown = iter(live["short"])  # tracked
+    samples = [next(each) for each in (*kept, shown)]
+    own = optimized()
+    for _ in samples:
+        own.capture()
+    del kept, shown
     return told
 
 
