@@ -79,10 +79,10 @@ def _unfinished(loader: Any, iterator: Any) -> bool:
 
 
 def tell_of_missing(how: str) -> bool:
-    """Warn if a loop is within an epoch of a loader, and the state has none; return whether to ask again.
+    """Warn of a loop within an epoch of a loader; return whether to ask again.
 
-    Looks at every object of the process, which takes a tenth of a second: for the first save only, and for
-    the second if so far one batch was drawn, which may be a look at it.
+    For a state without loaders. Looks at every object of the process, which takes a tenth of a second: for
+    the first save only, and for the second if so far one batch was drawn, which may be a look at it.
     """
     looked = False
     for each in gc.get_objects():
