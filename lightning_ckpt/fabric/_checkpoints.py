@@ -142,7 +142,7 @@ class FabricCheckpoints:
         self._unwrap = unwrap
         self._step = step
         self._counts: dict[str, int] = {}
-        self._saves = False
+        self._asks = 2
         deadline = settings.options.deadline_seconds
         self._managers = ManagersByRoot(self._make, deadline_seconds=deadline)
         self._once = self._managers.once
@@ -314,10 +314,9 @@ class FabricCheckpoints:
 
     def _source(self, state: Mapping[str, Any], filters: Filters | None = None) -> FabricState:
         parts = Parts.of(self._unwrap(dict(state)))
-        if parts.optimizers and not self._saves:
-            self._saves = True
-            if not parts.loaders:
-                tell_of_missing('fabric.save(path, {..., "loader": loader}), and the same to fabric.load')
+        if parts.optimizers and self._asks:
+            how = 'fabric.save(path, {..., "loader": loader}), and the same to fabric.load'
+            self._asks = self._asks - 1 if not parts.loaders and tell_of_missing(how) else 0
         counts = {key: getattr(state[key], _COUNTER, None) for key in parts.loaders}
         iterations = {key: count for key, count in counts.items() if count is not None}
         return FabricState(parts, filters=filters, iterations=iterations, contents=self._settings.contents)

@@ -73,11 +73,13 @@ def _unfinished(loader: Any, iterator: Any) -> bool:
         return True
 
 
-def tell_of_missing(how: str) -> None:
-    """Warn if a loop is within an epoch of a loader, and the state has none.
+def tell_of_missing(how: str) -> bool:
+    """Warn of a loop within an epoch of a loader; return whether to ask again.
 
-    Looks at every object of the process, which takes a tenth of a second: for the first save only.
+    For a state without loaders. Looks at every object of the process, which takes a tenth of a second: for
+    the first save only, and for the second if so far one batch was drawn, which may be a look at it.
     """
+    looked = False
     for each in gc.get_objects():
         if (
             not issubclass(type(each), LoaderIterator)
@@ -85,13 +87,18 @@ def tell_of_missing(how: str) -> None:
             or not _unfinished(each, each)
         ):
             continue
-        if getattr(getattr(each, EPOCH, None), "trains", True):
+        if not getattr(getattr(each, EPOCH, None), "trains", True):
+            continue
+        if batches_given(each) == 1:
+            looked = True
+        else:
             _log.warning(
                 "a DataLoader is within an epoch, and no loader is in the state that is saved: a resume "
                 "begins its data again. If it trains, give %s; else nothing is to be done",
                 how,
             )
-            return
+            return False
+    return looked
 
 
 def is_stateful(value: Any) -> bool:

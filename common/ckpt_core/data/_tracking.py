@@ -212,22 +212,27 @@ class Epoch:
 
     def draw(self) -> None:
         """Note that a batch is asked for."""
-        first, self.first = self.first, None
-        if first is not None:
-            first()
+        self.do_first()
         if self.made is not None:
             self.note_first()
         if self.beside is not None:
             self.beside.outlived, self.beside = True, None
         self.last, self.trains = next(_events), torch.is_grad_enabled()
 
+    def do_first(self) -> None:
+        """Do what comes before the first batch, once."""
+        first, self.first = self.first, None
+        if first is not None:
+            first()
+
     def end(self) -> None:
         """Note that there was none, which may end passes beside this one, too."""
         self.ended = True
         _open.discard(self)
+        nothing_came = self.replay is not None and self.batches == self.skipped
         for each in _open:
-            if each.last > self.began:
-                each.beside = self
+            if each.last > self.began or (nothing_came and each.replay is not None):
+                each.beside = self  # those that a load put back were drawn from beside this one, before it
 
     @property
     def data_ended(self) -> bool:
@@ -258,6 +263,11 @@ class TrainingStart:
     def is_due(self) -> bool:
         """Whether a pass that begins now is the first with gradients, but for mere looks."""
         return torch.is_grad_enabled() and (self.by is None or self.by.peeked)
+
+    def pass_by(self, *, draws: bool) -> None:
+        """Note that another pass begins, which may draw numbers before the first one does."""
+        if draws and self.by is not None and torch.is_grad_enabled():
+            self.by.do_first()
 
 
 @final
@@ -372,6 +382,7 @@ class Tracker:
                 type(loader).__name__, self.left.batches,
             )  # fmt: skip
         if reentry is not None and not reentry.is_due:
+            reentry.pass_by(draws=replay is None or replay.fresh)
             reentry = None
         if reentry is not None:
             reentry.put_back()

@@ -301,8 +301,8 @@ def _unknown(report: Report) -> list[str]:
         )
     elif earlier:
         found.append(
-            f"{len(earlier):,} of {len(report.checkpoints):,} checkpoints have no event in the journal: they "
-            "are older than its oldest part, or were copied here. Their times and costs are not known."
+            f"{len(earlier):,} of {len(report.checkpoints):,} checkpoints are not in the journal: they are "
+            "older than its oldest part, copied, or of a killed run. Their times and costs are not known."
         )
     if (bare := [run for run in report.runs if not run.covered]) and report.runs:
         found.append(

@@ -121,7 +121,7 @@ class TrainState:
         self._with_model, self._with_rng, self._with_gradients = True, rng, gradients
         require("TrainState", boolean("gradients", gradients))
         self._begun: tuple[SavedState, list[str]] | None = None
-        self._lacks_loader = bool(self._optimizers) and not loaders
+        self._asks = 2 if self._optimizers and not loaders else 0
         for each in self._optimizers.values():
             unwrap_optimizer(each)
         taken = {*self._optimizers, *self._shared, *loaders, *([_SEED] if rng else ())}
@@ -220,9 +220,9 @@ class TrainState:
         )
 
     def _positions(self) -> dict[str, Any]:
-        if self._lacks_loader:
-            self._lacks_loader = False
-            tell_of_missing("it to TrainState(dataloader=...)")
+        if self._asks:
+            undecided = tell_of_missing("it to TrainState(dataloader=...)")
+            self._asks = self._asks - 1 if undecided else 0
         return {name: each.state() for name, each in self._dataloaders.items()}
 
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:

@@ -124,6 +124,29 @@ def by_turns(live: Loaders) -> Iterator[Any]:
         yield batch, other
 
 
+def by_hand(live: Loaders) -> Iterator[Any]:
+    """Begin the longer one ahead of the loop over the shorter."""
+    others = iter(live["long"])
+    for batch in live["short"]:
+        yield batch, next(others)
+
+
+def by_hand_for_all_epochs(live: Loaders) -> Iterator[Any]:
+    """Begin one ahead of all loops, again and again."""
+    kept = vars(live["twin"]).setdefault("endless", [])
+    if not kept:
+        kept.extend([iter(live["twin"]), chain.from_iterable(live["twin"] for _ in range(EPOCHS))])
+    endless = chain(*kept)
+    for batch in live["short"]:
+        yield batch, next(endless)
+
+
+def ahead_of_two(live: Loaders) -> Iterator[Any]:
+    first, second = iter(live["long"]), iter(live["twin"])
+    for batch in live["short"]:
+        yield batch, next(first), next(second)
+
+
 def validating(live: Loaders) -> Iterator[Any]:
     yield from live["long"]
     with torch.no_grad():
@@ -140,6 +163,10 @@ STYLES: dict[str, Style] = {
     "numbered by a range": lambda live: (batch for _, batch in zip(range(6), live["long"], strict=False)),
     "one after the other": lambda live: chain(live["short"], live["long"]),
     "by turns": by_turns,
+    "by hand, the longer first": by_hand,
+    "by hand, an endless one": by_hand_for_all_epochs,
+    "by hand, two ahead": ahead_of_two,
+    "cycle of the longer": lambda live: zip(live["short"], cycle(live["long"]), strict=False),
     "validating": validating,
 }
 
@@ -238,6 +265,15 @@ def test_a_loader_that_the_state_lacks_is_told_once_at_the_first_save(caplog, ki
     assert caplog.text.count("If it trains, give it to TrainState(dataloader=...)") == 1
 
 
+@pytest.mark.parametrize("saved_after", [1, 2, 3])
+def test_it_is_told_whether_the_first_save_comes_after_one_batch_or_several(caplog, saved_after):
+    live, state = loaders("plain"), optimized()
+    for number, _ in enumerate(live["long"], 1):
+        if number >= saved_after:
+            state.capture()
+    assert caplog.text.count("no loader is in the state") == 1
+
+
 def told_where_no_loader_is_needed() -> list[str]:
     told: list[str] = []
     handler = logging.Handler()
@@ -258,6 +294,13 @@ def told_where_no_loader_is_needed() -> list[str]:
         begun = iter(live["long"])  # known, and drawn from without gradients
         next(begun)
         optimized().capture()
+    kept = [iter(each) for each in loaders("plain").values()]  # untracked, to look at a batch of each
+    shown = iter(live["short"])  # tracked
+    samples = [next(each) for each in (*kept, shown)]
+    own = optimized()
+    for _ in samples:
+        own.capture()
+    del kept, shown
     return told
 
 
