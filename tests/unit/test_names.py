@@ -58,9 +58,7 @@ def test_a_name_in_flight_of_a_name_in_flight_is_of_the_checkpoint():
     "name", ["lit_model.pth", "last.ckpt", "checkpoint-8", "epoch=1-step=8.ckpt", "step-000000005"]
 )
 def test_no_pattern_by_which_others_look_for_checkpoints_finds_one_in_flight(tmp_path, name):
-    makers = (
-        *(names.incomplete_name, names.trash_name, names.replaced_name, names.aside_name),
-    )
+    makers = (*(names.incomplete_name, names.trash_name, names.replaced_name, names.aside_name),)
     for make in makers:
         (tmp_path / "run" / make(name, "0123abcd")).mkdir(parents=True)
     suffix = Path(name).suffix or "-8"

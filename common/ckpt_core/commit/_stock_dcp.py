@@ -97,9 +97,9 @@ def verify_part(
     for key, place in index.storage_data.items():
         chunks[place.relative_path].append(_StockChunk(place.offset, place.length, key.fqn))
     return [
-        FileFailure(path=path, problem=problem)
+        FileFailure(path=path, problem=why)
         for path in sorted(chunks)
-        if (problem := _file_problem(storage, f"{prefix}{path}", sorted(chunks[path]), seen)) is not None
+        if (why := _file_problem(storage, f"{prefix}{path}", sorted(chunks[path]), seen)) is not None
     ]
 
 

@@ -173,9 +173,7 @@ class DiskSpace:
         free, step = self._free(), prepared.request.step
         history = self._ownership.inventory.history()
         gone = f" Step(s) {_steps(removed)} were removed ahead of the policy." if removed else ""
-        kept = "; ".join(
-            _kept(self._keep or KeepAll(), history, replaced(self._storage), self._clock())
-        )
+        kept = "; ".join(_kept(self._keep or KeepAll(), history, replaced(self._storage), self._clock()))
         text = (
             f"{_figures_text(needed, free)}. Nothing was written.{gone} "
             f"Kept: {kept or 'nothing'}. Free space, keep fewer (keep=), remove pins (`ckpt unpin`), delete "

@@ -27,6 +27,7 @@ from ckpt_core.state._optimizer import (
     check_groups,
     load_optimizer_state,
     optimizer_state,
+    optimizer_target,
     stable_tensors,
     unwrap_optimizer,
 )
@@ -44,7 +45,6 @@ from ckpt_core.state._source import (
     checked_override,
     takes_all,
 )
-from ckpt_core.state._template import optimizer_target
 from ckpt_core.state._tensors import empty_like, shard_like, template
 from ckpt_core.state._train_state import POSITIONS, TrainState
 from ckpt_core.state._value_codec import NotEncodableError, decode, encode

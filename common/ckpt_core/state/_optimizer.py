@@ -6,19 +6,23 @@ starts at 1), and a save must never change training. The names are the same as t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, final
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state import _fsdp1, _groups
 from ckpt_core.state._groups import is_flat, nested, probe
-from ckpt_core.state._nested import leaves, rekeyed
-from ckpt_core.state._packed import PACKED, packed_state, speaker
+from ckpt_core.state._model import model_state
+from ckpt_core.state._nested import Path, leaves, put, rekeyed
 from ckpt_core.state._parameter_names import ParameterNames
+from ckpt_core.state._tensors import dtype_named, empty_like, matches, shape_of
+from ckpt_core.types import SavedEntries, SavedTensor
 
 _logger = logger_of(__name__)
 CLASS: Final = "optimizer_class"
@@ -247,3 +251,250 @@ def stable_tensors(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
         return []
     state = (value for each in optimizers for values in each.state.values() for value in values.values())
     return [*model.parameters(), *(value for value in state if isinstance(value, torch.Tensor))]
+
+
+PACKED: Final = frozenset({"state", "param_groups"})
+"""The keys of every torch optimizer's `state_dict`. Keys of wrappers are saved beside them."""
+
+_AS_AN_ITEM: Final = (
+    "save the whole of it as an item of its own: TrainState(model=..., opt=optimizer) instead of "
+    "TrainState(model=..., optimizer=optimizer)"
+)
+
+
+def packed_state(optimizer: Any, inner: torch.optim.Optimizer) -> Mapping[str, Any]:
+    """Return the state of an optimizer and its wrapper, in torch's form.
+
+    Args:
+        optimizer: the optimizer that training steps.
+        inner: the torch optimizer in it, with state and parameter groups; the same object without a wrapper.
+
+    Raises:
+        ConfigError: some of the state cannot be stored by parameter names.
+    """
+    packed = speaker(optimizer, inner).state_dict()
+    if not isinstance(packed, Mapping) or not packed.keys() >= PACKED or not _same_groups(packed, inner):
+        keys = ", ".join(map(str, packed)) if isinstance(packed, Mapping) else type(packed).__name__
+        raise ConfigError(
+            f"{type(optimizer).__name__}.state_dict() is not in torch's form of state and param_groups "
+            f"({keys}), so that its state cannot be kept by parameter names; {_AS_AN_ITEM}"
+        )
+    beside = {key: value for key, value in packed.items() if key not in PACKED}
+    if beside and not _is_named(beside):
+        raise ConfigError(
+            f"{type(optimizer).__name__}.state_dict() has state beside state and param_groups "
+            f"({', '.join(map(str, beside))}) that is not kept by names, so that it could be given back to "
+            f"the wrong parameters; {_AS_AN_ITEM}"
+        )
+    _check_hidden(optimizer, inner, packed)
+    return packed
+
+
+def speaker(optimizer: Any, inner: torch.optim.Optimizer) -> Any:
+    """Return the object whose `state_dict` counts: the wrapper, if it has its own."""
+    inherited = getattr(type(optimizer), "state_dict", None) is torch.optim.Optimizer.state_dict
+    return inner if inherited else optimizer
+
+
+def _same_groups(packed: Mapping[str, Any], inner: torch.optim.Optimizer) -> bool:
+    groups = packed["param_groups"]
+    counts = [len(group["params"]) for group in inner.param_groups]
+    return isinstance(packed["state"], Mapping) and [len(group["params"]) for group in groups] == counts
+
+
+def _is_named(value: Any) -> bool:
+    """Return whether all keys of nested mappings are strings, as in a checkpoint."""
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and _is_named(each) for key, each in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_is_named, value))
+    return True
+
+
+def _check_hidden(optimizer: Any, inner: torch.optim.Optimizer, packed: Mapping[str, Any]) -> None:
+    """Refuse an optimizer with an inner one whose state its `state_dict` omits."""
+    for name, other in _held(optimizer, inner):
+        if other.state is inner.state or not other.state:
+            continue
+        included = {id(tensor) for tensor in _tensors(packed)}
+        if any(id(tensor) not in included for tensor in _tensors(other.state)):
+            raise ConfigError(
+                f"{type(optimizer).__name__} steps another optimizer, {name} "
+                f"({type(other).__name__}), whose state its own state_dict() does not return: it would be "
+                f"lost. Save that one: TrainState(model=..., optimizer=optimizer.{name})"
+            )
+
+
+def _held(optimizer: Any, inner: torch.optim.Optimizer) -> Iterator[tuple[str, torch.optim.Optimizer]]:
+    for owner in {id(each): each for each in (optimizer, inner)}.values():
+        for name, value in getattr(owner, "__dict__", {}).items():
+            if isinstance(value, torch.optim.Optimizer) and value is not inner:
+                yield name, value
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _tensors(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
+
+
+_NUMBERED = (
+    ". It uses the numbers of parameters, as `optimizer.state_dict()` does: load it in the same form, by "
+    'CheckpointManager.load({"optimizer": optimizer}) with the same parameters in the same order, and the '
+    "rest with items="
+)
+
+
+def optimizer_target(model: nn.Module, optimizer: Any, saved: SavedEntries) -> dict[str, Any]:
+    """Return a nested dict with the saved keys: tensors to fill, None for values.
+
+    A saved tensor is loaded into the live one if it matches, else into new memory of the saved dtype with the
+    parameter's placement; the live optimizer is unchanged. `saved` has paths relative to the optimizer. State
+    of parameters that it does not train is omitted: another rank may train them.
+
+    Raises:
+        ConfigError: the optimizer trains parameters that the model does not hold.
+        IncompatibleCheckpointError: the checkpoint is of another kind of optimizer.
+    """
+    optimizer = unwrap_optimizer(optimizer)
+    templates = _Template.of(model, optimizer)
+    tree: dict[str, Any] = {}
+    for path, entry in saved.items():
+        if (role := templates.role(path)) is not None:
+            put(tree, path, None if entry is None else templates.tensor(role, entry))
+    names = {str(path[1]) for path in saved if path[0] == "state" and len(path) > 1}
+    if names and "state" not in tree and all(map(str.isdecimal, names)):
+        raise IncompatibleCheckpointError(
+            f"the checkpoint has optimizer state of {', '.join(sorted(names)[:5])}, which are no names of "
+            f"parameters{_NUMBERED}",
+            unexpected=sorted(names),
+        )
+    _groups.check_entries(optimizer, saved)
+    return tree
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _LeafRole:
+    """The role of a saved leaf: state of a parameter, hyperparameter, or neither."""
+
+    parameter: str | None = None
+    rest: Path = ()
+    option: str | None = None
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Template:
+    """A builder of load targets.
+
+    Attributes:
+        optimizer: the live optimizer, which is not changed.
+        references: name of every parameter that it trains, aliases included -> a tensor with its shape and
+            placement.
+        states: the same names -> live state, if it has the same form as the saved one.
+        groups: the same names -> index of the live group.
+        probes: name -> state that a first step creates, where it was probed.
+    """
+
+    optimizer: torch.optim.Optimizer
+    references: Mapping[str, torch.Tensor]
+    states: Mapping[str, Mapping[Path, Any]]
+    groups: Mapping[str, int]
+    probes: dict[str, Mapping[Path, Any]] = field(default_factory=dict[str, Mapping[Path, Any]])
+
+    @classmethod
+    def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer) -> _Template:
+        """Inspect a live optimizer; under FSDP1, with flat parameters, the model's shards."""
+        if _fsdp1.is_fsdp1(model):
+            shards = model_state(model)
+            groups = _numbered(_fsdp1.group_names(model, optimizer))
+            return cls(
+                optimizer=optimizer,
+                references={name: shards[name] for name in groups},
+                states={},
+                groups=groups,
+            )
+        names = ParameterNames.of(model)
+        own = _numbered(names.of_groups(optimizer))
+        references = {name: each for name, each in names.by_name.items() if names.own[each] in own}
+        return cls(
+            optimizer=optimizer,
+            references=references,
+            states={
+                name: dict(leaves(optimizer.state[each]))
+                for name, each in references.items()
+                if each in optimizer.state
+            },
+            groups={name: own[names.resolve(name)] for name in references},
+        )
+
+    def role(self, path: Path) -> _LeafRole | None:
+        """Return the role of the leaf at `path`; None for a parameter not trained here."""
+        first = str(path[0])
+        if first == "param_groups" and len(path) > 2:
+            return _LeafRole(option=str(path[2]))
+        if first == "state" and len(path) > 2:
+            return self._of_parameter(str(path[1]), path[2:])
+        if first.startswith("state."):
+            found = _groups.split(first, self.references)
+            return None if found is None else _LeafRole(parameter=found[0], rest=(found[1], *path[1:]))
+        return _LeafRole()
+
+    def _of_parameter(self, name: str, rest: Path) -> _LeafRole | None:
+        if name in self.references:
+            return _LeafRole(parameter=name, rest=rest)
+        # Some optimizers have state of their own beside that of parameters.
+        return _LeafRole() if name in self.optimizer.state else None
+
+    def tensor(self, role: _LeafRole, saved: SavedTensor) -> torch.Tensor:
+        """Return memory for one saved tensor."""
+        dtype = dtype_named(saved.dtype)
+        name = role.parameter
+        if name is None:
+            return torch.empty(saved.shape, dtype=dtype, device=self._option_device(role.option))
+        reference = self.references[name]
+        live = self.states.get(name, {}).get(role.rest)
+        if matches(live, saved):
+            return live
+        if role.rest[-1] == "step" and not saved.shape:
+            return torch.empty((), dtype=dtype, device=self._step_device(name))
+        fits = saved.shape == shape_of(reference)
+        if saved.wrapped or (isinstance(reference, DTensor) and not fits):
+            return self._like_probe(name, role.rest, saved)
+        if fits:
+            return empty_like(reference, dtype)
+        return torch.empty(saved.shape, dtype=dtype, device=reference.device)
+
+    def _option_device(self, option: str | None) -> torch.device:
+        """Return the device of a tensor hyperparameter, from any group: order may differ."""
+        values = [group.get(str(option)) for group in self.optimizer.param_groups]
+        return next(
+            (value.device for value in values if isinstance(value, torch.Tensor)), torch.device("cpu")
+        )
+
+    def _step_device(self, name: str) -> torch.device:
+        group = self.optimizer.param_groups[self.groups[name]]
+        on_device = group.get("capturable") or group.get("fused")
+        return self.references[name].device if on_device else torch.device("cpu")
+
+    def _like_probe(self, name: str, rest: Path, saved: SavedTensor) -> torch.Tensor:
+        """Place state of another shape than its parameter's as the optimizer would."""
+        reference = self.references[name]
+        if name not in self.probes:
+            self.probes[name] = dict(leaves(probe(self.optimizer, self.groups[name], reference)))
+        found = self.probes[name].get(rest)
+        dtype = dtype_named(saved.dtype)
+        if isinstance(found, torch.Tensor) and shape_of(found) == saved.shape:
+            # What is made of other tensors, only the optimizer can make.
+            return found if saved.wrapped else empty_like(found, dtype)
+        return torch.empty(saved.shape, dtype=dtype, device=reference.device)
+
+
+def _numbered(names: Iterable[Iterable[str]]) -> dict[str, int]:
+    return {name: index for index, members in enumerate(names) for name in members}

@@ -40,13 +40,13 @@ from ckpt_core.state._optimizer import (
     check_groups,
     load_optimizer_state,
     optimizer_state,
+    optimizer_target,
     stable_tensors,
     unwrap_optimizer,
 )
 from ckpt_core.state._override import Override
 from ckpt_core.state._parameter_names import ParameterNames
 from ckpt_core.state._rng import derive_rng, load_rng_state, rng_seed, rng_state
-from ckpt_core.state._template import optimizer_target
 from ckpt_core.state._tensors import template
 from ckpt_core.state.contents import Contents, base_names, begin, saved_part, supplied
 from ckpt_core.types import CapturedState, SavedEntries, SavedState
