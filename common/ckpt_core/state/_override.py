@@ -1,4 +1,4 @@
-"""`Override`: hyperparameters that a resume changes, and the schedules of learning rates with them."""
+"""`Override`: hyperparameters that a resume changes, schedules included."""
 
 from __future__ import annotations
 
@@ -299,7 +299,9 @@ def _rescale(outer: Iterable[Any], optimizer: torch.optim.Optimizer, number: int
 def _next_groups(
     outer: Iterable[Any], optimizers: Iterable[torch.optim.Optimizer]
 ) -> dict[tuple[int, int], Mapping[str, Any]]:
-    """Return, by id of an optimizer and number, the groups after the next step of their schedulers.
+    """Return the groups after the next step of their schedulers.
+
+    They are by the id of their optimizer and their number.
 
     Copies make that step. A schedule that cannot be copied, or waits for a metric, is left out.
     """
