@@ -301,7 +301,8 @@ def _next_groups(
 ) -> dict[tuple[int, int], Mapping[str, Any]]:
     """Return the groups after the next step of their schedulers.
 
-    They are by the id of their optimizer and their number. Copies make that step; a schedule that cannot be copied, or waits for a metric, is left out.
+    They are by the id of their optimizer and their number. Copies make that step; a schedule that cannot be
+    copied, or waits for a metric, is left out.
     """
     found: dict[tuple[int, int], Mapping[str, Any]] = {}
     copies = {id(each): _without_parameters(each) for each in optimizers}
