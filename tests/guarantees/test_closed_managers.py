@@ -77,21 +77,22 @@ def test_closed_managers_of_two_ranks_leave_no_thread_and_no_file_open(tmp_path)
 
 
 def over_several_groups(root: str) -> tuple[list[int], list[str]]:
-    """Threads to the store while one manager saves in one group after another, and after `close`."""
+    """Threads to the store while a manager of each group saves, and after the last `close`."""
     counts: list[int] = []
-    with CheckpointManager(root, deadline_seconds=60) as checkpoints:
-        for step in range(4):
-            make_group()
+    for step in range(4):
+        make_group()
+        with CheckpointManager(root, deadline_seconds=60) as checkpoints:
             checkpoints.save(step, {"x": torch.ones(3)})
+            counts.append(alive().count("ckpt-store"))
             if step % 2:
-                checkpoints.wait()
-                counts.append(alive().count("ckpt-store"))
+                dist.destroy_process_group()
+        if not step % 2:
             dist.destroy_process_group()
     return counts, alive()
 
 
 @pytest.mark.distributed
-def test_a_manager_that_outlives_its_process_groups_keeps_the_threads_of_the_last_one(tmp_path):
+def test_managers_of_one_process_group_after_another_leave_no_thread(tmp_path):
     for counts, left in run_ranks(over_several_groups, 2, str(tmp_path), process_group=False):
         assert max(counts) <= 2
         assert left == []

@@ -233,7 +233,7 @@ class Canary:
 
 @pytest.mark.parametrize(
     "value",
-    [Canary(), Colour.RED, Point(), object, len, {1, 2}, ValueError("x"), range(3), Ellipsis],
+    [Canary(), Colour.RED, Point(), object, len, {1, 2}, KeyError("x"), range(3), Ellipsis],
     ids=lambda value: type(value).__name__,
 )
 @pytest.mark.parametrize("around", [lambda v: v, lambda v: {"a": [(v,)]}, lambda v: {v.__class__: (v,)}])

@@ -299,10 +299,9 @@ def _rescale(outer: Iterable[Any], optimizer: torch.optim.Optimizer, number: int
 def _next_groups(
     outer: Iterable[Any], optimizers: Iterable[torch.optim.Optimizer]
 ) -> dict[tuple[int, int], Mapping[str, Any]]:
-    """Return the groups after the next step of their schedulers.
+    """Return the groups after the next step, by id of the optimizer and number.
 
-    They are by the id of their optimizer and their number. Copies make that step; a schedule that cannot be
-    copied, or waits for a metric, is left out.
+    Copies make it; a schedule that cannot be copied, or waits for a metric, is left out.
     """
     found: dict[tuple[int, int], Mapping[str, Any]] = {}
     copies = {id(each): _without_parameters(each) for each in optimizers}

@@ -104,6 +104,10 @@ class RankFailure(Case):
         return f"{self.place}/{self.kind}/{self.victim}/{self.world_size}"
 
     @property
+    def reloads(self) -> bool:
+        return self.place.startswith("load")  # a state that was loaded in part is not saved
+
+    @property
     def sweep(self) -> str:
         return f"ranks: {self.kind}"
 
