@@ -86,7 +86,7 @@ class RemoteDisk(Storage):
         together: list[memoryview] = []
         with self._talks.begin(self._rank) as talk:
             talk.tell((operation, key))
-            for piece in pieces:
+            for piece in self._or_abort(talk, pieces):
                 for start in range(0, len(piece), PIECE_BYTES):
                     together.append(piece[start : start + PIECE_BYTES])
                     if len(together) == _AT_ONCE:
@@ -96,6 +96,16 @@ class RemoteDisk(Storage):
                 talk.give(together)
             talk.give([])
             return talk.hear()
+
+    def _or_abort(self, talk: Talk, pieces: Iterable[memoryview]) -> Iterator[memoryview]:
+        """Yield the pieces; if their source fails, the other rank drops the file first."""
+        try:
+            yield from pieces
+        except Exception:
+            with suppress(OSError):
+                talk.tell(ConnectionAbortedError(errno.ECONNABORTED, "the source of the file failed"))
+                talk.hear()
+            raise
 
     @contextmanager
     @override

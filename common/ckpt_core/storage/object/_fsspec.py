@@ -24,14 +24,8 @@ _logger = logger_of(__name__)
 class FsspecClient(ObjectClient):
     """A filesystem of fsspec.
 
-    Files may show before they are complete, and two writers may overwrite each other.
-
-    Args:
-        url: of the root.
-        storage_options: for the filesystem.
-        request_seconds: the time limit of one request, where the filesystem takes one.
-        conditional_writes: has no effect.
-        block_bytes: size of the parts of an upload, one such buffer per open stream; None for the default.
+    Files may show before they are complete, and two writers may overwrite each other: `conditional_writes`
+    has no effect.
 
     Raises:
         ConfigError: the protocol is unknown, its package is not installed, or it refuses an option.

@@ -57,14 +57,7 @@ class Container(Protocol):
 
 @final
 class ObstoreClient(PartClient):
-    """A bucket of GCS or a container of Azure.
-
-    Args:
-        url: of the root.
-        storage_options: in the words of gcsfs or adlfs.
-        request_seconds: the time limit of one request, further tries included.
-        conditional_writes: must be true, for both services know them.
-        block_bytes: size of the parts of an upload; None for the default.
+    """A bucket of GCS or a container of Azure, in the words of gcsfs and adlfs.
 
     Raises:
         ConfigError: an option has no translation, or a library is not installed.
