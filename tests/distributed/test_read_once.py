@@ -227,6 +227,28 @@ def differing_job(root: str) -> bool:
     return all(torch.equal(each, full(name)) for name, each in live.items())
 
 
+def stages_job(root: str) -> tuple[int, bool]:
+    """Of a model that is sharded and replicated, rank 1 alone holds a part that is not."""
+    storage, live = Counting(Path(root)), state((Replicate(), Shard(0)), empty=True)
+    own = live.pop("small")
+    if dist.get_rank() == 1:
+        live["small"] = torch.full_like(full("small"), -1)
+    with CheckpointManager(storage, verify="off") as checkpoints:
+        checkpoints.load(live, step=2, strict=False)
+    right = all(
+        torch.equal(each.full_tensor() if isinstance(each, DTensor) else each, full(name))
+        for name, each in sorted(live.items(), key=lambda item: not isinstance(item[1], DTensor))
+    )
+    return storage.asked, right and isinstance(own, DTensor)
+
+
+@pytest.mark.slow
+def test_what_one_rank_holds_alone_keeps_no_others_from_reading_once(root):
+    found = run_ranks(stages_job, 4, str(root / "hsdp"))
+    assert all(right for _, right in found)
+    assert sum(count for count, _ in found) <= 1.05 * TOTAL_BYTES
+
+
 @pytest.mark.slow
 def test_ranks_that_do_not_hold_the_same_each_read_for_themselves(root):
     assert run_ranks(differing_job, 3, str(root / "ddp")) == [True] * 3

@@ -7,6 +7,7 @@ Every rank computes shares and order by itself; one number from each shows wheth
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import cycle
@@ -29,7 +30,6 @@ BUCKET_BYTES: Final = 16 << 20
 _ALIGNMENT: Final = 64
 """Every cell starts at a multiple of this in its bucket, so that it can be viewed as any dtype."""
 _ERROR_BYTES: Final = 256
-_OBJECTION: Final = 1
 
 
 class Cell(NamedTuple):
@@ -77,20 +77,20 @@ class Reads:
     def of(cls, parts: Mapping[str, PartLoad], coordinator: Coordinator, *, read_once: bool) -> Reads:
         """Plan the reads of this rank. Collective.
 
-        Ranks read for each other only if all agree on what each reads; else every rank reads for itself.
+        What ranks should hold alike is read by one of them if they agree on what it is, else by each.
         """
-        rank, reads = coordinator.rank, [read for load in parts.values() for read in load.reads]
+        rank = coordinator.rank
         if not read_once or coordinator.world_size == 1:
-            return cls(rank, reads)
+            return cls(rank, [read for load in parts.values() for read in load.reads])
         try:
-            common, vote = _common(parts, coordinator)
+            common, votes = _common(parts, coordinator)
         except Exception as error:  # noqa: BLE001 - raised on every rank, so that none waits for this one
-            common, vote = {}, error
-        if not coordinator.gather_scatter(vote, _agree, what="scheduling reads"):
-            if coordinator.is_coordinator:
-                _logger.info("the ranks do not hold the same tensors: each reads for itself")
-            return cls(rank, reads)
+            common, votes = {}, error
+        agreed = coordinator.gather_scatter(votes, _agree, what="scheduling reads")
         alone = common.pop((rank,), [])
+        for members in common.keys() - agreed:
+            _logger.info("ranks %s do not hold the same tensors: rank %d reads for itself", members, rank)
+            alone += common.pop(members)
         buckets = [each for members, same in common.items() for each in dealt(members, same)]
         return cls(rank, alone, sorted(buckets, key=lambda bucket: bucket[:3]))
 
@@ -130,7 +130,8 @@ class Reads:
             sender.begin(thread)
             for bucket in self._buckets:
                 buffer = sender.next(thread) if bucket.owner == self._rank else inbox[: bucket.size_bytes]
-                coordinator.broadcast_tensor(buffer, _route(bucket))
+                at = bucket.members.index(bucket.owner)  # the tree begins at the owner
+                coordinator.broadcast_tensor(buffer, bucket.members[at:] + bucket.members[:at])
                 memory = _memory(buffer)
                 if text := bytes(memory[-_ERROR_BYTES:]).rstrip(b"\0").decode(errors="ignore"):
                     failures.setdefault(bucket.owner, text)
@@ -185,17 +186,17 @@ class _Sender:
 
 def _common(
     parts: Mapping[str, PartLoad], coordinator: Coordinator
-) -> tuple[dict[tuple[int, ...], list[TensorRead]], int | Exception]:
-    """Return the reads by the ranks that have them in common, and this rank's vote."""
+) -> tuple[dict[tuple[int, ...], list[TensorRead]], dict[tuple[int, ...], int] | Exception | None]:
+    """Return the reads by the ranks that share them, and this rank's votes, if it can."""
     rank, world_size = coordinator.rank, coordinator.world_size
     common: dict[tuple[int, ...], list[TensorRead]] = {}
     for load in parts.values():
         ranks = {name: alike(value, world_size) for name, value in load.common()}
         for read in load.reads:
             common.setdefault(ranks.get(read.name, (rank,)), []).append(read)
-    if not coordinator.can_broadcast_tensors:
-        return common, _OBJECTION  # all ranks must know: a connection may be lost on this rank alone
-    return common, sum(_vote(rank, members, reads) for members, reads in common.items())
+    # All ranks must know if they cannot: a connection may be lost on this rank alone.
+    can = coordinator.can_broadcast_tensors
+    return common, {each: _vote(rank, each, reads) for each, reads in common.items()} if can else None
 
 
 def _fill(bucket: Bucket, memory: memoryview, fetch: DeviceFetch | None) -> Exception | None:
@@ -273,14 +274,11 @@ def _vote(rank: int, members: tuple[int, ...], reads: Sequence[TensorRead]) -> i
     return (len(members) - 1) * digest if rank == members[0] else -digest
 
 
-def _agree(votes: list[Any]) -> list[bool]:
-    return [sum(votes) == 0] * len(votes)
-
-
-def _route(bucket: Bucket) -> tuple[int, ...]:
-    """Return the members in cyclic order from the owner, to spread positions."""
-    place = bucket.members.index(bucket.owner)
-    return bucket.members[place:] + bucket.members[:place]
+def _agree(votes: list[Any]) -> list[list[tuple[int, ...]]]:
+    sums = Counter[tuple[int, ...]]()
+    for of_rank in votes:
+        sums.update(of_rank)
+    return [[] if None in votes else [members for members, total in sums.items() if not total]] * len(votes)
 
 
 def _aligned(cell: Cell) -> int:
