@@ -35,7 +35,7 @@ from ckpt_core.errors import (
     RootBusyError,
     SaveError,
 )
-from ckpt_core.names import EVENTS, HISTORY, SPARES
+from ckpt_core.names import EVENTS, HISTORY, SPARES, drafted
 from ckpt_core.root import _ownership
 from ckpt_core.storage import LocalStorage, ObjectStorage, Space
 from ckpt_core.testing import Fault, FaultyStorage
@@ -76,13 +76,13 @@ def plain(value):
 
 
 def tree(root):
-    """Every file below `root` with its content."""
+    """Every file below `root` with its content, but for what the journal writes meanwhile."""
     if root.is_file():
         return root.read_bytes()
     return {
         str(path.relative_to(root)): path.read_bytes() if path.is_file() else None
         for path in sorted(root.rglob("*"))
-        if path.name not in {LOCK_FILE, HISTORY, EVENTS, *SPARES}
+        if not {path.name, drafted(path.name)} & {LOCK_FILE, HISTORY, EVENTS, *SPARES}
     }
 
 
