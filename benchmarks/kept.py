@@ -21,7 +21,7 @@ from ckpt_core import CheckpointManager, KeepEvery, KeepLatest
 from ckpt_core.commit import Manifest, begin, commit
 from ckpt_core.formats.checksums import checksum
 from ckpt_core.names import step_name
-from ckpt_core.storage import LocalStorage, ObjectStorage, Storage
+from ckpt_core.storage import LocalStorage, Storage, object_storage
 from ckpt_core.testing import Fault, FaultyStorage
 from ckpt_core.types import FileEntry
 
@@ -84,7 +84,7 @@ def main() -> None:
         for kept in arguments.kept:
             inner: Storage = LocalStorage(Path(folder) / str(kept))
             if arguments.remote:
-                inner = ObjectStorage(f"memory://{secrets.token_hex(8)}/run")
+                inner = object_storage(f"memory://{secrets.token_hex(8)}/run")
             fill(inner, kept)
             slow = remote(arguments.latency_ms / 1000, inner) if arguments.remote else inner
             storages.append((kept, slow))

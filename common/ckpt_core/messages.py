@@ -1,20 +1,21 @@
 """Messages between ranks: values as bytes and back, without running code.
 
-JSON, with tags for types that JSON lacks; raw bytes follow the JSON. Beside plain values there are only the
-classes of this suite that are declared as messages, each by its name in one table, and its errors. Decoded
-values have the types that those classes declare.
+Pickles of a closed world: plain values, the classes of this suite that are declared as messages, and its
+errors. Whoever reads looks each class up in one table and knows no other name, so bytes that no rank wrote
+can call nothing. Fields are not compared with their types: ranks of a job trust one another.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import io
+import pickle
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from enum import Enum
-from functools import cache
-from types import NoneType, UnionType
-from typing import Any, Final, Literal, TypeVar, Union, cast, final, get_args, get_origin, get_type_hints
+from typing import Any, Final, TypeVar, cast, final
+
+from typing_extensions import override
 
 from ckpt_core import errors
 from ckpt_core.errors import CheckpointError, Failure, FileFailure
@@ -23,74 +24,31 @@ from ckpt_core.types import CheckpointInfo, Lineage
 C = TypeVar("C", bound=type)
 T = TypeVar("T")
 
-_SCALARS: Final = frozenset({str, int, float, bool, NoneType})
-_LENGTH_BYTES: Final = 8
-_TUPLE, _MAPPING, _SET, _BYTES, _OBJECT, _ERROR = "tuple", "mapping", "set", "bytes", "object", "error"
-_OS_ERROR: Final = "OSError"
-_ERRORS: Final[Mapping[str, type[CheckpointError]]] = {
-    name: kind
-    for name, kind in vars(errors).items()
-    if isinstance(kind, type) and issubclass(kind, CheckpointError)
-}
-_MALFORMED: Final = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
+_PROTOCOL: Final = 5
+_PLAIN: Final = (str, bytes, int, float, dict)
 
 
 class MessageError(ValueError):
     """A value cannot be encoded as a message, or the bytes are not one."""
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """The conversion of objects of one class to plain values and back."""
-
-    name: str
-    pack: Callable[[Any], Any]
-    unpack: Callable[[Any], Any]
-    names: Sequence[str] | None = None
+_DECLARED: Final[dict[str, Any]] = {}
+"""What a reader may call, by `_name_of` it."""
+_CONVERTED: Final[dict[type, Callable[[Any], Any]]] = {}
+_UNPACK: Final[dict[str, Callable[[Any], Any]]] = {}
 
 
-_BY_CLASS: Final[dict[type, _Form]] = {}
-_BY_NAME: Final[dict[str, _Form]] = {}
-
-
-def register(
-    kind: type[T],
-    pack: Callable[[T], Any],
-    unpack: Callable[[Any], T],
-    *,
-    names: Sequence[str] | None = None,
-) -> None:
-    """Register a class of messages: how it becomes plain values or messages, and back.
-
-    `unpack` is given values that may be malformed, and then raises errors of `_MALFORMED`.
-    """
-    form = _Form(f"{kind.__module__}.{kind.__qualname__}", pack, unpack, names)
-    if form.name in _BY_NAME:
-        raise TypeError(f"there is a message {form.name} already")
-    _BY_CLASS[kind] = _BY_NAME[form.name] = form
+def register(kind: type[T], pack: Callable[[T], Any], unpack: Callable[[Any], T]) -> None:
+    """Register a class of messages: how it becomes plain values or messages, and back."""
+    _CONVERTED[kind] = pack
+    _UNPACK[_name_of(kind)] = unpack
 
 
 def message(kind: C) -> C:
     """Register a dataclass or an enum as a message between ranks; a decorator."""
-    made_by: Any = kind
-    if issubclass(kind, Enum):
-        register(made_by, lambda member: member.name, lambda name: made_by[_expect(name, str)])
-        return kind
-    if not is_dataclass(kind):
+    if not is_dataclass(kind) and not issubclass(kind, Enum):
         raise TypeError(f"{kind.__qualname__} is neither a dataclass nor an enum")
-    names = [field.name for field in fields(kind)]
-
-    def pack(found: Any) -> tuple[Any, ...]:
-        return tuple(getattr(found, name) for name in names)
-
-    def unpack(values: Any) -> Any:
-        given = dict(zip(names, _expect(values, tuple), strict=True))
-        _check_fields(kind, given)
-        return made_by(**given)
-
-    register(made_by, pack, unpack, names=names)
-    return cast("C", made_by)
+    return _declare(kind)
 
 
 def encode(value: object) -> bytes:
@@ -99,12 +57,18 @@ def encode(value: object) -> bytes:
     Raises:
         MessageError: a part of it cannot be sent; the text names its type and place.
     """
-    blobs: list[bytes] = []
-    try:
-        text = json.dumps(_pack(value, "", blobs), separators=(",", ":")).encode()
-    except RecursionError as error:
-        raise MessageError("a value for other ranks is nested too deep, or in itself") from error
-    return b"".join((len(text).to_bytes(_LENGTH_BYTES, "big"), text, *blobs))
+    with io.BytesIO() as stream:
+        try:
+            _Pickler(stream, _PROTOCOL).dump(value)
+        except _UnsendableError as error:
+            kind, place = type(error.part), _place_of(error.part, value)
+            raise MessageError(
+                f"a {kind.__module__}.{kind.__qualname__}{place and f' ({place})'} cannot go to other ranks: "
+                "only numbers, text, bytes, None, and lists, tuples, sets and dictionaries of those can"
+            ) from None
+        except RecursionError as error:
+            raise MessageError("a value for other ranks is nested too deep") from error
+        return stream.getvalue()
 
 
 def decode(content: bytes) -> Any:
@@ -113,228 +77,124 @@ def decode(content: bytes) -> Any:
     Raises:
         MessageError: `encode` did not make these bytes.
     """
-    start = _LENGTH_BYTES
-    stop = start + int.from_bytes(content[:start], "big")
-    if not start <= stop <= len(content):
-        raise MessageError(f"{len(content)} bytes, of which {stop} should be the text")
-    blobs = _Blobs(memoryview(content)[stop:])
     try:
-        value = _unpack(json.loads(content[start:stop]), blobs)
-    except _MALFORMED as error:
+        return _Unpickler(io.BytesIO(content)).load()
+    # The constructors of declared classes are given what the bytes hold.
+    except Exception as error:
         raise MessageError(f"{type(error).__name__}: {error!s:.200}") from error
-    if blobs.left:
-        raise MessageError(f"{blobs.left} bytes too many")
-    return value
 
 
 @final
-class _Blobs:
-    """The bytes after the text, taken in order."""
-
-    def __init__(self, content: memoryview) -> None:
-        self._content = content
-
-    @property
-    def left(self) -> int:
-        return len(self._content)
-
-    def take(self, size: Any) -> bytes:
-        if not 0 <= _expect(size, int) <= len(self._content):
-            raise ValueError(f"{size} bytes of {len(self._content)}")
-        found, self._content = self._content[:size], self._content[size:]
-        return bytes(found)
+class _UnsendableError(Exception):
+    def __init__(self, part: object) -> None:
+        super().__init__(part)
+        self.part = part
 
 
-def _pack(value: Any, place: str, blobs: list[bytes]) -> Any:
-    kind: type[Any] = type(value)
-    if kind in _SCALARS:
-        return value
-    if kind is list:
-        return _pack_each(value, place, blobs)
-    if kind is tuple:
-        return {_TUPLE: _pack_each(value, place, blobs)}
-    if (form := _BY_CLASS.get(kind)) is not None:
-        packed = form.pack(value)
-        if form.names is None:
-            return {_OBJECT: [form.name, _pack(packed, place, blobs)]}
-        return {_OBJECT: [form.name, {_TUPLE: _pack_each(packed, place, blobs, form.names)}]}
-    return _pack_other(value, place, blobs)
+@final
+class _Pickler(pickle.Pickler):
+    @override
+    def reducer_override(self, obj: Any) -> Any:
+        """Say how what is no plain value is made again; pickle asks for nothing else."""
+        kind = type(obj)
+        if kind in _CONVERTED:
+            return _unpacked, (_name_of(kind), _CONVERTED[kind](obj))
+        if isinstance(obj, type) or callable(obj):
+            if _DECLARED.get(_name_of(obj)) is obj:
+                return NotImplemented
+        elif isinstance(obj, CheckpointError):
+            return _error, _parts_of_error(obj)
+        elif isinstance(obj, OSError):
+            said = (str(obj),) if obj.errno is None else (obj.errno, obj.strerror, obj.filename)
+            return OSError, tuple(
+                each if type(each) in {int, str} or each is None else str(each) for each in said
+            )
+        elif _DECLARED.get(_name_of(kind)) is kind:
+            return NotImplemented
+        elif not isinstance(obj, Enum) and (plain := _plain(obj)) is not None:
+            return plain
+        raise _UnsendableError(obj)
 
 
-def _pack_other(value: Any, place: str, blobs: list[bytes]) -> Any:
-    match value:
-        case Mapping():
-            keys, values = list(value), list(value.values())
-            packed = _pack_each(keys, f"{place} key", blobs)
-            return {_MAPPING: [packed, _pack_each(values, place, blobs, keys)]}
-        case bytes() | bytearray() | memoryview():
-            blobs.append(bytes(value))
-            return {_BYTES: len(blobs[-1])}
-        case frozenset():
-            return {_SET: _pack_each(list(value), place, blobs)}
-        case CheckpointError() | OSError():
-            return {_ERROR: _pack_error(value, place, blobs)}
-        case _:
-            return _plain(value, place)
+@final
+class _Unpickler(pickle.Unpickler):  # noqa: S301 - of a closed world
+    @override
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        try:
+            return _DECLARED[f"{module_name}:{global_name}"]
+        except KeyError:
+            raise MessageError(f"{module_name}.{global_name} is no message") from None
 
 
-def _plain(value: object, place: str) -> str | int | float:
+def _declare(made: Any) -> Any:
+    return _DECLARED.setdefault(_name_of(made), made)
+
+
+def _name_of(made: Any) -> str:
+    return f"{getattr(made, '__module__', '')}:{getattr(made, '__qualname__', '')}"
+
+
+def _plain(value: object) -> tuple[Any, tuple[Any]] | None:
     """Convert a number of NumPy's, or a string of a host's class, to the plain type."""
-    if not isinstance(value, Enum):
-        if isinstance(value, str):
-            return str.__str__(value)
-        if isinstance(value, int):
-            return int.__int__(value)
-        if isinstance(value, float):
-            return float.__float__(value)
-    at = f" ({place.strip()})" if place else ""
-    raise MessageError(
-        f"a {type(value).__module__}.{type(value).__qualname__}{at} cannot go to other ranks: only numbers, "
-        "text, bytes, None, and lists, tuples and dictionaries of those can"
-    )
+    if isinstance(value, Mapping):
+        return dict, (list(value.items()),)
+    if isinstance(value, memoryview):
+        return bytes, (bytes(value),)
+    kind = next((each for each in _PLAIN if isinstance(value, each)), None)
+    return None if kind is None else (kind, (cast("Any", kind).__getnewargs__(value)[0],))
 
 
-def _pack_each(
-    values: Sequence[Any], place: str, blobs: list[bytes], keys: Sequence[Any] | None = None
-) -> list[Any]:
-    if _SCALARS.issuperset(map(type, values)):
-        return list(values)
-    names = range(len(values)) if keys is None else keys
-    return [_pack(each, f"{place}[{name!r:.40}]", blobs) for name, each in zip(names, values, strict=True)]
+def _place_of(part: object, value: object) -> str:
+    """Return where a part of a value is, as it would be written behind its name."""
+    if isinstance(value, Mapping):
+        inner = [(f" key[{key!r:.40}]", key) for key in value]
+        inner += [(f"[{key!r:.40}]", each) for key, each in value.items()]
+    elif isinstance(value, list | tuple | set | frozenset):
+        inner = [(f"[{number}]", each) for number, each in enumerate(value)]
+    elif is_dataclass(value):
+        inner = [(f"[{field.name!r}]", getattr(value, field.name, None)) for field in fields(value)]
+    else:
+        inner = []
+    for place, each in inner:
+        if each is part:
+            return place.strip()
+        if deeper := _place_of(part, each):
+            return f"{place}{deeper}".strip()
+    return ""
 
 
-def _pack_error(error: CheckpointError | OSError, place: str, blobs: list[bytes]) -> list[Any]:
-    if isinstance(error, CheckpointError):
-        kind = next(each for each in type(error).__mro__ if _ERRORS.get(each.__name__) is each)
-        attributes = dict(_sendable(kind, error.attributes))
-        return [kind.__name__, str(error.message), _pack(attributes, place, blobs)]
-    said = [str(error)] if error.errno is None else [error.errno, error.strerror, error.filename]
-    return [_OS_ERROR, *(each if type(each) in _SCALARS else str(each) for each in said)]
+def _unpacked(name: str, packed: Any) -> Any:
+    return _UNPACK[name](packed)
 
 
-def _sendable(kind: type, attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield an error's attributes that can be sent; others are dropped."""
-    hints = _hints(kind)
-    for name, value in attributes.items():
+def _error(name: str, text: str, attributes: Mapping[str, Any]) -> CheckpointError:
+    kind = getattr(errors, name)
+    if not issubclass(kind, CheckpointError):
+        raise TypeError(name)
+    return kind(text, **attributes)
+
+
+def _parts_of_error(error: CheckpointError) -> tuple[str, str, Mapping[str, Any]]:
+    """Return the class of an error among ours, its text, and what of its attributes can be sent."""
+    kind = next(each for each in type(error).__mro__ if getattr(errors, each.__name__, None) is each)
+    attributes: dict[str, Any] = {}
+    for name, value in error.attributes.items():
         with suppress(MessageError):
             encode(value)
-            if name not in hints or _fits(value, hints[name]):
-                yield name, value
+            attributes[name] = value
+    return kind.__name__, str(error.message), attributes
 
 
-def _unpack(found: Any, blobs: _Blobs) -> Any:
-    kind: type[Any] = type(found)
-    if kind in _SCALARS:
-        return found
-    if kind is list:
-        return _unpack_each(found, blobs)
-    ((tag, content),) = found.items()
-    return _UNPACK[tag](content, blobs)
-
-
-def _unpack_mapping(content: Any, blobs: _Blobs) -> dict[Any, Any]:
-    keys, values = content
-    return dict(zip(_unpack_each(keys, blobs), _unpack_each(values, blobs), strict=True))
-
-
-def _unpack_object(content: Any, blobs: _Blobs) -> Any:
-    name, packed = content
-    return _BY_NAME[name].unpack(_unpack(packed, blobs))
-
-
-def _unpack_each(values: Any, blobs: _Blobs) -> list[Any]:
-    if _SCALARS.issuperset(map(type, _expect(values, list))):
-        return cast("list[Any]", values)
-    return [_unpack(each, blobs) for each in values]
-
-
-def _unpack_error(content: list[Any], blobs: _Blobs) -> BaseException:
-    name, *said = content
-    if name == _OS_ERROR:
-        if not _SCALARS.issuperset(map(type, said)):
-            raise TypeError("an OSError of something else than plain values")
-        return OSError(*said)
-    text, attributes = said
-    attributes = _expect(_unpack(attributes, blobs), dict)
-    kind = _ERRORS[name]
-    _check_fields(kind, attributes)
-    if any(_expect(attribute, str)[:1] in {"", "_"} for attribute in attributes):
-        raise ValueError(f"attributes of {name} that no error has")
-    return kind(_expect(text, str), **attributes)
-
-
-_UNPACK: Final[Mapping[str, Callable[[Any, _Blobs], Any]]] = {
-    _TUPLE: lambda content, blobs: tuple(_unpack_each(content, blobs)),
-    _SET: lambda content, blobs: frozenset(_unpack_each(content, blobs)),
-    _MAPPING: _unpack_mapping,
-    _OBJECT: _unpack_object,
-    _BYTES: lambda content, blobs: blobs.take(content),
-    _ERROR: _unpack_error,
-}
-
-
-def _expect(value: Any, kind: type[T]) -> T:
-    if type(value) is not kind:
-        raise TypeError(f"a {type(value).__name__} where a {kind.__name__} should be")
-    return value
-
-
-@cache
-def _hints(kind: type) -> Mapping[str, Any]:
-    """Return the declared type of every field of a class."""
-    return {name: hint for name, hint in get_type_hints(kind).items() if name[0] != "_"}
-
-
-def _check_fields(kind: type, given: Mapping[str, Any]) -> None:
-    for name, hint in _hints(kind).items():
-        if name in given and not _fits(given[name], hint):
-            raise TypeError(f"{name} of {kind.__qualname__} is a {type(given[name]).__name__}")
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a value is of a declared type; numbers and text exactly."""
-    origin, of = get_origin(hint), get_args(hint)
-    if kinds := _scalars_of(hint):
-        return type(value) in kinds
-    if origin in {Union, UnionType}:
-        return any(_fits(value, each) for each in of)
-    if origin is Literal:
-        return value in of
-    if isinstance(origin, type) and issubclass(origin, Collection):
-        return _fits_container(value, origin, of)
-    return not isinstance(hint, type) or isinstance(value, hint)
-
-
-def _fits_container(value: Any, origin: type, of: tuple[Any, ...]) -> bool:
-    if issubclass(origin, Mapping):
-        return isinstance(value, Mapping) and _all_fit(value, of[0]) and _all_fit(value.values(), of[1])
-    if not isinstance(value, origin if origin in {list, tuple, frozenset} else (list, tuple, frozenset)):
-        return False
-    if origin is tuple and of[-1] is not Ellipsis:
-        return len(value) == len(of) and all(map(_fits, value, of))
-    return _all_fit(value, of[0])
-
-
-def _all_fit(values: Collection[Any], hint: Any) -> bool:
-    if kinds := _scalars_of(hint):
-        return kinds.issuperset(map(type, values))
-    return all(_fits(value, hint) for value in values)
-
-
-@cache
-def _scalars_of(hint: Any) -> frozenset[type]:
-    """Return the exact types of values of this type, if they are scalars; else none."""
-    if hint in {None, NoneType}:
-        return frozenset({NoneType})
-    if hint is float:
-        return frozenset({int, float})
-    if hint in _SCALARS:
-        return frozenset({hint})
-    if get_origin(hint) in {Union, UnionType}:
-        found = [_scalars_of(each) for each in get_args(hint)]
-        return frozenset[type]().union(*found) if all(found) else frozenset()
-    return frozenset()
-
-
-for _kind in (CheckpointInfo, Lineage, FileFailure, Failure):
-    message(_kind)
+for _kind in (
+    CheckpointInfo,
+    Lineage,
+    FileFailure,
+    Failure,
+    OSError,
+    *_PLAIN,
+    frozenset,
+    set,
+    _error,
+    _unpacked,
+):
+    _declare(_kind)

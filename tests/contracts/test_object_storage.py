@@ -8,13 +8,13 @@ from urllib.parse import urlsplit
 
 import fsspec
 
-from ckpt_core.storage import ObjectStorage, Storage
+from ckpt_core.storage import Storage, object_storage
 from ckpt_core.testing import StorageTests
 
 
 class TestObjectStorage(StorageTests):
     def make_storage(self, directory: Path) -> Storage:
-        return ObjectStorage(f"memory://bucket-{uuid.uuid4().hex}/run/")
+        return object_storage(f"memory://bucket-{uuid.uuid4().hex}/run/")
 
     def raw_read(self, storage: Storage, key: str) -> bytes:
         return fsspec.filesystem("memory").cat_file(_path(storage, key))

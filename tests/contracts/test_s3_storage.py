@@ -18,7 +18,7 @@ from benchmarks.s3 import Server, serving
 from ckpt_core import CheckpointManager
 from ckpt_core.errors import ConfigError
 from ckpt_core.options import CheckpointOptions
-from ckpt_core.storage import ObjectStorage, Storage
+from ckpt_core.storage import ObjectStorage, Storage, object_storage
 from ckpt_core.storage.object import _s3_requests
 from ckpt_core.testing import StorageTests
 from tests.support.service_faults import ServiceControl, ServiceFault
@@ -152,7 +152,7 @@ def server() -> Generator[Server]:
 def verified(server: Server) -> ObjectStorage:
     url = f"s3://{server.bucket}/{uuid.uuid4().hex}"
     more = {"write_block_bytes": 5 * MIB, "max_concurrency": 1}
-    return ObjectStorage(url, **server.storage_options, **more)
+    return object_storage(url, **server.storage_options, **more)
 
 
 @pytest.mark.parametrize(("size", "requests"), [(100, 1), (MIB, 1), (MIB + 1, 2)])
@@ -167,10 +167,10 @@ def test_a_small_object_is_read_by_one_request(
 
 
 def test_descriptions_of_services_are_parsed_once_for_all_clients(server: Server) -> None:
-    one, two = (ObjectStorage(f"s3://{server.bucket}/x", **server.storage_options) for _ in range(2))
+    one, two = (object_storage(f"s3://{server.bucket}/x", **server.storage_options) for _ in range(2))
     for storage in (one, two):
         storage.replace("a", b"")
-    models = [each._client._requests._client().meta.service_model for each in (one, two)]
+    models = [each._requests._client().meta.service_model for each in (one, two)]
     assert models[0]._service_description is models[1]._service_description
 
 
@@ -321,13 +321,13 @@ def test_an_answer_that_ends_early_is_asked_for_again_from_there(bucket: _Bucket
 
 def test_options_without_a_translation_are_refused_by_name(s3_endpoint: str) -> None:
     with pytest.raises(ConfigError, match=r"version_aware; leave them out"):
-        ObjectStorage("s3://bucket/run", version_aware=True)
+        object_storage("s3://bucket/run", version_aware=True)
     with pytest.raises(ConfigError, match=r"botocore cannot open this .*no_such_thing.*config_kwargs"):
-        ObjectStorage("s3://bucket/run", config_kwargs={"no_such_thing": 1}, secret="hidden-away")
+        object_storage("s3://bucket/run", config_kwargs={"no_such_thing": 1}, secret="hidden-away")
     with pytest.raises(ConfigError, match=r"s3_additional_kwargs ChecksumAlgorithm; leave"):
-        ObjectStorage("s3://bucket/run", s3_additional_kwargs={"ChecksumAlgorithm": "SHA256"})
+        object_storage("s3://bucket/run", s3_additional_kwargs={"ChecksumAlgorithm": "SHA256"})
     with pytest.raises(ConfigError, match=r"config_kwargs s3 payload_signing_enabled; leave"):
-        ObjectStorage("s3://bucket/run", config_kwargs={"s3": {"payload_signing_enabled": True}})
+        object_storage("s3://bucket/run", config_kwargs={"s3": {"payload_signing_enabled": True}})
     misspelt = _storage(
         "s3://bucket/run", s3_endpoint, s3_additional_kwargs={"ServerSideEncrypton": "AES256"}
     )
@@ -336,7 +336,7 @@ def test_options_without_a_translation_are_refused_by_name(s3_endpoint: str) -> 
 
 
 def _storage(url: str, endpoint: str, **options: Any) -> ObjectStorage:
-    return ObjectStorage(
+    return object_storage(
         url, key="testing", secret="testing", endpoint_url=endpoint, write_block_bytes=5 * MIB, **options
     )
 

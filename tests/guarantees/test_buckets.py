@@ -13,7 +13,7 @@ from ckpt_core.cli import main
 from ckpt_core.commit import verify
 from ckpt_core.errors import ArchivedError
 from ckpt_core.names import EARLIER_EVENTS, JOURNAL
-from ckpt_core.storage import ObjectStorage
+from ckpt_core.storage import object_storage
 
 pytestmark = pytest.mark.emulator
 
@@ -37,7 +37,7 @@ class Bucket:
         self.options = {"key": "testing", "secret": "testing", "endpoint_url": endpoint}
 
     def manager(self, **options):
-        return CheckpointManager(ObjectStorage(self.url, **self.options), **options)
+        return CheckpointManager(object_storage(self.url, **self.options), **options)
 
     def put(self, key, body=b"x", **details):
         self.client.put_object(Bucket=self.name, Key=f"run/{key}", Body=body, **details)

@@ -17,7 +17,7 @@ import torch
 
 from ckpt_core import CheckpointManager, EverySteps, Upload, UploadError
 from ckpt_core.commit import Catalog, verify
-from ckpt_core.storage import LocalStorage, MemoryStorage, ObjectStorage, Storage
+from ckpt_core.storage import LocalStorage, MemoryStorage, Storage, object_storage
 from ckpt_core.tiers import CheckpointCopy, CopyProcess, CopyTerms
 
 pytestmark = [
@@ -270,7 +270,7 @@ class _Elsewhere(MemoryStorage):
     [
         (MemoryStorage("a"), LocalStorage("/b"), Upload("/b")),
         (LocalStorage("/a"), MemoryStorage("b"), Upload(MemoryStorage("b"))),
-        (LocalStorage("/a"), ObjectStorage("memory://b"), Upload("memory://b")),
+        (LocalStorage("/a"), object_storage("memory://b"), Upload("memory://b")),
         (LocalStorage("/a"), MemoryStorage("s3"), Upload("s3://b", storage_options={"session": object()})),
         (_Elsewhere("a"), LocalStorage("/b"), Upload("/b")),
     ],

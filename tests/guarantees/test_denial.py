@@ -26,7 +26,7 @@ from ckpt_core.errors import (
     SaveError,
 )
 from ckpt_core.loading import _committed_files as files
-from ckpt_core.storage import ForeignFileError, LocalStorage, MemoryStorage, ObjectStorage, read_small
+from ckpt_core.storage import ForeignFileError, LocalStorage, MemoryStorage, object_storage, read_small
 from ckpt_core.testing import Fault, FaultyStorage
 from tests.unit.commit.checkpoints import bucket_like, manifest_of, posix_like, save
 
@@ -167,7 +167,7 @@ def test_a_file_that_is_none_of_ours_is_corrupt_and_not_storage_that_is_unwell(r
 
 
 @pytest.mark.parametrize(
-    "storage", [MemoryStorage(), ObjectStorage("memory://small/run")], ids=["posix", "bucket"]
+    "storage", [MemoryStorage(), object_storage("memory://small/run")], ids=["posix", "bucket"]
 )
 def test_a_small_file_is_not_read_before_its_size_is_known_to_be_sane(storage):
     storage = FaultyStorage(storage)
@@ -301,7 +301,7 @@ class OddKeys:
 def test_odd_keys_in_a_bucket_are_left_out_and_told_once(caplog):
     storage = bucket_like()
     save(storage, 1)
-    OddKeys(storage._client.filesystem, ".", "..", "\0", "a\x1b[31m")
+    OddKeys(storage.filesystem, ".", "..", "\0", "a\x1b[31m")
     state = {"w": torch.ones(4)}
     with CheckpointManager(storage) as manager:
         manager.save(2, state)

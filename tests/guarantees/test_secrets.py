@@ -16,7 +16,7 @@ from ckpt_core import CheckpointManager, CheckpointOptions, KeepLatest
 from ckpt_core.cli import main
 from ckpt_core.disclosure import Redaction, logger_of, public_url
 from ckpt_core.errors import CheckpointError, ConfigError
-from ckpt_core.storage import ObjectStorage, open_storage
+from ckpt_core.storage import object_storage, open_storage
 from ckpt_core.telemetry import InMemorySink, JsonLinesSink
 
 CANARY = "hunter2+sEcret/9"
@@ -217,7 +217,7 @@ def test_errors_of_the_libraries_below_do_not_quote_secrets(url, options, caplog
 
 
 def test_an_error_that_quotes_a_secret_loses_it_and_what_is_behind_it():
-    storage = ObjectStorage(secret_url(), **OPTIONS)
+    storage = object_storage(secret_url(), **OPTIONS)
     for error in (
         FileNotFoundError(2, "no such file", f"/{CANARY}/x"),
         PermissionError(f"refused for {CANARY}"),
@@ -228,7 +228,7 @@ def test_an_error_that_quotes_a_secret_loses_it_and_what_is_behind_it():
         def fail(*_, error=error, **__):
             raise error from RuntimeError(CANARY)
 
-        storage._client.filesystem.info = fail
+        storage.filesystem.info = fail
         with failing(ConfigError if isinstance(error, ValueError) else type(error)):
             storage.size("x")
 

@@ -14,7 +14,7 @@ import torch
 from ckpt_core import CheckpointManager, CheckpointOptions, ConfigError, CorruptCheckpointError, TrainState
 from ckpt_core.cli import main
 from ckpt_core.commit import Catalog
-from ckpt_core.storage import LocalStorage, MemoryStorage, ObjectStorage
+from ckpt_core.storage import LocalStorage, MemoryStorage, object_storage
 from ckpt_core.types import CapturedState
 from tests.guarantees.forged import forge
 
@@ -101,7 +101,7 @@ def storages(tmp_path: Path) -> list[object]:
     return [
         LocalStorage(tmp_path / "run"),
         MemoryStorage(),
-        ObjectStorage(f"memory://{secrets.token_hex(8)}/run"),
+        object_storage(f"memory://{secrets.token_hex(8)}/run"),
     ]
 
 

@@ -16,7 +16,7 @@ import torch
 from ckpt_core import CheckpointManager, Upload, UploadError
 from ckpt_core.commit import Catalog, Lease, Owner, verify
 from ckpt_core.errors import ConfigError, LoadError, RootBusyError
-from ckpt_core.storage import LocalStorage, MemoryStorage, ObjectStorage, Storage
+from ckpt_core.storage import LocalStorage, MemoryStorage, Storage, object_storage
 from ckpt_core.testing import Fault, FaultyStorage
 from ckpt_core.tiers import FurtherTier
 from ckpt_core.tiers.uploading import _tier_uploads
@@ -271,7 +271,7 @@ def test_a_time_out_is_told_as_one_with_its_place_and_seconds(client):
         pytest.importorskip("botocore")
         storage, options = "s3://bucket/run", {**options, "key": "aKey", "secret": "hushhush"}
         options |= {"client_kwargs": {"region_name": "us-east-1"}}
-    tier = ObjectStorage(storage, **options)
+    tier = object_storage(storage, **options)
     for call in (lambda: tier.list(""), lambda: tier.replace("a", b"a")):
         with pytest.raises(TimeoutError) as failure:
             call()

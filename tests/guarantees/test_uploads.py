@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from ckpt_core import CheckpointManager, EverySteps, KeepLatest, Upload, UploadError
 from ckpt_core.commit import Catalog, Lease, verify
 from ckpt_core.errors import ConfigError, RootBusyError
-from ckpt_core.storage import LocalStorage, MemoryStorage, ObjectStorage, Storage
+from ckpt_core.storage import LocalStorage, MemoryStorage, Storage, object_storage
 from ckpt_core.telemetry import InMemorySink
 from ckpt_core.testing import Fault, FaultyStorage
 from ckpt_core.tiers import read_tiers
@@ -380,7 +380,7 @@ def test_without_an_upload_a_save_is_uploaded_on_commit_and_notes_nothing(tmp_pa
 
 
 def test_an_abandoned_name_in_the_tier_does_not_stop_a_run_that_went_back(tmp_path):
-    tier = ObjectStorage("memory://wentback/run")
+    tier = object_storage("memory://wentback/run")
     options = {"upload": Upload(tier), "keep": KeepLatest(1), "abandoned": "prune"}
     with CheckpointManager(tmp_path, **options) as manager:
         saved(manager, 1, 2, 3, wait=True)

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, final
 from urllib.parse import quote
 
-from ckpt_core.storage import ObjectStorage
+from ckpt_core.storage import ObjectStorage, object_storage
 from tests.support.emulators import AZURE_ACCOUNT, AZURE_KEY
 from tests.support.service_faults import ServiceControl, ServiceFault
 
@@ -70,7 +70,7 @@ class Cloud:
 
     def storage(self, root: str, *, url: str = "", **options: Any) -> ObjectStorage:
         """A root in the bucket, as a user opens it."""
-        return ObjectStorage(url or f"{self.scheme}://{self.bucket}/{root}", **self.options, **options)
+        return object_storage(url or f"{self.scheme}://{self.bucket}/{root}", **self.options, **options)
 
     def read(self, name: str) -> bytes:
         """The content of an object, past our storage.

@@ -37,7 +37,7 @@ from ckpt_core.errors import (
 )
 from ckpt_core.names import EVENTS, HISTORY, SPARES, drafted
 from ckpt_core.root import _ownership
-from ckpt_core.storage import LocalStorage, ObjectStorage, Space
+from ckpt_core.storage import LocalStorage, Space, object_storage
 from ckpt_core.testing import Fault, FaultyStorage
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -432,9 +432,9 @@ def test_a_fenced_job_leaves_the_same_step_of_the_newer_one_alone(bucket):
     """Both write step 5 under the same keys; when the older one finds out, the newer one is midway."""
     reached, midway, go_on, finish = (threading.Event() for _ in range(4))
     slow = Fault(method="create", key="*/.metadata", before=lambda _: (reached.set(), go_on.wait(60)))
-    older = CheckpointManager(FaultyStorage(ObjectStorage(bucket), [slow]))
+    older = CheckpointManager(FaultyStorage(object_storage(bucket), [slow]))
     pause = Fault(method="create", key="*/COMMITTED", before=lambda _: (midway.set(), finish.wait(60)))
-    newer = CheckpointManager(FaultyStorage(ObjectStorage(bucket), [pause]))
+    newer = CheckpointManager(FaultyStorage(object_storage(bucket), [pause]))
     fenced = older.save(5, train_state(0))
     assert reached.wait(60)
     in_another_process()

@@ -1,19 +1,19 @@
-"""What ranks tell one another: whole after the trip, of the declared types, and never code."""
+"""What ranks tell one another: whole after the trip, of declared classes, and never code."""
 
 from __future__ import annotations
 
 import errno
 import inspect
-import json
 import math
+import os
 import pickle
-import random
 from collections import OrderedDict
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint import SavePlan
@@ -95,8 +95,10 @@ def test_an_error_of_somebody_elses_arrives_as_what_it_is_one_of():
 
 
 def test_an_attribute_that_cannot_travel_does_not_keep_the_error_from_it():
-    there = decode(encode(SaveError("x", step="seven", failures={1: 2}, lock=object(), phase="open")))
-    assert (there.step, there.failures, there.phase) == (-1, {}, "open")
+    there = decode(encode(SaveError("x", lock=object(), lost=[Canary()], step=3, phase="open")))
+    assert (there.step, there.failures, there.phase) == (3, {}, "open")
+    assert not hasattr(there, "lock")
+    assert not hasattr(there, "lost")
 
 
 @pytest.mark.parametrize(
@@ -162,41 +164,6 @@ def test_plans_arrive_equal():
     assert list(there.planner_data.items()) == list(plan.planner_data.items())
 
 
-def test_ten_thousand_mutations_of_a_plan_are_read_or_refused():
-    chance, refused = random.Random(11), 0
-    honest = encode(plan_of({"model": {f"layer{i}": torch.zeros(2, i) for i in range(4)}, "step": 3}))
-    for _ in range(10_000):
-        try:
-            decode(mutated(honest, chance))
-        except MessageError:
-            refused += 1
-    assert refused > 5_000
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        (b'"float32"', b'"load"'),
-        (b'"strided"', b'"float32"'),
-        (b"[2,2]", b"[2,99]"),
-        (b"[2,2]", b"[2,-5]"),
-        (b"[2,2]", b"[2,9007199254740993]"),
-        (b"[2,2]", b"[2]"),
-        (b"[2,2]", b"[-1,2]"),
-        (b"[0,0,0,0,", b"[7,0,0,0,"),
-        (b"[0,0,0,0,", b"[0,5,0,0,"),
-        (b"[0,0,0,0,", b"[0,0,-1,0,"),
-        (b"[0,0,0,0,", b"[0,0,true,0,"),
-    ],
-)
-def test_a_plan_that_cannot_be_is_refused(old, new):
-    text = encode(plan_of({"a": torch.zeros(1, 2), "b": torch.zeros(1, 2)}))[8:]
-    assert old in text
-    changed = text.replace(old, new)
-    with pytest.raises(MessageError):
-        decode(len(changed).to_bytes(8, "big") + changed)
-
-
 def test_bytes_travel_as_they_are():
     assert len(encode({"content": bytes(1 << 20)})) < (1 << 20) + 100
 
@@ -233,7 +200,7 @@ class Canary:
 
 @pytest.mark.parametrize(
     "value",
-    [Canary(), Colour.RED, Point(), object, len, {1, 2}, KeyError("x"), range(3), Ellipsis],
+    [Canary(), Colour.RED, Point(), object, len, print, KeyError("x"), range(3), np.float32(1)],
     ids=lambda value: type(value).__name__,
 )
 @pytest.mark.parametrize("around", [lambda v: v, lambda v: {"a": [(v,)]}, lambda v: {v.__class__: (v,)}])
@@ -247,105 +214,47 @@ def test_the_refusal_says_where_it_is():
         encode({"metrics": [1, Point()]})
 
 
-def test_what_holds_itself_is_refused():
-    loop: list[Any] = []
-    loop.append(loop)
+def test_what_is_nested_too_deep_is_refused():
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
     with pytest.raises(MessageError, match="nested too deep"):
-        encode(loop)
+        encode(deep)
 
 
-@pytest.mark.parametrize("form", list(messages._BY_NAME), ids=str)
-def test_every_declared_class_says_of_what_types_its_fields_are(form):
-    kind = next(kind for kind, found in messages._BY_CLASS.items() if found.name == form)
-    assert isinstance(messages._hints(kind), dict)
+class Call:
+    """Pickled as a call of something by its name."""
 
+    def __init__(self, made: Any, *arguments: Any) -> None:
+        self.made = made
+        self.arguments = arguments
 
-def test_a_field_of_another_type_is_refused():
-    honest = encode(CheckpointInfo(step=3, name="step-3", created=1.5))
-    for old, new in ((b'[3,"step-3"', b'["3","step-3"'), (b'"step-3"', b"[1,2]"), (b"1.5", b"true")):
-        text = honest[8:].replace(old, new)
-        with pytest.raises(MessageError, match="CheckpointInfo is a"):
-            decode(len(text).to_bytes(8, "big") + text)
-
-
-def framed(value: object, behind: bytes = b"") -> bytes:
-    text = json.dumps(value).encode()
-    return len(text).to_bytes(8, "big") + text + behind
+    def __reduce__(self) -> Any:
+        return self.made, self.arguments
 
 
 @pytest.mark.parametrize(
     "content",
     [
         b"",
-        b"\xff" * 8,
         b"\xff" * 64,
-        (2**63).to_bytes(8, "big") + b"1",
         pickle.dumps(Canary()),
-        pickle.dumps({"value": 1}),
-        framed({"object": ["os.system", "id"]}),
-        framed({"object": ["builtins.eval", {"tuple": ["1"]}]}),
-        framed({"error": ["SystemExit", "x", {"mapping": [[], []]}]}),
-        framed({"error": ["_causes", "x", {"mapping": [[], []]}]}),
-        framed({"error": ["SaveError", "x", {"mapping": [["__class__"], [1]]}]}),
-        framed({"error": ["SaveError", "x", {"mapping": [["message"], ["y"]]}]}),
-        framed({"error": ["SaveError", "x", {"mapping": [["failures"], [3]]}]}),
-        framed({"error": ["OSError", {"bytes": 0}]}),
-        framed({"bytes": 1}),
-        framed({"bytes": -1}, b"x"),
-        framed({"bytes": 2**62}, b"x"),
-        framed(1, b"x"),
-        framed({"mapping": [[[1]], [2]]}),
-        framed({"mapping": [[1], []]}),
-        framed({"set": [[1]]}),
-        framed({}),
-        framed({"tuple": [], "set": []}),
-        framed({"tuple": 3}),
-        framed({"what": 3}),
-        len(deep := b"[" * 200_000).to_bytes(8, "big") + deep,
-        len(deep := b'{"tuple":[' * 100_000).to_bytes(8, "big") + deep,
-        len(digits := b"9" * 100_000).to_bytes(8, "big") + digits,
+        pickle.dumps({"value": [Canary()]}, protocol=0),
+        pickle.dumps(Call(os.system, "exit 3")),
+        pickle.dumps(Call(eval, "1")),
+        pickle.dumps(Call(getattr, "x", "upper")),
+        pickle.dumps(Call(messages.decode, b"")),
+        pickle.dumps(Call(messages._error, "Any", "x", {})),
+        pickle.dumps(Call(messages._error, "dataclass", "x", {})),
+        pickle.dumps(errors.SaveError),
+        pickle.dumps(torch.zeros(1)),
+        pickle.dumps(Point(3)),
+        b"cckpt_core.errors\nCheckpointError.__init__.__globals__\n.",
+        b"cckpt_core.messages\nio.open\n.",
+        b"\x80\x05(lp0\n0",
     ],
-    ids=lambda content: repr(content[:40]),
+    ids=lambda content: repr(content[-40:]),
 )
-def test_hostile_content_is_refused(content):
+def test_what_no_rank_wrote_calls_nothing(content):
     with pytest.raises(MessageError):
         decode(content)
-
-
-def mutated(content: bytes, chance: random.Random) -> bytes:
-    changed = bytearray(content)
-    for _ in range(chance.choice((1, 1, 1, 2, 5))):
-        at = chance.randrange(len(changed))
-        match chance.randrange(4):
-            case 0:
-                changed[at] ^= 1 << chance.randrange(8)
-            case 1:
-                changed[at : at + chance.randrange(9)] = b""
-            case 2:
-                changed[at:at] = chance.choice((b"{", b"[", b'"', b"-", b"9", b"null", b"1e999", b"\x00"))
-            case _:
-                del changed[at:]
-        if not changed:
-            break
-    return bytes(changed)
-
-
-def test_ten_thousand_mutations_are_read_or_refused():
-    chance, refused = random.Random(7), 0
-    error = CoordinationError("x", failures=FAILURES, causes=CAUSES)
-    info = CheckpointInfo(step=3, name="step-3", created=1.5, lineage=Lineage(ancestry=(("a", 1),)))
-    honest = [
-        encode(value)
-        for value in (
-            error,
-            {"info": [info, KeepOwn.NEVER], ("a", 1): frozenset({1})},
-            Offer(rank_local=frozenset({("", "a")})),
-            (b"12345", "name"),
-        )
-    ]
-    for number in range(10_000):
-        try:
-            decode(mutated(honest[number % len(honest)], chance))
-        except MessageError:
-            refused += 1
-    assert refused > 5_000

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from ckpt_core import CheckpointManager, Counters, EverySteps, KeepLatest, TrainState
 from ckpt_core.commit import Catalog, describe, look_around
 from ckpt_core.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError, LoadError
-from ckpt_core.storage import LocalStorage, MemoryStorage, ObjectStorage, open_storage
+from ckpt_core.storage import LocalStorage, MemoryStorage, object_storage, open_storage
 from ckpt_core.testing import Fault, FaultyStorage
 from tests.unit.commit.checkpoints import save
 
@@ -168,12 +168,12 @@ def test_a_step_that_lost_its_marker_is_told_when_an_older_one_is_resumed(tmp_pa
 
 
 def test_looking_around_is_the_same_on_an_object_store(tmp_path):
-    storage = ObjectStorage(f"memory://around-{os.urandom(4).hex()}")
+    storage = object_storage(f"memory://around-{os.urandom(4).hex()}")
     for run in ("a", "b"):
-        save(ObjectStorage(f"{storage.url}/{run}"), 1)
+        save(object_storage(f"{storage.url}/{run}"), 1)
     around = look_around(storage)
     assert (around.runs, around.stock, around.unmarked) == (["a", "b"], [], [])
-    assert look_around(ObjectStorage(f"{storage.url}/a/step-000000001")).is_checkpoint
+    assert look_around(object_storage(f"{storage.url}/a/step-000000001")).is_checkpoint
     assert "a root of checkpoints" in describe(storage, "a")
 
 

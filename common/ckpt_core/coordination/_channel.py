@@ -316,18 +316,13 @@ def _packed_value(value: object) -> tuple[bytes, BaseException | None]:
 def _read(key: str, message: bytes) -> _Word:
     try:
         word = messages.decode(message)
-        if isinstance(word, _Word) and _KINDS[word.kind](word.content):
-            return word
     except messages.MessageError as error:
         raise CoordinationError(f"{key}: a message that cannot be read ({error})") from error
-    raise CoordinationError(f"{key}: a message that is not of a rank")
-
-
-_KINDS: Mapping[str, Callable[[object], bool]] = {
-    "value": lambda _: True,
-    "failure": lambda content: isinstance(content, Failure),
-    "error": lambda content: isinstance(content, CheckpointError),
-}
+    match word:
+        case _Word("value") | _Word("failure", Failure()) | _Word("error", CheckpointError()):
+            return word
+        case _:
+            raise CoordinationError(f"{key}: a message that is not of a rank")
 
 
 def _content(reply: _Word, cause: BaseException | None) -> Any:

@@ -123,7 +123,7 @@ class CheckpointOptions:
         journal: whether the coordinator keeps `history.jsonl` and `events.jsonl` in the root: what its saves,
             loads and prunes cost, and how runs ended. No save waits for them, or fails with them.
         storage_options: passed to the filesystem behind a URL, e.g. an endpoint; `request_seconds` and
-            `conditional_writes` belong to `ObjectStorage`. No repr, error or log shows their values.
+            `conditional_writes` belong to `object_storage`. No repr, error or log shows their values.
         on_exception: `save` commits the last whole step when an exception ends the training on all ranks, at
             the cost of a capture of the state at every step; None leaves it to the last save before.
     """

@@ -18,7 +18,7 @@ from ckpt_core.storage._putting import Pace
 from ckpt_core.storage._small import BIGGEST_SMALL_FILE, ForeignFileError, read_intact, read_small
 from ckpt_core.storage._throttle import Throttle
 from ckpt_core.storage.local import LocalStorage, excludes_others
-from ckpt_core.storage.object import ObjectStorage
+from ckpt_core.storage.object import ObjectStorage, object_storage
 
 __all__ = [
     "ALIGNMENT",
@@ -40,6 +40,7 @@ __all__ = [
     "excludes_others",
     "is_full",
     "is_in_bucket",
+    "object_storage",
     "open_storage",
     "read_intact",
     "read_small",

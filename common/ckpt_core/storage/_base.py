@@ -299,7 +299,6 @@ class Storage(ABC):
     def sync_directory(self, key: str) -> None:
         """Make the entries of a directory durable (fsync); no-op on object stores."""
 
-    @abstractmethod
     def rename(self, source: str, target: str) -> None:
         """Rename a directory, file or link atomically, onto a free name only.
 
@@ -309,8 +308,8 @@ class Storage(ABC):
             FileExistsError: `target` exists.
             NotImplementedError: not `supports_rename`.
         """
+        raise NotImplementedError(f"{self.url}: nothing can be renamed here ({source} to {target})")
 
-    @abstractmethod
     def exchange(self, first: str, second: str) -> None:
         """Exchange two directories in one step, so that both names always exist.
 
@@ -318,6 +317,7 @@ class Storage(ABC):
             FileNotFoundError: one of them does not exist.
             NotImplementedError: not `supports_rename`.
         """
+        raise NotImplementedError(f"{self.url}: nothing can be exchanged here ({first} and {second})")
 
     def space(self) -> Space:
         """Return the room for this user; by default nothing is known."""

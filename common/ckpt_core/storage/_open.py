@@ -13,7 +13,7 @@ from ckpt_core.disclosure import public_url
 from ckpt_core.errors import ConfigError
 from ckpt_core.storage._base import Storage, is_full
 from ckpt_core.storage.local._storage import LocalStorage
-from ckpt_core.storage.object._storage import REQUEST_SECONDS, ObjectStorage
+from ckpt_core.storage.object import REQUEST_SECONDS, object_storage
 
 _URL = re.compile(r"(?:\w+::)*(?P<protocol>[A-Za-z][A-Za-z0-9+.-]+)://(?P<rest>.*)", re.DOTALL)
 _COLLAPSED_URL = re.compile(r"(?:s3a?|gcs|gs|az|abfs|https?|memory|file):/[^/]")
@@ -35,7 +35,7 @@ def open_storage(
     Args:
         root: a path, `file://…`, `s3://bucket/prefix`, `gs://bucket/prefix`, any other fsspec URL, or a
             `Storage`.
-        storage_options: credentials, endpoint and the like for a URL; see `ObjectStorage`.
+        storage_options: credentials, endpoint and the like for a URL; see `object_storage`.
         deadline_seconds: the longest wait of ranks for one another. Unless the options say otherwise, one
             request to an object store may take a third of it, so that a rank can report the failure in time.
 
@@ -60,7 +60,7 @@ def open_storage(
         )
     if deadline_seconds is not None:
         options.setdefault("request_seconds", min(REQUEST_SECONDS, deadline_seconds / 3))
-    return ObjectStorage(text, **options)
+    return object_storage(text, **options)
 
 
 def is_in_bucket(place: str) -> bool:

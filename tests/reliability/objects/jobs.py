@@ -18,7 +18,7 @@ from torch import nn
 from ckpt_core import CheckpointManager, KeepLatest, TrainState
 from ckpt_core.commit import Catalog, verify
 from ckpt_core.names import JOURNAL
-from ckpt_core.storage import ObjectStorage
+from ckpt_core.storage import ObjectStorage, object_storage
 from tests.reliability import forks
 from tests.support.emulators import emulator
 from tests.support.service_faults import ServiceControl, ServiceFault
@@ -43,7 +43,7 @@ class Service:
 
     def storage(self, root: str, who: str = "rank0", *, request_seconds: float = 20.0) -> ObjectStorage:
         """A root; requests to it are signed with the access key `who`. Two tries, so that faults end soon."""
-        return ObjectStorage(
+        return object_storage(
             f"s3://{BUCKET}/{root}",
             key=who,
             secret="testing",

@@ -13,7 +13,7 @@ from ckpt_core.commit import Catalog, collect_orphans, remove, verify
 from ckpt_core.errors import CheckpointExistsError
 from ckpt_core.names import JOURNAL
 from ckpt_core.root import _ownership
-from ckpt_core.storage import ObjectStorage
+from ckpt_core.storage import object_storage
 from tests.reliability.objects.filled import state_of, value_of
 from tests.reliability.sampling import sample
 from tests.support.service_faults import ServiceControl, ServiceFault
@@ -33,7 +33,7 @@ class Bucket:
         client.create_bucket(Bucket=self.name)
 
     def storage(self, who="job", *, request_seconds=20.0, **options):
-        return ObjectStorage(
+        return object_storage(
             f"s3://{self.name}/run",
             key=who,
             secret="testing",
@@ -139,7 +139,7 @@ def silent_endpoint():
 )
 def test_a_server_that_is_silent_is_not_waited_for_beyond_the_limit(silent_endpoint, url, credentials, act):
     pytest.importorskip("botocore" if url.startswith("s3") else "gcsfs")
-    storage = ObjectStorage(url, endpoint_url=silent_endpoint, request_seconds=1.0, **credentials)
+    storage = object_storage(url, endpoint_url=silent_endpoint, request_seconds=1.0, **credentials)
     with pytest.raises(TimeoutError, match=r"no answer .* within [0-9.]+ s"):
         act(storage)
 
@@ -148,11 +148,11 @@ def test_time_outs_and_tries_fit_into_the_deadline_unless_the_user_sets_them():
     pytest.importorskip("botocore")
     chosen = {"key": "a", "secret": "b", "endpoint_url": "http://127.0.0.1:9"}
     with CheckpointManager("s3://bucket/run", deadline_seconds=60, storage_options=chosen) as checkpoints:
-        config = checkpoints.storage._client._requests._settings.config
+        config = checkpoints.storage._requests._settings.config
         assert config.read_timeout * config.retries["total_max_attempts"] <= 20
     own = {**chosen, "config_kwargs": {"read_timeout": 7}}
     with CheckpointManager("s3://bucket/run", deadline_seconds=60, storage_options=own) as checkpoints:
-        assert checkpoints.storage._client._requests._settings.config.read_timeout == 7
+        assert checkpoints.storage._requests._settings.config.read_timeout == 7
 
 
 @pytest.mark.parametrize("code", ["InternalError", "ServiceUnavailable", "SlowDown"])
@@ -260,7 +260,7 @@ def with_a_late_marker(checkpoints, step):
 
 
 def test_a_marker_that_came_after_its_objects_were_cleared_away_costs_no_other_checkpoint():
-    storage = ObjectStorage(f"memory://{secrets.token_hex(8)}/run")
+    storage = object_storage(f"memory://{secrets.token_hex(8)}/run")
     with CheckpointManager(storage) as checkpoints:
         with_a_late_marker(checkpoints, 9)
     with CheckpointManager(storage, keep=KeepLatest(1)) as checkpoints:
@@ -271,7 +271,7 @@ def test_a_marker_that_came_after_its_objects_were_cleared_away_costs_no_other_c
 
 
 def test_a_marker_that_came_after_its_objects_were_cleared_away_is_passed_over(caplog):
-    storage = ObjectStorage(f"memory://{secrets.token_hex(8)}/run")
+    storage = object_storage(f"memory://{secrets.token_hex(8)}/run")
     with CheckpointManager(storage) as checkpoints:
         checkpoints.save(1, state_of(1)).result()
         with_a_late_marker(checkpoints, 2)

@@ -15,7 +15,7 @@ import pytest
 
 from ckpt_core.cli.upkeep import _verify
 from ckpt_core.commit import Catalog, Lease, begin, commit, replaced
-from ckpt_core.storage import LocalStorage, ObjectStorage
+from ckpt_core.storage import LocalStorage, object_storage
 from ckpt_core.testing import Fault, FaultyStorage
 from ckpt_core.tiers import TierRecord, write_tiers
 from ckpt_core.types import Lineage
@@ -333,7 +333,7 @@ def test_prune_damaged_never_empties_a_root(ckpt, root, dry):
 
 def test_prune_damaged_works_on_an_object_store_and_where_nothing_is_damaged(ckpt):
     url = f"memory://{secrets.token_hex(8)}/run"
-    storage = ObjectStorage(url)
+    storage = object_storage(url)
     for step in (1, 2, 3):
         save(storage, step)
     assert "dropped 0 checkpoints" in ckpt("prune", url, "--damaged")[1]
@@ -433,7 +433,7 @@ def test_verify_follows_no_link_to_look_for_strangers(ckpt, root):
 
 def test_verify_lists_strangers_in_a_bucket_and_none_where_the_manifest_is_damaged(ckpt_json, root):
     url = f"memory://{secrets.token_hex(8)}/run"
-    storage = ObjectStorage(url)
+    storage = object_storage(url)
     save(storage, 1)
     storage.write_bytes("step-000000001/model/extra.pkl", b"")
     code, found = ckpt_json("verify", url)
@@ -506,7 +506,7 @@ def test_prune_refuses_to_run_beside_a_live_job(ckpt, root):
 
 def test_on_an_object_store_prune_takes_over_only_when_told_to(ckpt):
     url = f"memory://{secrets.token_hex(8)}/run"
-    storage = ObjectStorage(url)
+    storage = object_storage(url)
     for step in (1, 2):
         save(storage, step)
     lease = Lease.acquire(storage, "job 42")
@@ -520,7 +520,7 @@ def test_on_an_object_store_prune_takes_over_only_when_told_to(ckpt):
 
 def test_commands_take_urls(ckpt):
     url = f"memory://{secrets.token_hex(8)}/run"
-    save(ObjectStorage(url), 1)
+    save(object_storage(url), 1)
     assert ckpt("ls", url)[0] == 0
     assert ckpt("show", f"{url}/step-000000001")[0] == 0
     assert ckpt("verify", f"{url}/step-000000001/")[0] == 0
@@ -570,7 +570,7 @@ def test_wrong_usage_is_exit_code_2_without_a_traceback(ckpt, arguments):
 
 def test_storage_options_reach_the_storage(ckpt):
     url = f"memory://{secrets.token_hex(8)}/run"
-    save(ObjectStorage(url), 1)
+    save(object_storage(url), 1)
     assert ckpt("ls", url, "--storage-option", "use_listings_cache=false")[0] == 0
 
 

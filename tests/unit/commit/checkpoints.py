@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from ckpt_core.commit import Manifest, begin, commit
 from ckpt_core.formats.checksums import checksum
 from ckpt_core.names import step_name
-from ckpt_core.storage import MemoryStorage, ObjectStorage, Storage
+from ckpt_core.storage import MemoryStorage, Storage, object_storage
 from ckpt_core.types import CheckpointInfo, FileEntry
 
 FILES = {
@@ -29,7 +29,7 @@ def posix_like() -> Storage:
 
 
 def bucket_like() -> Storage:
-    return ObjectStorage(f"memory://{secrets.token_hex(8)}/run")
+    return object_storage(f"memory://{secrets.token_hex(8)}/run")
 
 
 def manifest_of(

@@ -10,7 +10,7 @@ import pytest
 from ckpt_core.commit import Catalog, Manifest, begin, commit, verify
 from ckpt_core.errors import CheckpointExistsError, SaveError
 from ckpt_core.formats.checksums import checksum
-from ckpt_core.storage import LocalStorage, MemoryStorage, ObjectStorage, Storage
+from ckpt_core.storage import LocalStorage, MemoryStorage, Storage, object_storage
 from ckpt_core.testing import Fault, FaultyStorage
 from ckpt_core.types import FileEntry
 
@@ -46,7 +46,7 @@ def test_without_replace_the_old_one_stays() -> None:
 
 
 def test_an_object_store_refuses_to_replace() -> None:
-    storage = ObjectStorage("memory://replace-refused")
+    storage = object_storage("memory://replace-refused")
     _save(storage, 1, "00000001", replace=True)
     with pytest.raises(CheckpointExistsError):
         _save(storage, 2, "00000002", replace=True)

@@ -20,7 +20,7 @@ from ckpt_core.errors import RootBusyError
 from ckpt_core.journal import Journal, _recorder, failure_rate, read_events, read_history
 from ckpt_core.journal._recorder import Recorder, Tenure
 from ckpt_core.names import EVENTS, HISTORY
-from ckpt_core.storage import LocalStorage, ObjectStorage
+from ckpt_core.storage import LocalStorage, object_storage
 from ckpt_core.telemetry import Event
 from ckpt_core.testing import Fault, FaultyStorage
 from tests.kit.clock import FakeClock
@@ -343,7 +343,7 @@ def test_once_another_job_has_the_root_nothing_is_written(tmp_path, caplog):
 
 
 def test_in_a_bucket_many_events_are_few_requests(tmp_path):
-    clock, storage = FakeClock(), FaultyStorage(ObjectStorage(f"memory://paced-{tmp_path.name}"))
+    clock, storage = FakeClock(), FaultyStorage(object_storage(f"memory://paced-{tmp_path.name}"))
     recorder = Recorder(storage, clock=clock)
     recorder.training.first = recorder.training.last = (1, clock(), time.time())
     recorder.begin(Tenure(run="a", ranks=1, check=lambda: None))

@@ -12,7 +12,7 @@ from ckpt_core.journal import _files, read_events, read_history
 from ckpt_core.journal._files import EventFile, ForeignJournalError, HistoryFile
 from ckpt_core.journal._records import _KINDS, decode, encode, record
 from ckpt_core.names import EARLIER_EVENTS, EVENTS, HISTORY
-from ckpt_core.storage import LocalStorage, ObjectStorage
+from ckpt_core.storage import LocalStorage, object_storage
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -20,7 +20,7 @@ def root(request, tmp_path):
     """A root that lines can be appended in, and one where files are replaced as a whole."""
     if request.param == "local":
         return LocalStorage(tmp_path)
-    return ObjectStorage(f"memory://journal-{tmp_path.name}")
+    return object_storage(f"memory://journal-{tmp_path.name}")
 
 
 def progress(step):

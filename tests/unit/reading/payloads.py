@@ -9,7 +9,7 @@ from pathlib import Path
 from zlib import crc32
 
 from ckpt_core.reading import Payload, RangeRead
-from ckpt_core.storage import LocalStorage, MemoryStorage, ObjectStorage, Storage
+from ckpt_core.storage import LocalStorage, MemoryStorage, Storage, object_storage
 
 MIB = 1 << 20
 STORAGES = ("local", "memory", "object")
@@ -18,7 +18,7 @@ STORAGES = ("local", "memory", "object")
 def make_storage(kind: str, directory: Path) -> Storage:
     if kind == "local":
         return LocalStorage(directory / "root")
-    return MemoryStorage() if kind == "memory" else ObjectStorage(f"memory://{uuid.uuid4().hex}")
+    return MemoryStorage() if kind == "memory" else object_storage(f"memory://{uuid.uuid4().hex}")
 
 
 def payload_of(content: bytes, path: str, start: int, stop: int, *, block_bytes: int = 0) -> Payload:

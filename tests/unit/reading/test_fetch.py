@@ -15,7 +15,7 @@ import pytest
 
 from ckpt_core.errors import CorruptCheckpointError
 from ckpt_core.reading import MAX_TAKE_BYTES, Engine, Payload, RangeRead
-from ckpt_core.storage import LocalStorage, MemoryStorage, ObjectStorage
+from ckpt_core.storage import LocalStorage, MemoryStorage, object_storage
 from ckpt_core.testing import Fault, FaultyStorage
 from tests.unit.reading.payloads import MIB, STORAGES, DataFile, TensorTarget, descriptors, make_storage
 
@@ -158,7 +158,7 @@ def test_neighbours_share_a_request():
 
 @pytest.mark.parametrize("take", [False, True])
 def test_a_network_is_used_once_for_what_is_kept(file, take):
-    file.put(storage := ObjectStorage("memory://once"))
+    file.put(storage := object_storage("memory://once"))
     landing = TensorTarget()
     wanted = [landing.whole(payload, take=take) for payload in file.payloads]
     with Engine(storage, "step") as engine:
@@ -171,7 +171,7 @@ def test_a_network_is_used_once_for_what_is_kept(file, take):
 
 
 def test_no_more_is_kept_than_allowed(file):
-    file.put(storage := ObjectStorage("memory://some"))
+    file.put(storage := object_storage("memory://some"))
     landing = TensorTarget()
     wanted = [landing.whole(payload) for payload in file.payloads]
     with Engine(storage, "step", keep_bytes=10 * MIB) as engine:
@@ -197,7 +197,7 @@ def test_a_page_cache_is_trusted_with_the_bytes(tmp_path, file):
 @pytest.mark.parametrize("place", [3, 4, 7], ids=["small", "medium", "large"])
 def test_what_is_read_again_is_verified_again_before_it_is_delivered(file, take, place):
     payload = file.payloads[place]
-    file.put(storage := ObjectStorage("memory://again"))
+    file.put(storage := object_storage("memory://again"))
     landing = TensorTarget()
     wanted = [landing.range(payload, 5, min(payload.size_bytes - 5, 2 * MIB), take=take)]
     with Engine(storage, "step", keep_bytes=0) as engine:
@@ -213,7 +213,7 @@ def test_what_is_read_again_is_verified_again_before_it_is_delivered(file, take,
 
 def test_what_is_compared_on_arrival_crosses_the_network_once(file):
     """In any piece: into place, through buffers, and where only the whole payload has a checksum."""
-    file.put(storage := ObjectStorage("memory://arrival"))
+    file.put(storage := object_storage("memory://arrival"))
     landing = TensorTarget()
     wanted = ranges(file, landing, "arrival")
     whole = [landing.whole(payload) for payload in file.payloads]
@@ -331,7 +331,7 @@ def test_an_object_store_is_asked_by_all_threads_at_once(verified):
 
 def test_nothing_that_was_found_changed_is_kept():
     file = DataFile("0.distcp", [1000])
-    file.put(storage := ObjectStorage("memory://changed"), file.flipped(500))
+    file.put(storage := object_storage("memory://changed"), file.flipped(500))
     with Engine(storage, "step") as engine:
         wanted = TensorTarget()
         assert len(engine.verify([wanted.whole(file.payloads[0])])) == 1

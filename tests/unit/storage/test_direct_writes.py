@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from ckpt_core.storage import LocalStorage, MemoryStorage, ObjectStorage
+from ckpt_core.storage import LocalStorage, MemoryStorage, object_storage
 
 
 def pieces_of(content: bytes, piece_bytes: int):
@@ -19,7 +19,7 @@ def pieces_of(content: bytes, piece_bytes: int):
 
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 300_000])
 @pytest.mark.parametrize(
-    "make", [LocalStorage, lambda _: MemoryStorage(), lambda _: ObjectStorage("memory://direct")]
+    "make", [LocalStorage, lambda _: MemoryStorage(), lambda _: object_storage("memory://direct")]
 )
 def test_pieces_become_one_file_on_every_storage(tmp_path, size, make):
     content = random.Random(size).randbytes(size)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_core.storage import LocalStorage, MemoryStorage, ObjectStorage
+from ckpt_core.storage import LocalStorage, MemoryStorage, object_storage
 from ckpt_core.storage._keys import StreamRanges
 from ckpt_core.testing import Fault, FaultyStorage
 
@@ -70,22 +70,22 @@ def test_a_stream_serves_any_storage_in_turns(tmp_path):
 
 
 def test_every_range_of_an_object_is_one_request():
-    storage = ObjectStorage("memory://one-request")
+    storage = object_storage("memory://one-request")
     storage.replace("a", bytes(range(100)))
     asked = []
-    real = storage._client.filesystem.cat_file
+    real = storage.filesystem.cat_file
 
     def cat_file(path, start, end):
         asked.append((start, end))
         return real(path, start=start, end=end)
 
-    storage._client.filesystem.cat_file = cat_file
+    storage.filesystem.cat_file = cat_file
     assert read(storage, "a", 3, 9) == bytes(range(3, 9))
     assert asked == [(0, 1), (3, 9)]  # the first byte when it is opened
 
 
 def test_an_object_that_became_shorter_is_noticed():
-    storage = ObjectStorage("memory://shorter")
+    storage = object_storage("memory://shorter")
     storage.replace("a", bytes(100))
     with storage.open_ranges("a") as reader:
         storage.replace("a", bytes(50))
@@ -106,9 +106,9 @@ def test_faults_hit_ranges():
 def test_who_rereads_from_memory(tmp_path):
     assert LocalStorage(tmp_path).rereads_from_memory
     assert MemoryStorage().rereads_from_memory
-    assert not ObjectStorage("memory://x").rereads_from_memory
+    assert not object_storage("memory://x").rereads_from_memory
     assert FaultyStorage(MemoryStorage()).rereads_from_memory
-    assert not FaultyStorage(ObjectStorage("memory://x")).rereads_from_memory
+    assert not FaultyStorage(object_storage("memory://x")).rereads_from_memory
 
 
 # --- links

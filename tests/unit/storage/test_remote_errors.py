@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt_core.storage import ObjectStorage
+from ckpt_core.storage import object_storage
 from ckpt_core.storage.object._translation import translated_errors
 
 
@@ -62,4 +62,4 @@ def test_a_job_without_credentials_is_told_so(s3_endpoint, monkeypatch, tmp_path
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
     with pytest.raises(PermissionError, match="check the credentials"):
-        ObjectStorage("s3://bucket/run", endpoint_url=s3_endpoint).check_root()
+        object_storage("s3://bucket/run", endpoint_url=s3_endpoint).check_root()

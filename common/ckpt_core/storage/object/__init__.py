@@ -1,5 +1,6 @@
-"""Storage in an object store: S3, GCS, or any other that fsspec reaches."""
+"""Storage in an object store: S3, GCS, Azure, or any other that fsspec reaches."""
 
+from ckpt_core.storage.object._connect import REQUEST_SECONDS, object_storage
 from ckpt_core.storage.object._storage import ObjectStorage
 
-__all__ = ["ObjectStorage"]
+__all__ = ["REQUEST_SECONDS", "ObjectStorage", "object_storage"]

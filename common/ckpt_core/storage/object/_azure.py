@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, cast, final
 from urllib.parse import urlsplit
 
 from ckpt_core.errors import ConfigError
-from ckpt_core.storage.object._client import Found
+from ckpt_core.storage.object._storage import Found
 from ckpt_core.storage.object._words import refuse_others
 
 if TYPE_CHECKING:

@@ -7,11 +7,12 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from typing import IO, Any, Final, cast, final
 
-from ckpt_core.disclosure import Redaction, logger_of, public_url
+from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError
+from ckpt_core.storage._keys import file_key
 from ckpt_core.storage._putting import PutSource
-from ckpt_core.storage.object._client import Found, ObjectClient
 from ckpt_core.storage.object._reader import ObjectRanges
+from ckpt_core.storage.object._storage import Found, ObjectStorage
 from ckpt_core.storage.object._translation import translated_errors
 from ckpt_core.storage.object._words import refused
 
@@ -21,7 +22,7 @@ _logger = logger_of(__name__)
 
 
 @final
-class FsspecClient(ObjectClient):
+class FsspecStorage(ObjectStorage):
     """A filesystem of fsspec.
 
     Files may show before they are complete, and two writers may overwrite each other: `conditional_writes`
@@ -43,8 +44,7 @@ class FsspecClient(ObjectClient):
         from fsspec.asyn import AsyncFileSystem
 
         del conditional_writes
-        self.url = public_url(url).rstrip("/")
-        self.redaction = Redaction.of(url, storage_options)
+        super().__init__(url, storage_options)
         self._options = tuple(sorted(storage_options))
         self.filesystem, path = self._connect(url, storage_options)
         self.base = path.rstrip("/")
@@ -53,7 +53,7 @@ class FsspecClient(ObjectClient):
         takes_limit = isinstance(self.filesystem, AsyncFileSystem) and not self.filesystem.asynchronous
         self._limit = {"timeout": request_seconds} if takes_limit else {}
 
-    def size(self, path: str) -> int:
+    def size_of(self, path: str) -> int:
         """Return the size of an object in bytes."""
         self.filesystem.invalidate_cache()
         info = self._call("info", path)
@@ -83,9 +83,9 @@ class FsspecClient(ObjectClient):
         with suppress(FileNotFoundError):
             self._call("rm_file", path)
 
-    def replace(self, path: str, content: bytes) -> None:
+    def replace(self, key: str, content: bytes) -> None:
         """Write a small object, over an existing one."""
-        self._call("pipe_file", path, content)
+        self._call("pipe_file", self.path(file_key(key)), content)
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
         """Read a range in one request."""
@@ -94,8 +94,13 @@ class FsspecClient(ObjectClient):
         return len(content)
 
     @contextmanager
-    def create(self, path: str) -> Generator[IO[bytes]]:
+    def create(self, key: str) -> Generator[IO[bytes]]:
         """Open a stream into a new object; what a failed one leaves is deleted."""
+        with self._created(self.path(file_key(key))) as stream:
+            yield stream
+
+    @contextmanager
+    def _created(self, path: str) -> Generator[IO[bytes]]:
         if self._call("exists", path):
             raise FileExistsError(errno.EEXIST, "the object exists already", self.shown(path))
         with translated_errors(self.url, self.redaction):
@@ -107,17 +112,17 @@ class FsspecClient(ObjectClient):
                 self._abandon(stream, path)
                 raise
 
-    def put_file(self, path: str, source: PutSource, identity: str) -> None:
+    def put_source(self, path: str, source: PutSource, identity: str) -> None:
         """Send a file whole, unless it is there."""
         del identity
         with suppress(FileNotFoundError):
-            size = self.size(path)
+            size = self.size_of(path)
             if size != source.size_bytes:
                 self.remove(path)  # it may be one that was never completed
             elif source.equals(ObjectRanges(self, path, size)):
                 source.progress(size)
                 return
-        with self.create(path) as stream:
+        with self._created(path) as stream:
             for piece in source.counted():
                 stream.write(piece)
 

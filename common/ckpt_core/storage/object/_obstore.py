@@ -13,12 +13,12 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
-from ckpt_core.disclosure import Redaction, public_url
 from ckpt_core.errors import ConfigError
+from ckpt_core.storage._keys import file_key
 from ckpt_core.storage.object._azure import AzureContainer
-from ckpt_core.storage.object._client import Found
 from ckpt_core.storage.object._gcs import GcsBucket
-from ckpt_core.storage.object._parts import BLOCK_BYTES, CONNECTIONS, PartClient, PartedObject
+from ckpt_core.storage.object._parts import CONNECTIONS, PartedObject, PartStorage
+from ckpt_core.storage.object._storage import Found
 from ckpt_core.storage.object._translation import translated_errors, unanswered
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Container(Protocol):
 
 
 @final
-class ObstoreClient(PartClient):
+class ObstoreStorage(PartStorage):
     """A bucket of GCS or a container of Azure, in the words of gcsfs and adlfs.
 
     Raises:
@@ -72,17 +72,12 @@ class ObstoreClient(PartClient):
         conditional_writes: bool,
         block_bytes: int | None,
     ) -> None:
-        super().__init__(block_bytes=block_bytes or BLOCK_BYTES, connections=CONNECTIONS)
-        self.url = public_url(url).rstrip("/")
-        self.redaction = Redaction.of(url, storage_options)
-        protocol, _, rest = url.partition("://")
-        place, _, base = rest.partition("/")
-        self.bucket, self.base = place.partition("@")[0], base.strip("/")
+        super().__init__(url, storage_options, block_bytes=block_bytes, connections=CONNECTIONS)
         if not conditional_writes:
             raise ConfigError(
                 f"{self.url}: leave out storage_options conditional_writes=False, which is for stores like S3"
             )
-        kind = GcsBucket if protocol in {"gs", "gcs"} else AzureContainer
+        kind = GcsBucket if url.partition("://")[0] in {"gs", "gcs"} else AzureContainer
         limits = _limits(request_seconds)
         self._try_seconds = request_seconds / 2
         with translated_errors(self.url, self.redaction):
@@ -110,7 +105,7 @@ class ObstoreClient(PartClient):
         """List an object, even if listings do not show it yet, and all below it."""
         found: list[str] = []
         with suppress(FileNotFoundError):
-            self.size(path)
+            self.size_of(path)
             found.append(path)
         return found + [entry.name for entry in self._listed(f"{path}/", "")]
 
@@ -119,10 +114,11 @@ class ObstoreClient(PartClient):
         with suppress(FileNotFoundError), self._asking(path):
             self._place.remove(path)
 
-    def replace(self, path: str, content: bytes) -> None:
+    def replace(self, key: str, content: bytes) -> None:
         """Write a small object, over an existing one."""
         import obstore
 
+        path = self.path(file_key(key))
         with self._asking(path):
             obstore.put(self._place.store, path, content, use_multipart=False)
 
@@ -135,7 +131,7 @@ class ObstoreClient(PartClient):
             self._put(path, content, token)
         except FileExistsError:
             with suppress(FileNotFoundError):
-                self.size(path)
+                self.size_of(path)
                 raise
             parts = self.begin(path, token, again=False)
             names = [parts.name_of(0, "")]
@@ -155,7 +151,7 @@ class ObstoreClient(PartClient):
         except FileNotFoundError:
             raise
         except OSError:
-            if self.size(path):
+            if self.size_of(path):
                 raise
             return 0, b""  # an empty object has no first byte
 

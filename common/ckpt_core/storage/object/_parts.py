@@ -13,18 +13,19 @@ import mmap
 import secrets
 import threading
 from abc import abstractmethod
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO, Any, Final, Protocol, Self, cast, final
 
 from ckpt_core.crew import Workers, run_all
 from ckpt_core.disclosure import logger_of
 from ckpt_core.formats.checksums import crc32
+from ckpt_core.storage._keys import file_key
 from ckpt_core.storage._putting import PutSource
-from ckpt_core.storage.object._client import ObjectClient
+from ckpt_core.storage.object._storage import ObjectStorage
 from ckpt_core.storage.object._translation import translated_errors
 
-BLOCK_BYTES: Final = 16 * 2**20
+_BLOCK_BYTES: Final = 16 * 2**20
 CONNECTIONS: Final = 8
 MOST_PARTS: Final = 9_999
 """S3 takes one more."""
@@ -66,18 +67,23 @@ class PartedObject(Protocol):
         """Drop the parts; to be called after `complete`, too."""
 
 
-class PartClient(ObjectClient):
-    """A client of a service that takes large objects in parts.
+class PartStorage(ObjectStorage):
+    """An object store that takes large objects in parts.
 
     Args:
-        block_bytes: size of the parts; larger objects are sent in several.
+        url: of the root.
+        storage_options: which may hold secrets.
+        block_bytes: size of the parts, larger objects are sent in several; None for 16 MiB.
         connections: how many parts of one object are on their way at the same time.
     """
 
-    def __init__(self, *, block_bytes: int, connections: int) -> None:
-        self._block_bytes = block_bytes
+    def __init__(
+        self, url: str, storage_options: Mapping[str, Any], *, block_bytes: int | None, connections: int
+    ) -> None:
+        super().__init__(url, storage_options)
+        self._block_bytes = block_bytes or _BLOCK_BYTES
         self._connections = connections
-        self._buffers = _PartMemory(max(_MEMORY_BYTES, block_bytes))
+        self._buffers = _PartMemory(max(_MEMORY_BYTES, self._block_bytes))
 
     @abstractmethod
     def put_new(self, path: str, content: Sequence[memoryview], token: str) -> None:
@@ -99,14 +105,14 @@ class PartClient(ObjectClient):
     def begin(self, path: str, token: str, *, again: bool) -> PartedObject:
         """Begin an upload; `again`: continue one with that token, if there is one."""
 
-    def size(self, path: str) -> int:
+    def size_of(self, path: str) -> int:
         """Return the size of an object in bytes."""
         return self.size_and_token(path)[0]
 
     @contextmanager
-    def create(self, path: str) -> Generator[IO[bytes]]:
-        """Open a stream into a new object."""
-        self._require_none(path)
+    def create(self, key: str) -> Generator[IO[bytes]]:
+        """Upload a new object; it appears on a clean exit, and not at all on an error."""
+        path = self._free_path(key)
         with _Sending(self, path, self._block_bytes, _STREAM_THREADS) as upload:
             with io.BufferedWriter(_Stream(upload, self._block_bytes), 1 << 16) as stream:
                 try:
@@ -116,15 +122,15 @@ class PartClient(ObjectClient):
                     raise
             upload.finish()
 
-    def write_pieces(self, path: str, pieces: Iterable[memoryview]) -> None:
+    def write_pieces(self, key: str, pieces: Iterable[memoryview]) -> None:
         """Send parts from where they lie in memory, while the next pieces are prepared."""
-        self._require_none(path)
+        path = self._free_path(key)
         with _Sending(self, path, self._block_bytes, self._connections) as upload:
             for piece in pieces:
                 upload.take(piece)
             upload.finish()
 
-    def put_file(self, path: str, source: PutSource, identity: str) -> None:
+    def put_source(self, path: str, source: PutSource, identity: str) -> None:
         """Send what is not there yet of a file."""
         size = source.size_bytes
         token = token_of(identity, size)
@@ -201,10 +207,12 @@ class PartClient(ObjectClient):
             raise
         self.dropped(parts, path)
 
-    def _require_none(self, path: str) -> None:
+    def _free_path(self, key: str) -> str:
+        path = self.path(file_key(key))
         with suppress(FileNotFoundError):
-            self.size(path)
+            self.size_of(path)
             raise self._occupied(path)
+        return path
 
     def _occupied(self, path: str) -> FileExistsError:
         return FileExistsError(errno.EEXIST, "the object exists already", f"{self.url}: {self.shown(path)}")
@@ -231,8 +239,8 @@ def _rounded(size: float) -> int:
 class _Sending:
     """An object that is sent while its pieces arrive; none of them is copied."""
 
-    def __init__(self, client: PartClient, path: str, block_bytes: int, threads: int) -> None:
-        self._client = client
+    def __init__(self, storage: PartStorage, path: str, block_bytes: int, threads: int) -> None:
+        self._storage = storage
         self._path = path
         self._token = secrets.token_hex(8)
         self._block_bytes = block_bytes
@@ -251,7 +259,7 @@ class _Sending:
         """Wait for the threads, and leave nothing of an upload that is not complete."""
         self._workers.__exit__()
         if self._parts is not None:
-            self._client.dropped(self._parts, self._path)
+            self._storage.dropped(self._parts, self._path)
 
     def take(self, piece: memoryview) -> None:
         """Take a piece that does not change; raise the failure of an earlier one."""
@@ -271,20 +279,20 @@ class _Sending:
     def finish(self) -> None:
         """Make the object, durable on return."""
         if self._parts is None:
-            with self._client.decided(self._path, self._token):
-                self._client.put_new(self._path, self._held, self._token)
+            with self._storage.decided(self._path, self._token):
+                self._storage.put_new(self._path, self._held, self._token)
             return
         self._pass_on()
         self._workers.__exit__()
         self._workers.raise_first()
-        with self._client.decided(self._path, self._token):
+        with self._storage.decided(self._path, self._token):
             self._parts.complete(self._names)
 
     def _pass_on(self) -> None:
         """Give what is held to a thread."""
         if self._parts is None:
-            with translated_errors(self._client.url, self._client.redaction):
-                self._parts = self._client.begin(self._path, self._token, again=False)
+            with translated_errors(self._storage.url, self._storage.redaction):
+                self._parts = self._storage.begin(self._path, self._token, again=False)
         number = len(self._names)
         self._names.append("")
         self._workers.take((number, self._held))
@@ -294,7 +302,7 @@ class _Sending:
     def _send(self, task: tuple[int, Sequence[memoryview]]) -> None:
         number, content = task
         parts = cast("PartedObject", self._parts)
-        with translated_errors(self._client.url, self._client.redaction):
+        with translated_errors(self._storage.url, self._storage.redaction):
             self._names[number] = parts.name_of(number, mark(content))
             parts.send(self._names[number], content)
 

@@ -4,31 +4,33 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from ckpt_core.storage._keys import RangeStream, ends_early
-from ckpt_core.storage.object._client import ObjectClient
+
+if TYPE_CHECKING:
+    from ckpt_core.storage.object._storage import ObjectStorage
 
 _BUFFER_BYTES = 4 * 2**20
 _START_BYTES = 2**20
 
 
-def open_object(client: ObjectClient, path: str) -> io.BufferedReader:
+def open_object(storage: ObjectStorage, path: str) -> io.BufferedReader:
     """Open a buffered stream over an object; a small one has been read by then.
 
     Small reads are served from blocks, large ones are one ranged request. fsspec's own files are not used
     because some share their position between readers, and others read tens of megabytes ahead.
     """
-    size, start = client.read_start(path, _START_BYTES)
+    size, start = storage.read_start(path, _START_BYTES)
 
     def read_into(offset: int, buffer: memoryview) -> int:
         known = start[offset : offset + len(buffer)]
         buffer[: len(known)] = known
         rest = buffer[len(known) :]
-        return len(known) + (client.read_into(path, offset + len(known), rest) if rest else 0)
+        return len(known) + (storage.read_into(path, offset + len(known), rest) if rest else 0)
 
     return io.BufferedReader(
-        RangeStream(size, read_into, client.shown(path)), min(_BUFFER_BYTES, max(size, 1))
+        RangeStream(size, read_into, storage.shown(path)), min(_BUFFER_BYTES, max(size, 1))
     )
 
 
@@ -36,9 +38,9 @@ def open_object(client: ObjectClient, path: str) -> io.BufferedReader:
 class ObjectRanges:
     """Ranges of an object, one request each, so that several threads run in parallel."""
 
-    def __init__(self, client: ObjectClient, path: str, size_bytes: int, start: bytes = b"") -> None:
+    def __init__(self, storage: ObjectStorage, path: str, size_bytes: int, start: bytes = b"") -> None:
         """Read from an object of that size; its first bytes may be known."""
-        self._client = client
+        self._storage = storage
         self._start = start
         self._path = path
         self.size_bytes = size_bytes
@@ -50,20 +52,20 @@ class ObjectRanges:
             if end <= len(self._start):
                 buffer[:] = self._start[offset:end]
                 return
-            count = self._client.read_into(self._path, offset, buffer)
+            count = self._storage.read_into(self._path, offset, buffer)
             if offset + count != end:
-                raise ends_early(self._client.shown(self._path), end, offset + count)
+                raise ends_early(self._storage.shown(self._path), end, offset + count)
 
     def read_spread(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fill the buffers, by one request where the client can."""
         end = self._checked_end(offset, sum(map(len, buffers)))
-        count = self._client.read_spread(self._path, offset, buffers)
+        count = self._storage.read_spread(self._path, offset, buffers)
         if offset + count != end:
-            raise ends_early(self._client.shown(self._path), end, offset + count)
+            raise ends_early(self._storage.shown(self._path), end, offset + count)
 
     def _checked_end(self, offset: int, size_bytes: int) -> int:
         """Return the end of a range; stores differ in their answers to one past the end."""
         end = offset + size_bytes
         if end > self.size_bytes:
-            raise ends_early(self._client.shown(self._path), end, self.size_bytes)
+            raise ends_early(self._storage.shown(self._path), end, self.size_bytes)
         return end

@@ -12,10 +12,11 @@ from contextlib import suppress
 from typing import Any, Final, final
 
 from ckpt_core.disclosure import Redaction, public_url
-from ckpt_core.storage.object._client import Found
-from ckpt_core.storage.object._parts import BLOCK_BYTES, MOST_PARTS, PartClient, PartedObject, mark
+from ckpt_core.storage._keys import file_key
+from ckpt_core.storage.object._parts import MOST_PARTS, PartedObject, PartStorage, mark
 from ckpt_core.storage.object._s3_options import S3Settings
 from ckpt_core.storage.object._s3_requests import Body, S3Requests
+from ckpt_core.storage.object._storage import Found
 
 _METADATA: Final = "ckpt-upload"
 # It holds the token of its upload, which no listing of uploads shows, and is never a part of an object.
@@ -23,7 +24,7 @@ _TOKEN_PART: Final = MOST_PARTS + 1
 
 
 @final
-class S3Client(PartClient):
+class S3Storage(PartStorage):
     """A bucket of S3, or of a service that speaks its language.
 
     Args:
@@ -48,12 +49,9 @@ class S3Client(PartClient):
         conditional_writes: bool,
         block_bytes: int | None,
     ) -> None:
-        self.url = public_url(url).rstrip("/")
-        self.redaction = Redaction.of(url, storage_options)
-        settings = S3Settings.of(self.url, storage_options, request_seconds, self.redaction)
-        super().__init__(block_bytes=block_bytes or BLOCK_BYTES, connections=settings.connections)
-        self.bucket, _, base = url.partition("://")[2].partition("/")
-        self.base = base.strip("/")
+        secrets = Redaction.of(url, storage_options)
+        settings = S3Settings.of(public_url(url).rstrip("/"), storage_options, request_seconds, secrets)
+        super().__init__(url, storage_options, block_bytes=block_bytes, connections=settings.connections)
         self._condition: dict[str, Any] = {"IfNoneMatch": "*"} if conditional_writes else {}
         self._settings = settings
         self._requests = S3Requests(
@@ -82,7 +80,7 @@ class S3Client(PartClient):
         """List an object, even one that no listing shows yet, and all below it."""
         found: list[str] = []
         with suppress(FileNotFoundError):
-            self.size(path)
+            self.size_of(path)
             found.append(path)
         for page in self._requests.pages("list_objects_v2", Prefix=f"{path}/"):
             found += [str(entry["Key"]) for entry in page.get("Contents", [])]
@@ -93,9 +91,9 @@ class S3Client(PartClient):
         with suppress(FileNotFoundError):
             self._requests.call("delete_object", Key=path)
 
-    def replace(self, path: str, content: bytes) -> None:
+    def replace(self, key: str, content: bytes) -> None:
         """Write a small object, over an existing one."""
-        self._put(path, [memoryview(content)])
+        self._put(self.path(file_key(key)), [memoryview(content)])
 
     def put_new(self, path: str, content: Sequence[memoryview], token: str) -> None:
         """Create an object in one request."""

@@ -3,83 +3,120 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Generator, Iterable, Sequence
+from abc import abstractmethod
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import IO, Any, Final, final
+from typing import IO, Any, Final, NamedTuple
 
 from ckpt_core.crew import run_all
-from ckpt_core.disclosure import logger_of, public_url
+from ckpt_core.disclosure import Redaction, logger_of, public_url
 from ckpt_core.storage._base import Lock, RangeReader, Storage, StorageEntry
 from ckpt_core.storage._keys import file_key, is_plain, key_parts
 from ckpt_core.storage._putting import Pace, Progress, PutSource, ReadAt, nothing, unlimited
 from ckpt_core.storage.local._locks import UnguardedLock
-from ckpt_core.storage.object._connect import connect
 from ckpt_core.storage.object._reader import ObjectRanges, open_object
-from ckpt_core.validation import integer, require
-
-REQUEST_SECONDS: Final = 600.0
-"""The default time limit of one request."""
 
 _DELETE_THREADS: Final = 16
-_LEAST_PART_BYTES_OF_S3: Final = 5 * 2**20
 _PROBE: Final = ".probe"
 
 _logger = logger_of(__name__)
 _warned_odd: set[str] = set()
 
 
-@final
+class Found(NamedTuple):
+    """One name below a prefix; it may be one that no path can have."""
+
+    name: str
+    is_directory: bool
+    size_bytes: int
+
+
 class ObjectStorage(Storage):
-    """A prefix in an object store.
+    """A prefix in an object store; `object_storage` makes one.
 
     Objects appear whole or not at all, but there are no directories and no renames, so a commit is the
     creation of the marker object, after all others. On S3, GCS and Azure objects are created only if there is
     none, so that a late upload cannot overwrite an object of another job.
+
+    A client of a service says how requests are made; their `path` is its own name of an object. Its errors
+    are OS errors without secrets, see `translated_errors`.
+
+    Attributes:
+        redaction: replaces what is secret in messages.
+        base: the path of the root.
+        bucket: the name of the bucket, for messages.
     """
 
     supports_rename = False
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        write_block_bytes: int | None = None,
-        request_seconds: float = REQUEST_SECONDS,
-        conditional_writes: bool = True,
-        **storage_options: Any,
-    ) -> None:
-        """Connect lazily: nothing uses the network before the first operation.
-
-        Args:
-            url: any URL that fsspec knows, with or without a trailing slash.
-            write_block_bytes: size of the parts of an upload, on S3 at least 5 MiB; None for the client's.
-            request_seconds: the time limit of one request, retries included.
-            conditional_writes: whether to create objects only if there is none; a store that speaks S3 but
-                lacks `If-None-Match` needs False, and then two jobs must not write to one root.
-            storage_options: in the words of the fsspec filesystem (credentials, endpoint…). On S3, time-outs
-                and retries are set to fit into `request_seconds` unless `config_kwargs` sets them.
-
-        Raises:
-            ConfigError: the protocol is unknown or its extra is not installed, or the client does not take
-                an option.
-        """
-        if write_block_bytes is not None:
-            least = _LEAST_PART_BYTES_OF_S3 if url.startswith(("s3://", "s3a://")) else 1
-            require(public_url(url), integer("write_block_bytes", write_block_bytes, minimum=least))
-        self._client = connect(
-            url,
-            storage_options,
-            request_seconds=request_seconds,
-            conditional_writes=conditional_writes,
-            block_bytes=write_block_bytes,
-        )
-        self._url = self._client.url
-        self.reads_in_place = self._client.reads_in_place
+    def __init__(self, url: str, storage_options: Mapping[str, Any]) -> None:
+        """Note where the root is, without using the network."""
+        self._url = public_url(url).rstrip("/")
+        self.redaction = Redaction.of(url, storage_options)
+        bucket, _, base = url.partition("://")[2].partition("/")
+        self.bucket, self.base = bucket.partition("@")[0], base.strip("/")
 
     @property
     def url(self) -> str:
         """The URL, without trailing slash, user, password and query."""
         return self._url
+
+    def shown(self, text: object) -> str:
+        """Remove secrets from a path or an error, for messages."""
+        return self.redaction.text(str(text))
+
+    def path(self, key: str) -> str:
+        """Return the client's name of the object."""
+        return "/".join(filter(None, [self.base, *key_parts(key)]))
+
+    @abstractmethod
+    def size_of(self, path: str) -> int:
+        """Return the size of an object in bytes.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+
+    @abstractmethod
+    def children(self, path: str) -> Sequence[Found]:
+        """List the names below a prefix, up to the next slash; [] if there are none."""
+
+    @abstractmethod
+    def below(self, path: str) -> Sequence[str]:
+        """List the paths of an object of this name and of all that are below it."""
+
+    @abstractmethod
+    def remove(self, path: str) -> None:
+        """Delete an object by its name; no-op if there is none."""
+
+    @abstractmethod
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
+        """Read a range that is in the object; return how many bytes of it the object has."""
+
+    def read_spread(self, path: str, offset: int, buffers: Sequence[memoryview]) -> int:
+        """Read a range into several buffers; the default makes one request for each."""
+        done = 0
+        for buffer in buffers:
+            count = self.read_into(path, offset + done, buffer)
+            done += count
+            if count < len(buffer):
+                break
+        return done
+
+    def read_start(self, path: str, most_bytes: int) -> tuple[int, bytes]:
+        """Return the size and first bytes of an object, if possible by one request.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        size = self.size_of(path)
+        start = bytearray(min(size, most_bytes))
+        count = self.read_into(path, 0, memoryview(start)) if start else 0
+        return size, bytes(start[:count])
+
+    @abstractmethod
+    def put_source(self, path: str, source: PutSource, identity: str) -> None:
+        """Create an object from a source; see `Storage.put_file`."""
 
     def check_root(self) -> None:
         """Create and delete a tiny object.
@@ -92,20 +129,9 @@ class ObjectStorage(Storage):
             # Always under the same name, so that the next job deletes the leftover of a killed one.
             self.replace(_PROBE, b"probe")
         except FileNotFoundError as error:
-            bucket = self._client.shown(self._client.bucket)
-            message = f"bucket {bucket!r} does not exist; create it, or correct the URL"
+            message = f"bucket {self.shown(self.bucket)!r} does not exist; create it, or correct the URL"
             raise FileNotFoundError(errno.ENOENT, message, self._url) from error
-        self._client.remove(self._client.path(_PROBE))
-
-    @contextmanager
-    def create(self, key: str) -> Generator[IO[bytes]]:
-        """Upload a new object; it appears on a clean exit, and not at all on an error."""
-        with self._client.create(self._client.path(file_key(key))) as stream:
-            yield stream
-
-    def write_pieces(self, key: str, pieces: Iterable[memoryview]) -> None:
-        """Upload a large object, in parts from memory where the client can."""
-        self._client.write_pieces(self._client.path(file_key(key)), pieces)
+        self.remove(self.path(_PROBE))
 
     def put_file(
         self,
@@ -119,29 +145,24 @@ class ObjectStorage(Storage):
     ) -> None:
         """Upload a file, without parts that an earlier call has sent where the client can."""
         source = PutSource(size_bytes, read, pace or unlimited, progress or nothing)
-        self._client.put_file(self._client.path(file_key(key)), source, identity)
+        self.put_source(self.path(file_key(key)), source, identity)
 
     @contextmanager
     def open(self, key: str) -> Generator[IO[bytes]]:
         """Open an object for reading, by ranged requests."""
-        with open_object(self._client, self._client.path(file_key(key))) as stream:
+        with open_object(self, self.path(file_key(key))) as stream:
             yield stream
 
     @contextmanager
     def open_ranges(self, key: str) -> Generator[RangeReader]:
         """Open an object for ranged reads, one request each; its first byte is read."""
-        path = self._client.path(file_key(key))
-        size, start = self._client.read_start(path, 1)
-        yield ObjectRanges(self._client, path, size, start)
-
-    def replace(self, key: str, content: bytes) -> None:
-        """Write a small object; stores replace atomically."""
-        self._client.replace(self._client.path(file_key(key)), content)
+        path = self.path(file_key(key))
+        size, start = self.read_start(path, 1)
+        yield ObjectRanges(self, path, size, start)
 
     def list(self, key: str) -> list[StorageEntry]:
         """List the names below a prefix, up to the next slash, sorted; [] if none."""
-        found = self._client.children(self._client.path(key))
-        entries = [StorageEntry(*each) for each in found]
+        entries = [StorageEntry(*each) for each in self.children(self.path(key))]
         odd = [entry.name for entry in entries if not is_plain(entry.name)]
         if odd:
             _warn_odd(self._url, key, odd)
@@ -150,27 +171,19 @@ class ObjectStorage(Storage):
 
     def size(self, key: str) -> int:
         """Return the size of an object in bytes."""
-        return self._client.size(self._client.path(file_key(key)))
+        return self.size_of(self.path(file_key(key)))
 
     def delete(self, key: str) -> None:
         """Delete an object, or all objects under a prefix.
 
         One by one: fsspec's bulk deletions expand wildcards in keys.
         """
-        path = self._client.path(file_key(key))
+        path = self.path(file_key(key))
         # A key that is no valid path is not ours; see `list`.
-        found = self._client.below(path)
+        found = self.below(path)
         doomed = [name for name in found if name == path or _is_key(name[len(path) + 1 :])]
         if doomed:
-            run_all(self._client.remove, doomed, _DELETE_THREADS, name="ckpt-delete")
-
-    def abandon_uploads(self, unwanted: Callable[[str], bool]) -> Sequence[str]:
-        """Abort multipart uploads that were never completed; S3 bills them."""
-        return self._client.abandon_uploads(unwanted)
-
-    def interrupt(self) -> None:
-        """Cancel requests under way where the client can: botocore alone."""
-        self._client.interrupt()
+            run_all(self.remove, doomed, _DELETE_THREADS, name="ckpt-delete")
 
     def make_directory(self, key: str) -> None:
         """Do nothing but check the key: prefixes need not be created.
@@ -182,14 +195,6 @@ class ObjectStorage(Storage):
     def sync_directory(self, key: str) -> None:
         """Do nothing but check the key: a completed upload is durable."""
         key_parts(key)
-
-    def rename(self, source: str, target: str) -> None:
-        """Raise NotImplementedError: it would copy every object."""
-        raise NotImplementedError(f"{self._url}: object stores cannot rename ({source} to {target})")
-
-    def exchange(self, first: str, second: str) -> None:
-        """Raise NotImplementedError."""
-        raise NotImplementedError(f"{self._url}: object stores cannot exchange ({first} and {second})")
 
     def try_lock(self, key: str) -> Lock | None:
         """Return a lock that excludes nothing: object stores do not know live processes."""
