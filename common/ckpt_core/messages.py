@@ -48,7 +48,8 @@ def message(kind: C) -> C:
     """Register a dataclass or an enum as a message between ranks; a decorator."""
     if not is_dataclass(kind) and not issubclass(kind, Enum):
         raise TypeError(f"{kind.__qualname__} is neither a dataclass nor an enum")
-    return _declare(kind)
+    _declare(kind)
+    return kind
 
 
 def encode(value: object) -> bytes:
@@ -126,8 +127,8 @@ class _Unpickler(pickle.Unpickler):  # noqa: S301 - of a closed world
             raise MessageError(f"{module_name}.{global_name} is no message") from None
 
 
-def _declare(made: Any) -> Any:
-    return _DECLARED.setdefault(_name_of(made), made)
+def _declare(made: Any) -> None:
+    _DECLARED[_name_of(made)] = made
 
 
 def _name_of(made: Any) -> str:
@@ -168,7 +169,7 @@ def _unpacked(name: str, packed: Any) -> Any:
 
 
 def _error(name: str, text: str, attributes: Mapping[str, Any]) -> CheckpointError:
-    kind = getattr(errors, name)
+    kind: type[CheckpointError] = getattr(errors, name)
     if not issubclass(kind, CheckpointError):
         raise TypeError(name)
     return kind(text, **attributes)
