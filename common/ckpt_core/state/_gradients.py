@@ -15,9 +15,8 @@ from ckpt_core._torch_internals import holds_unreduced_gradients
 from ckpt_core.coordination import place_in_job
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state import _fsdp1
-from ckpt_core.state._model import model_state
-from ckpt_core.state._parameter_names import ParameterNames
-from ckpt_core.state._rank_buffers import digest
+from ckpt_core.state._model import ParameterNames, model_state
+from ckpt_core.state._tensor_sums import own_checksum
 from ckpt_core.state._tensors import dtype_named, empty_like
 from ckpt_core.types import SavedEntries
 
@@ -56,7 +55,9 @@ class Gradients:
         if problem is None and not _fsdp1.is_fsdp1(self.model):
             own = self._of_parameters()
         plain = {
-            name: None if grad is None else digest(grad) for name, grad in own.items() if _is_plain(grad)
+            name: None if grad is None else own_checksum(grad)
+            for name, grad in own.items()
+            if _is_plain(grad)
         }
         of_ranks: list[tuple[str | None, dict[str, bytes | None]]] = _gathered((problem, plain))
         if problems := [f"rank {rank}: {each}" for rank, (each, _) in enumerate(of_ranks) if each]:
@@ -131,7 +132,7 @@ class Gradients:
                 for index, parameter in enumerate(_parameters(optimizer))
                 if parameter.grad is not None
             }
-            for name, values in _fsdp1.by_name(self.model, optimizer, state).items():
+            for name, values in _fsdp1.by_name(self.model, optimizer, state)["state"].items():
                 yield name, values[_OPTION]
 
     def _put_back_flat(self, loaded: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from ckpt_core.devices import to_host
 from ckpt_core.formats.codec import corrupt
 from ckpt_core.names import local_name
 from ckpt_core.state._items import decode_items, encode_items
+from ckpt_core.state._tensor_sums import own_checksum
 
 BufferKey: TypeAlias = tuple[str, str]
 _PIECE_BYTES = 8 << 20
@@ -42,7 +43,8 @@ class RankBuffers:
         Beyond `_MAX_DIGESTS` keys it is one digest of all.
         """
         values = self._whole()
-        each = [digest(values[key]) for key in sorted(values)]
+        sums = [own_checksum(values[key]) for key in sorted(values)]
+        each = [number.to_bytes(_DIGEST_BYTES, "little", signed=True) for number in sums]
         if len(each) <= _MAX_DIGESTS:
             return b"".join(each)
         return hashlib.blake2b(b"".join(each), digest_size=_DIGEST_BYTES).digest()
@@ -68,13 +70,6 @@ class RankBuffers:
         for event in self._events:
             event.synchronize()
         return self._copies
-
-
-def digest(tensor: torch.Tensor) -> bytes:
-    """Return a digest by which ranks compare a tensor, copied to the host."""
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    array: Any = plain.reshape(-1).view(torch.uint8).numpy() if plain.numel() else b""
-    return hashlib.blake2b(array, digest_size=_DIGEST_BYTES).digest()
 
 
 def encode_buffers(
