@@ -7,7 +7,7 @@ optimizer without state, per rank, and a rank whose shards are all empty never g
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -73,21 +73,23 @@ def by_name(
 
 
 def to_index_form(
-    model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Mapping[str, Any]],
+    options: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Convert `state` by name to this rank's shard, by index; a collective."""
+    """Convert values by name to this rank's shards, by index; a collective.
+
+    With the hyperparameters of each group, if they are given.
+    """
     groups = _convert(model, optimizer, {})["param_groups"]
     raw = {name.replace(_COMPILED, ""): name for group in groups for name in group["params"]}
-    renamed = {
-        "state": {raw.get(name, name): values for name, values in state["state"].items()},
-        "param_groups": [
-            {**group, "params": [raw[name] for name in group["params"]]} for group in state["param_groups"]
-        ],
+    named = {
+        "state": {raw[name]: dict(values) for name, values in state.items() if name in raw},
+        "param_groups": [{**group, **own} for group, own in zip(groups, options or groups, strict=True)],
     }
     with _sharded(model):
-        return FullyShardedDataParallel.optim_state_dict_to_load(
-            model, optimizer, renamed, group=_group(model)
-        )
+        return FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, named, group=_group(model))
 
 
 def _convert(

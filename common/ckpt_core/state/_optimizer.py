@@ -275,9 +275,7 @@ def load_optimizer_state(
     options = _arrange(inner.param_groups, members, state.get("param_groups", ()), resolve, fit=fit)
     values = {resolve(name): each for name, each in state.get("state", {}).items()}
     if names is None:
-        groups = [{**each, "params": own} for each, own in zip(options, members, strict=True)]
-        copies = {name: dict(each) for name, each in values.items()}
-        indexed = _fsdp1.to_index_form(model, inner, {"state": copies, "param_groups": groups})
+        indexed = _fsdp1.to_index_form(model, inner, values, options)
     else:
         index_of = {name: index for index, name in enumerate(name for own in members for name in own)}
         trained = {name: names.by_name[name] for name in index_of}
