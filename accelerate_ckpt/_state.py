@@ -53,6 +53,7 @@ from ckpt_core.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from ckpt_core.groups import local_part
 from ckpt_core.state import (
     Override,
+    StateSource,
     check_groups,
     derive_rng,
     has_shards,
@@ -114,8 +115,8 @@ def inner_entries(saved: SavedState, part: str, key: str, *, may_lack: bool = Fa
 
 
 @final
-class AcceleratorState:
-    """Captures and loads one accelerator; a `StateSource`. Main thread only."""
+class AcceleratorState(StateSource):
+    """Captures and loads one accelerator. Main thread only."""
 
     def __init__(
         self,
@@ -237,7 +238,7 @@ class AcceleratorState:
         return {**tree, **self._window.targets(saved, saved.shared.get(_SHARED, {}))}
 
     def begin(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Callable[[], None]:
-        """Load schedulers, scaler and registered objects; see `CarefulSource`."""
+        """Load schedulers, scaler and registered objects."""
         del saved
         for index, optimizer in enumerate(self._accelerator._optimizers):
             model = owner(trainable(self._accelerator), optimizer)
@@ -269,7 +270,7 @@ class AcceleratorState:
         return notes
 
     def check_override(self, change: Override) -> None:
-        """Refuse hyperparameters that no optimizer has; see `AdjustableSource`."""
+        """Refuse hyperparameters that no optimizer has."""
         change.check({name: each.param_groups for name, each in self._optimizers.items()})
 
     def override(self, change: Override) -> None:

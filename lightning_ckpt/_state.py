@@ -17,6 +17,7 @@ from ckpt_core.state import (
     Gradients,
     NotEncodableError,
     Override,
+    StateSource,
     check_groups,
     empty_like,
     encode,
@@ -102,8 +103,8 @@ class LoadedCheckpoint:
 
 
 @final
-class LightningState:
-    """The state of a Trainer; a `StateSource`.
+class LightningState(StateSource):
+    """The state of a Trainer.
 
     `apply` loads nothing into Lightning: the strategy does, when Lightning calls it, so that hooks see and
     may change everything first. Only tensors are read into place, unless a hook may change them.
@@ -276,8 +277,8 @@ class LightningState:
 
 
 @final
-class NewMemory:
-    """A `StateSource` that reads into new memory, on every rank: all, or these items.
+class NewMemory(StateSource):
+    """A source that reads into new memory, on every rank: all, or these items.
 
     Attributes:
         tree: what was read; empty before.

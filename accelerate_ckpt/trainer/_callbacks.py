@@ -17,7 +17,7 @@ from transformers.trainer_callback import ExportableState
 from ckpt_core.data import is_stateful
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError
-from ckpt_core.state import is_large, load_item, load_rng_state, rng_state, template, under
+from ckpt_core.state import StateSource, is_large, load_item, load_rng_state, rng_state, template, under
 from ckpt_core.types import CapturedState, SavedState
 
 _PART = "callbacks"
@@ -26,8 +26,8 @@ _logger = logger_of(__name__)
 
 
 @final
-class CallbackStates:
-    """Captures and loads a Trainer's callbacks that have a state; a `StateSource`.
+class CallbackStates(StateSource):
+    """Captures and loads a Trainer's callbacks that have a state.
 
     Those with `state_dict` and `load_state_dict`. Main thread only.
     """

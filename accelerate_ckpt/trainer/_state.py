@@ -41,6 +41,7 @@ from ckpt_core.hosting import replaced
 from ckpt_core.state import (
     Contents,
     Override,
+    StateSource,
     check_groups,
     load_model_state,
     load_optimizer_state,
@@ -67,8 +68,8 @@ _PLACES = frozenset({"output_dir", "logging_dir", "run_name", "local_rank", "res
 
 
 @final
-class TrainingState:
-    """Captures and loads one Trainer; a `StateSource`. Main thread only."""
+class TrainingState(StateSource):
+    """Captures and loads one Trainer. Main thread only."""
 
     def __init__(
         self,
@@ -96,7 +97,7 @@ class TrainingState:
         self.change: Override | None = None
 
     def check_override(self, change: Override) -> None:
-        """Refuse hyperparameters that the optimizer lacks; see `AdjustableSource`."""
+        """Refuse hyperparameters that the optimizer lacks."""
         change.check({"": self._trainer.optimizer.param_groups})
 
     def override(self, change: Override) -> None:
@@ -189,7 +190,7 @@ class TrainingState:
         return tree
 
     def begin(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Callable[[], None]:
-        """Check that the optimizer has the same parameters; see `CarefulSource`."""
+        """Check that the optimizer has the same parameters."""
         del saved
         if optimizer_part(0) in loaded:
             trainer = self._trainer

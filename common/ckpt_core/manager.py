@@ -21,7 +21,7 @@ from ckpt_core.options import CheckpointOptions, signature_with_options
 from ckpt_core.preemption import LastStep
 from ckpt_core.retention import PrunePlan
 from ckpt_core.saving import SaveHandle, SaveRequest
-from ckpt_core.state import Override, State, as_captured, as_source, checked_override, takes_all
+from ckpt_core.state import Override, State, as_captured, as_source, checked_override
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Sink
 from ckpt_core.tiers.uploading import SaveNumber
@@ -347,7 +347,7 @@ class CheckpointManager:
         else:
             newest = self._loader.required(self._loader.newest(request, source))
             saved, info = newest.saved, newest.info
-        if selection.is_all and takes_all(state, saved):
+        if selection.is_all and source.takes_all(saved):
             self._continue_from(info, saved, request.override)
         return saved
 

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Sampler
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state import (
     Contents,
+    StateSource,
     TrainState,
     check_groups,
     fit_of,
@@ -116,8 +117,8 @@ class Parts:
 
 
 @final
-class FabricState:
-    """A state as `fabric.save` takes it; a `CarefulSource`.
+class FabricState(StateSource):
+    """A state as `fabric.save` takes it; a `StateSource`.
 
     Tensors are under the user's keys, as in `dcp.save({"model": model.state_dict()})`; everything else is as
     in a `TrainState`, which does it.

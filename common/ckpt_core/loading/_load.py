@@ -48,7 +48,7 @@ from ckpt_core.options import CheckpointOptions, Verify
 from ckpt_core.reading import Engine
 from ckpt_core.root import Job
 from ckpt_core.staging import free_memory
-from ckpt_core.state import AdjustableSource, CarefulSource, Override, StateSource, leaves, put_buffers
+from ckpt_core.state import Override, StateSource, leaves, put_buffers
 from ckpt_core.types import CheckpointInfo, SavedState, StateDict
 
 RollBack: TypeAlias = Callable[[], Sequence[tuple[str | int, ...]] | None]
@@ -320,8 +320,6 @@ class Load:
         Returns:
             A function that rolls back later.
         """
-        if not isinstance(self._source, CarefulSource):
-            return lambda: None
         roll_back: RollBack | None = None
         try:
             with self._phase("restoring small values"), _inference_mode(wanted=_any_inference(parts)):
@@ -341,7 +339,7 @@ class Load:
             put_buffers(opened.local, part, load.entries)
         self._source.apply(_loaded(parts), opened.saved)
         change = self._request.override
-        if isinstance(self._source, AdjustableSource) and change.differs_from(opened.saved.annotations):
+        if change.differs_from(opened.saved.annotations):
             self._source.override(change)
         elif change and self._coordinator.is_coordinator:
             _logger.warning(

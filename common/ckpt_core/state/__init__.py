@@ -1,7 +1,16 @@
 """Training state as items: captured as live tensors and values, restored exactly."""
 
+from ckpt_core.state._contents import (
+    Contents,
+    base_names,
+    begin,
+    contents_problem,
+    is_of_base,
+    saved_part,
+    saves_base,
+    supplied,
+)
 from ckpt_core.state._gradients import Gradients
-from ckpt_core.state._groups import fit_of
 from ckpt_core.state._items import (
     PICKLED,
     Counters,
@@ -25,6 +34,7 @@ from ckpt_core.state._model import (
 from ckpt_core.state._nested import get, leaves, under
 from ckpt_core.state._optimizer import (
     check_groups,
+    fit_of,
     load_optimizer_state,
     optimizer_state,
     optimizer_target,
@@ -34,37 +44,22 @@ from ckpt_core.state._optimizer import (
 from ckpt_core.state._override import Override
 from ckpt_core.state._rank_buffers import BufferKey, RankBuffers, decode_buffers, put_buffers
 from ckpt_core.state._rng import derive_rng, load_rng_state, rng_seed, rng_state
-from ckpt_core.state._source import (
-    AdjustableSource,
-    CarefulSource,
-    DictState,
+from ckpt_core.state._source import DictState, StateSource
+from ckpt_core.state._tensors import empty_like, shard_like, template
+from ckpt_core.state._train_state import (
+    POSITIONS,
     State,
-    StateSource,
+    TrainState,
     as_captured,
     as_source,
     checked_override,
-    takes_all,
 )
-from ckpt_core.state._tensors import empty_like, shard_like, template
-from ckpt_core.state._train_state import POSITIONS, TrainState
 from ckpt_core.state._value_codec import NotEncodableError, decode, encode
-from ckpt_core.state.contents import (
-    Contents,
-    base_names,
-    begin,
-    contents_problem,
-    is_of_base,
-    saved_part,
-    saves_base,
-    supplied,
-)
 
 __all__ = [
     "PICKLED",
     "POSITIONS",
-    "AdjustableSource",
     "BufferKey",
-    "CarefulSource",
     "Contents",
     "Counters",
     "DictState",
@@ -117,7 +112,6 @@ __all__ = [
     "shard_like",
     "stable_tensors",
     "supplied",
-    "takes_all",
     "template",
     "under",
     "unwrap_optimizer",

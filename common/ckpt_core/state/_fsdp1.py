@@ -7,7 +7,7 @@ optimizer without state, per rank, and a rank whose shards are all empty never g
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,12 +40,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     Raises:
         ConfigError: on some rank the state is made of other tensors, which FSDP1 cannot convert.
     """
-    _refuse_wrapped(model, optimizer)
-    return _clean(_convert(model, optimizer, optimizer.state_dict()))
-
-
-def _refuse_wrapped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse on all ranks what one of them has, or the conversion would hang."""
+    # Refused on all ranks if one of them has it, or the conversion would hang.
     state = (value for values in optimizer.state.values() for value in values.values())
     first = FullyShardedDataParallel.fsdp_modules(model)[0]
     found = torch.tensor(int(any(map(is_wrapped, state))), device=first.compute_device)
@@ -55,62 +50,54 @@ def _refuse_wrapped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             f"{type(optimizer).__name__} keeps state made of other tensors (quantised, for example), which "
             "FSDP1 cannot convert to names of parameters; use FSDP2's fully_shard"
         )
+    return by_name(model, optimizer, optimizer.state_dict()["state"])
 
 
 def group_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
     """Return the parameter names of each group; a small collective."""
-    return [group["params"] for group in _clean(_groups(model, optimizer))["param_groups"]]
+    return [group["params"] for group in by_name(model, optimizer, {})["param_groups"]]
 
 
 def by_name(
     model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[int, Mapping[str, Any]]
-) -> Mapping[str, Mapping[str, Any]]:
-    """Convert values of shards, by index, to sharded tensors by name; a collective."""
-    groups = optimizer.state_dict()["param_groups"]
-    named: Mapping[str, Mapping[str, Any]] = _clean(
-        _convert(model, optimizer, {"state": dict(state), "param_groups": groups})
-    )["state"]
-    return named
+) -> dict[str, Any]:
+    """Convert values by index to sharded tensors by name, with groups; collective."""
+    named = _convert(model, optimizer, state)
+    return {
+        "state": {str(name).replace(_COMPILED, ""): values for name, values in named["state"].items()},
+        "param_groups": [
+            {**group, "params": [name.replace(_COMPILED, "") for name in group["params"]]}
+            for group in named["param_groups"]
+        ],
+    }
 
 
 def to_index_form(
-    model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Mapping[str, Any]],
+    options: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Convert `state` by name to this rank's shard, by index; a collective."""
-    raw = {
-        name.replace(_COMPILED, ""): name
-        for group in _groups(model, optimizer)["param_groups"]
-        for name in group["params"]
-    }
-    renamed = {
-        "state": {raw.get(name, name): values for name, values in state["state"].items()},
-        "param_groups": [
-            {**group, "params": [raw[name] for name in group["params"]]} for group in state["param_groups"]
-        ],
+    """Convert values by name to this rank's shards, by index; a collective.
+
+    With the hyperparameters of each group, if they are given.
+    """
+    groups = _convert(model, optimizer, {})["param_groups"]
+    raw = {name.replace(_COMPILED, ""): name for group in groups for name in group["params"]}
+    named = {
+        "state": {raw[name]: dict(values) for name, values in state.items() if name in raw},
+        "param_groups": [{**group, **own} for group, own in zip(groups, options or groups, strict=True)],
     }
     with _sharded(model):
-        return FullyShardedDataParallel.optim_state_dict_to_load(
-            model, optimizer, renamed, group=_group(model)
-        )
+        return FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, named, group=_group(model))
 
 
-def _groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return _convert(model, optimizer, {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-def _convert(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+def _convert(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[int, Mapping[str, Any]]
+) -> dict[str, Any]:
+    packed = {"state": dict(state), "param_groups": optimizer.state_dict()["param_groups"]}
     with _sharded(model):
-        return FullyShardedDataParallel.optim_state_dict(model, optimizer, state, group=_group(model))
-
-
-def _clean(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "state": {str(name).replace(_COMPILED, ""): values for name, values in state["state"].items()},
-        "param_groups": [
-            {**group, "params": [name.replace(_COMPILED, "") for name in group["params"]]}
-            for group in state["param_groups"]
-        ],
-    }
+        return FullyShardedDataParallel.optim_state_dict(model, optimizer, packed, group=_group(model))
 
 
 @contextmanager
@@ -128,10 +115,7 @@ def _sharded(model: nn.Module) -> Generator[None]:
 
 
 def _group(model: nn.Module) -> dist.ProcessGroup | None:
-    """Return the ranks that hold the shards; None (all ranks) for hybrid sharding.
-
-    Torch does the same.
-    """
+    """Return the ranks that hold the shards; None (all) for hybrid sharding."""
     first = FullyShardedDataParallel.fsdp_modules(model)[0]
     group = first.process_group
     hybrid = "HYBRID" in str(first.sharding_strategy)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
@@ -15,9 +15,8 @@ from ckpt_core._torch_internals import holds_unreduced_gradients
 from ckpt_core.coordination import place_in_job
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state import _fsdp1
-from ckpt_core.state._model import model_state
-from ckpt_core.state._parameter_names import ParameterNames
-from ckpt_core.state._rank_buffers import digest
+from ckpt_core.state._model import ParameterNames, model_state
+from ckpt_core.state._tensor_sums import own_checksum
 from ckpt_core.state._tensors import dtype_named, empty_like
 from ckpt_core.types import SavedEntries
 
@@ -25,8 +24,6 @@ _ALL: Final = "all"
 """Key of the gradients that ranks share or are shards of; others are under the rank that holds them."""
 _RANKS: Final = "ranks"
 _OPTION: Final = "gradient"
-
-_AT_THE_EDGE: Final = "save when the optimizer has made its step, or accumulate with synchronisation"
 
 
 @final
@@ -52,23 +49,41 @@ class Gradients:
         Raises:
             ConfigError: gradients are where no checkpoint can reach them; the same on every rank.
         """
-        problem, own = self._problem(), dict[str, torch.Tensor | None]()
-        if problem is None and not _fsdp1.is_fsdp1(self.model):
-            own = self._of_parameters()
+        rank, size = place_in_job()
+        own, is_flat = dict[str, torch.Tensor | None](), _fsdp1.is_fsdp1(self.model)
+        problem = self._problem()
+        if problem is None and not is_flat:
+            trained = {parameter for each in self.optimizers for parameter in _parameters(each)}
+            own = {
+                name: parameter.grad
+                for parameter, name in ParameterNames.of(self.model).own.items()
+                if parameter.requires_grad and (parameter in trained or not trained)
+            }
         plain = {
-            name: None if grad is None else digest(grad) for name, grad in own.items() if _is_plain(grad)
+            name: None if grad is None else own_checksum(grad)
+            for name, grad in own.items()
+            if not isinstance(grad, DTensor)
         }
-        of_ranks: list[tuple[str | None, dict[str, bytes | None]]] = _gathered((problem, plain))
-        if problems := [f"rank {rank}: {each}" for rank, (each, _) in enumerate(of_ranks) if each]:
-            raise ConfigError(f"gradients cannot be saved here ({problems[0]}): {_AT_THE_EDGE}")
-        differing = _differing([digests for _, digests in of_ranks])
-        if _fsdp1.is_fsdp1(self.model):
-            own = dict(self._of_flat_parameters())
+        of_ranks: list[Any] = [(problem, plain)] * size
+        if size > 1:
+            dist.all_gather_object(of_ranks, (problem, plain))
+        if problems := [f"rank {number}: {each}" for number, (each, _) in enumerate(of_ranks) if each]:
+            raise ConfigError(
+                f"gradients cannot be saved here ({problems[0]}): save when the optimizer has made its step, "
+                "or accumulate with synchronisation"
+            )
+        first = {name: each for _, sums in reversed(of_ranks) for name, each in sums.items()}
+        differing = {name for _, sums in of_ranks for name, each in sums.items() if each != first[name]}
+        for optimizer in self.optimizers if is_flat else ():
+            found = {number: {_OPTION: each.grad} for number, each in enumerate(_parameters(optimizer))}
+            held = {number: each for number, each in found.items() if each[_OPTION] is not None}
+            named = _fsdp1.by_name(self.model, optimizer, held)["state"]
+            own |= {name: values[_OPTION] for name, values in named.items()}
         tree: dict[str, dict[str, Any]] = {}
         for name, grad in own.items():
             if grad is not None:
-                tree.setdefault(_own_key() if name in differing else _ALL, {})[name] = grad.detach()
-        return tree, {_RANKS: len(of_ranks) if differing else 0}
+                tree.setdefault(f"rank-{rank}" if name in differing else _ALL, {})[name] = grad.detach()
+        return tree, {_RANKS: size if differing else 0}
 
     def target(self, entries: SavedEntries, facts: Mapping[str, Any]) -> dict[str, Any]:
         """Return memory for the saved gradients of this rank.
@@ -76,7 +91,7 @@ class Gradients:
         Raises:
             IncompatibleCheckpointError: they were accumulated on another number of ranks, each by itself.
         """
-        _, size = place_in_job()
+        rank, size = place_in_job()
         if facts.get(_RANKS, 0) not in {0, size}:
             raise IncompatibleCheckpointError(
                 f"it was saved within an accumulation window, with gradients that {facts[_RANKS]} ranks had "
@@ -88,7 +103,7 @@ class Gradients:
         tree: dict[str, dict[str, Any]] = {}
         for (kind, *rest), entry in entries.items():
             name = ".".join(map(str, rest))
-            if kind in {_ALL, _own_key()} and entry is not None and name in references:
+            if kind in {_ALL, f"rank-{rank}"} and entry is not None and name in references:
                 tree.setdefault(str(kind), {})[name] = empty_like(references[name], dtype_named(entry.dtype))
         return tree
 
@@ -103,65 +118,38 @@ class Gradients:
         loaded = {name: grad for each in tree.values() for name, grad in each.items()}
         for parameter in self.model.parameters():
             parameter.grad = None
+        found: list[tuple[nn.Parameter, torch.Tensor]] = []
         try:
-            if _fsdp1.is_fsdp1(self.model):
-                self._put_back_flat(loaded)
-                return
-            names = ParameterNames.of(self.model)
-            for name, grad in loaded.items():
-                if names.by_name[name].requires_grad:
-                    names.by_name[name].grad = grad
+            if not _fsdp1.is_fsdp1(self.model):
+                names = ParameterNames.of(self.model).by_name
+                found = [(names[name], grad) for name, grad in loaded.items()]
+            else:
+                named = {name: {_OPTION: grad} for name, grad in loaded.items()}
+                for optimizer in self.optimizers:
+                    shards = _fsdp1.to_index_form(self.model, optimizer, named)["state"]
+                    # A rank without a part of a parameter has no gradient of it.
+                    found += [
+                        (each, shards[number][_OPTION].reshape(each.shape))
+                        for number, each in enumerate(_parameters(optimizer))
+                        if number in shards and each.numel()
+                    ]
+            for parameter, grad in found:
+                if parameter.requires_grad:
+                    parameter.grad = grad
         except RuntimeError as error:
             raise IncompatibleCheckpointError(f"a parameter refused its gradient: {error}") from error
 
-    def _of_parameters(self) -> dict[str, torch.Tensor | None]:
-        names = ParameterNames.of(self.model).own.items()
-        trained = {parameter for each in self.optimizers for parameter in _parameters(each)}
-        return {
-            name: parameter.grad
-            for parameter, name in names
-            if parameter.requires_grad and (parameter in trained or not trained)
-        }
-
-    def _of_flat_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield shards by name, converted by FSDP like optimizer state. Collective."""
-        for optimizer in self.optimizers:
-            state = {
-                index: {_OPTION: parameter.grad}
-                for index, parameter in enumerate(_parameters(optimizer))
-                if parameter.grad is not None
-            }
-            for name, values in _fsdp1.by_name(self.model, optimizer, state).items():
-                yield name, values[_OPTION]
-
-    def _put_back_flat(self, loaded: Mapping[str, Any]) -> None:
-        for optimizer in self.optimizers:
-            groups = optimizer.state_dict()["param_groups"]
-            members = _fsdp1.group_names(self.model, optimizer)
-            named = {
-                "state": {name: {_OPTION: loaded[name]} for own in members for name in own if name in loaded},
-                "param_groups": [
-                    {**group, "params": own} for group, own in zip(groups, members, strict=True)
-                ],
-            }
-            shards = _fsdp1.to_index_form(self.model, optimizer, named)["state"]
-            for index, parameter in enumerate(_parameters(optimizer)):
-                # A rank without a part of a parameter has no gradient of it.
-                if index in shards and parameter.numel() and parameter.requires_grad:
-                    parameter.grad = shards[index][_OPTION].reshape(parameter.shape)
-
     def _problem(self) -> str | None:
         """Return why the gradients cannot be saved now, on this rank."""
-        flat = _fsdp1.is_fsdp1(self.model)
-        if flat and not self.optimizers:
+        is_flat = _fsdp1.is_fsdp1(self.model)
+        if is_flat and not self.optimizers:
             return "FSDP1 names the parameters of optimizers only, and there is none"
         if any(holds_unreduced_gradients(module) for module in self.model.modules()):
             return "FSDP2 accumulates them without synchronisation, in memory of its own"
         for parameter in self.model.parameters():
-            grad = parameter.grad
-            if grad is None:
+            if (grad := parameter.grad) is None:
                 continue
-            if flat and grad.numel() != parameter.numel():
+            if is_flat and grad.numel() != parameter.numel():
                 return "FSDP1 accumulates them without synchronisation, in memory of its own"
             if grad.layout != torch.strided:
                 return f"one of shape {tuple(grad.shape)} is sparse"
@@ -172,30 +160,5 @@ class Gradients:
         return None
 
 
-def _is_plain(grad: torch.Tensor | None) -> bool:
-    return not isinstance(grad, DTensor)
-
-
-def _differing(of_ranks: Sequence[Mapping[str, bytes | None]]) -> set[str]:
-    """Return the names whose values differ between ranks that have them."""
-    first: dict[str, bytes | None] = {}
-    for digests in of_ranks:
-        first = {**digests, **first}
-    return {name for digests in of_ranks for name, each in digests.items() if each != first[name]}
-
-
-def _gathered(value: Any) -> list[Any]:
-    _, size = place_in_job()
-    if size == 1:
-        return [value]
-    values = [None] * size
-    dist.all_gather_object(values, value)
-    return values
-
-
 def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _own_key() -> str:
-    return f"rank-{place_in_job()[0]}"

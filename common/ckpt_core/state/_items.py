@@ -17,9 +17,16 @@ from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, CorruptCheckpointError, FileFailure, IncompatibleCheckpointError
 from ckpt_core.formats.checksums import crc32
 from ckpt_core.names import FORMAT_VERSION
-from ckpt_core.state._groups import Fit, check_class, check_entries, class_names
 from ckpt_core.state._nested import get, leaves, rekeyed, with_empties
-from ckpt_core.state._optimizer import CLASS, PACKED, unwrap_optimizer
+from ckpt_core.state._optimizer import (
+    CLASS,
+    PACKED,
+    Fit,
+    check_class,
+    check_entries,
+    class_names,
+    unwrap_optimizer,
+)
 from ckpt_core.state._tensors import is_sharded, local_bytes, template
 from ckpt_core.state._value_codec import NotEncodableError, decode, encode
 from ckpt_core.types import SavedEntries

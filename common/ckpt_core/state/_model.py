@@ -1,9 +1,10 @@
-"""The model's state: a flat mapping of names to live tensors."""
+"""The model's state: names without wrappers -> live tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias, final
 
 import torch
 from torch import nn
@@ -12,13 +13,14 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from ckpt_core._torch_internals import loads_itself
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state._fsdp1 import is_fsdp1
-from ckpt_core.state._parameter_names import ParameterNames, Prefixes
 from ckpt_core.state._tensors import empty_like, matches, placeholders, put_back_packed, shape_of, template
 from ckpt_core.types import SavedEntries, SavedState
 
@@ -26,8 +28,105 @@ _logger = logger_of(__name__)
 _EXTRA_STATE: Final = "_extra_state"
 _COMPILED: Final = "_orig_mod."
 _ACTIVATIONS: Final = "_checkpoint_wrapped_module"
+_WRAPPERS: Final = frozenset({"_orig_mod", _ACTIVATIONS, "_fsdp_wrapped_module"})
 
 Models: TypeAlias = nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module]
+
+
+class Prefixes:
+    """Canonical prefixes of a model's modules, by the prefixes with wrappers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules: dict[str, nn.Module] = {}
+        self._canonical: dict[str, str] = {}
+        for raw, module in model.named_modules(remove_duplicate=False):
+            self.modules[raw] = module
+            self._canonical[raw] = self._extended(raw) if raw else ""
+            if isinstance(module, FSDPModule):
+                # After a forward pass without a backward, as in an evaluation, FSDP2 leaves whole parameters
+                # in the root, which are not the optimizer's.
+                module.reshard()
+
+    def _extended(self, raw: str) -> str:
+        parent, _, part = raw.rpartition(".")
+        # "module" may be the name of any child; only DDP's own child is a wrapper.
+        wraps = part in _WRAPPERS or (
+            part == "module" and isinstance(self.modules[parent], DistributedDataParallel)
+        )
+        return self._canonical[parent] + ("" if wraps else f"{part}.")
+
+    def name(self, raw: str) -> str:
+        """Return the canonical name of a key of `state_dict`.
+
+        Its hooks may have removed wrappers already.
+        """
+        prefix, _, leaf = raw.rpartition(".")
+        while prefix not in self._canonical:
+            prefix, _, part = prefix.rpartition(".")
+            leaf = leaf if part in _WRAPPERS else f"{part}.{leaf}"
+        return self._canonical[prefix] + leaf
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield every parameter under each of its names."""
+        for raw, module in self.modules.items():
+            for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                yield self._canonical[raw] + leaf, parameter
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """Return the model without wrappers around the whole of it."""
+    while True:
+        children = dict(model.named_children())
+        inner = next((children[name] for name in _WRAPPERS if name in children), None)
+        if inner is None and isinstance(model, DistributedDataParallel):
+            inner = model.module
+        if inner is None:
+            return model
+        model = inner
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterNames:
+    """The parameters of a model by name; the first name of a tied one is its own."""
+
+    by_name: dict[str, nn.Parameter]
+    own: dict[nn.Parameter, str]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ParameterNames:
+        """Name every parameter of `model`."""
+        by_name: dict[str, nn.Parameter] = {}
+        own: dict[nn.Parameter, str] = {}
+        for name, parameter in Prefixes(model).parameters():
+            by_name[name] = parameter
+            own.setdefault(parameter, name)
+        return cls(by_name=by_name, own=own)
+
+    def resolve(self, name: str) -> str:
+        """Return the own name of the parameter called `name`; `name` if there is none."""
+        parameter = self.by_name.get(name)
+        return name if parameter is None else self.own[parameter]
+
+    def of_groups(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+        """Return the own names of the optimizer's parameters, group by group.
+
+        Raises:
+            ConfigError: the optimizer holds a parameter that the model does not.
+        """
+        groups = [group["params"] for group in optimizer.param_groups]
+        strangers = [
+            f"group {index}: parameter of shape {tuple(parameter.shape)}"
+            for index, group in enumerate(groups)
+            for parameter in group
+            if parameter not in self.own
+        ]
+        if strangers:
+            raise ConfigError(
+                "the optimizer holds parameters that the model does not, so they have no name in a "
+                f"checkpoint; give every model that the optimizer trains ({'; '.join(strangers)})"
+            )
+        return [[self.own[parameter] for parameter in group] for group in groups]
 
 
 def as_module(models: Models) -> nn.Module:

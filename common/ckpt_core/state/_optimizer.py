@@ -6,27 +6,59 @@ starts at 1), and a save must never change training. The names are the same as t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, final
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache, partial
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ckpt_core._torch_internals import without_step_hooks
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
-from ckpt_core.state import _fsdp1, _groups
-from ckpt_core.state._groups import is_flat, nested, probe
-from ckpt_core.state._model import model_state
+from ckpt_core.state import _fsdp1
+from ckpt_core.state._model import ParameterNames, model_state
 from ckpt_core.state._nested import Path, leaves, put, rekeyed
-from ckpt_core.state._parameter_names import ParameterNames
 from ckpt_core.state._tensors import dtype_named, empty_like, matches, shape_of
-from ckpt_core.types import SavedEntries, SavedTensor
+from ckpt_core.types import SavedEntries, SavedState, SavedTensor
 
 _logger = logger_of(__name__)
 CLASS: Final = "optimizer_class"
 """Key of the names of its classes, beside `PACKED`."""
+PACKED: Final = frozenset({"state", "param_groups"})
+"""The keys of every torch optimizer's `state_dict`. Keys of wrappers are saved beside them."""
+
+_AS_AN_ITEM: Final = (
+    "save the whole of it as an item of its own: TrainState(model=..., opt=optimizer) instead of "
+    "TrainState(model=..., optimizer=optimizer)"
+)
+_NUMBERED: Final = (
+    ". It uses the numbers of parameters, as `optimizer.state_dict()` does: load it in the same form, by "
+    'CheckpointManager.load({"optimizer": optimizer}) with the same parameters in the same order, and the '
+    "rest with items="
+)
+_OF_TORCH: Final = "torch.optim."
+# How a step is computed, not its result: the live optimizer's choice is kept, because it depends on the
+# device, the strategy and the torch version.
+_IMPLEMENTATION: Final = frozenset({"foreach", "fused", "capturable", "differentiable", "param_names"})
+_OF_SCHEDULERS: Final = frozenset(
+    {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+)
+_STATE: Final = "state."
+_GROUP: Final = "param_groups."
+
+Fit: TypeAlias = Literal["same", "part", "any"]
+"""Which parameters the saved groups may hold: the `same` as the live ones; more, of which the live ones are a
+`part` (other ranks train the rest); or `any`: missing ones start with fresh state."""
+
+
+def fit_of(saved: SavedState) -> Fit:
+    """Return how the groups of a checkpoint must fit the live ones."""
+    if not saved.strict:
+        return "any"
+    return "part" if saved.partial else "same"
 
 
 def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
@@ -35,8 +67,17 @@ def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     Raises:
         ConfigError: it is no torch optimizer, or one with state on other ranks.
     """
-    while (inner := _inner(optimizer)) is not None:
-        optimizer = inner
+
+    def holds(outer: Any, inner: Any) -> bool:
+        # A wrapper with state of its own (such as Lookahead) is an optimizer itself.
+        return isinstance(inner, torch.optim.Optimizer) and inner is not outer and inner.state is outer.state
+
+    while found := [
+        inner
+        for name in ("optimizer", "_optimizer")
+        if holds(optimizer, inner := getattr(optimizer, name, None))
+    ]:
+        optimizer = found[0]
     if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
         raise ConfigError(
             "ZeroRedundancyOptimizer hides its shards from a checkpoint; use FSDP2's fully_shard instead"
@@ -46,17 +87,26 @@ def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
-def _inner(optimizer: Any) -> torch.optim.Optimizer | None:
-    for name in ("optimizer", "_optimizer"):
-        inner = getattr(optimizer, name, None)
-        # A wrapper with state of its own (such as Lookahead) is an optimizer itself.
-        if (
-            isinstance(inner, torch.optim.Optimizer)
-            and inner is not optimizer
-            and inner.state is optimizer.state
-        ):
-            return inner
-    return None
+def class_names(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the classes of an optimizer, its own first, up to one of torch."""
+    names: list[str] = []
+    for each in type(optimizer).__mro__[: type(optimizer).__mro__.index(torch.optim.Optimizer)]:
+        names.append(f"{each.__module__}.{each.__qualname__}")
+        if names[-1].startswith(_OF_TORCH):
+            break
+    return names
+
+
+def stable_tensors(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    """Return the tensors that only a step of the optimizers changes.
+
+    These are the model's parameters and the optimizers' state, for `CapturedState.stable`; none without
+    optimizers, because then any code may change a parameter.
+    """
+    if not optimizers:
+        return []
+    state = (value for each in optimizers for values in each.state.values() for value in values.values())
+    return [*model.parameters(), *(value for value in state if isinstance(value, torch.Tensor))]
 
 
 def optimizer_state(
@@ -77,44 +127,137 @@ def optimizer_state(
             could not put back.
     """
     inner = unwrap_optimizer(optimizer)
-    if _fsdp1.is_fsdp1(model):
-        own = packed_state(optimizer, inner) if optimizer is not inner else {}
-        _refuse_beside(inner, set(own) - PACKED)
-        return _complete(inner, _fsdp1.optimizer_state(model, inner))
-    members_of_groups = (names or ParameterNames.of(model)).of_groups(inner)
-    packed = packed_state(optimizer, inner)
-    by_index: dict[Any, str] = {}
-    groups: list[dict[str, Any]] = []
-    for group, members in zip(packed["param_groups"], members_of_groups, strict=True):
-        by_index.update(zip(group["params"], members, strict=True))
-        groups.append({**group, "params": list(members)})
-    state = {by_index.get(key, str(key)): values for key, values in packed["state"].items()}
-    beside = {key: value for key, value in packed.items() if key not in PACKED}
-    return _complete(inner, {**beside, "state": state, "param_groups": groups})
-
-
-def _refuse_beside(optimizer: torch.optim.Optimizer, keys: Collection[str]) -> None:
-    if keys:
+    is_flat = _fsdp1.is_fsdp1(model)
+    members = [] if is_flat else (names or ParameterNames.of(model)).of_groups(inner)
+    packed = {} if is_flat and optimizer is inner else _packed_state(optimizer, inner)
+    named = {key: value for key, value in packed.items() if key not in PACKED}
+    if is_flat and named:
         raise ConfigError(
-            f"a wrapper around {type(optimizer).__name__} has state of its own "
-            f"({', '.join(sorted(keys))}), which cannot be saved under FSDP1; use FSDP2's fully_shard"
+            f"a wrapper around {type(inner).__name__} has state of its own "
+            f"({', '.join(sorted(named))}), which cannot be saved under FSDP1; use FSDP2's fully_shard"
         )
-
-
-def _complete(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Add what the optimizer is, and copy tensors among its hyperparameters."""
-    groups = [
+    if is_flat:
+        named |= _fsdp1.optimizer_state(model, inner)
+    else:
+        groups = list(zip(packed["param_groups"], members, strict=True))
+        name_of = {key: name for group, own in groups for key, name in zip(group["params"], own, strict=True)}
+        named["state"] = {name_of.get(key, str(key)): values for key, values in packed["state"].items()}
+        named["param_groups"] = [{**group, "params": list(own)} for group, own in groups]
+    named["param_groups"] = [
         {
             key: value.detach().clone() if isinstance(value, torch.Tensor) else value
             for key, value in group.items()
         }
-        for group in state["param_groups"]
+        for group in named["param_groups"]
     ]
-    return {**state, "param_groups": groups, CLASS: _groups.class_names(optimizer)}
+    return {**named, CLASS: class_names(inner)}
+
+
+def _speaker(optimizer: Any, inner: torch.optim.Optimizer) -> Any:
+    """Return the object whose `state_dict` counts: the wrapper, if it has its own."""
+    inherited = getattr(type(optimizer), "state_dict", None) is torch.optim.Optimizer.state_dict
+    return inner if inherited else optimizer
+
+
+def _packed_state(optimizer: Any, inner: torch.optim.Optimizer) -> Mapping[str, Any]:
+    """Return the state of an optimizer and its wrapper, in torch's form.
+
+    Raises:
+        ConfigError: some of the state cannot be stored by parameter names.
+    """
+    kind = type(optimizer).__name__
+    packed = _speaker(optimizer, inner).state_dict()
+    counts = [len(group["params"]) for group in inner.param_groups]
+    if (
+        not isinstance(packed, Mapping)
+        or not packed.keys() >= PACKED
+        or not isinstance(packed["state"], Mapping)
+        or [len(group["params"]) for group in packed["param_groups"]] != counts
+    ):
+        keys = ", ".join(map(str, packed)) if isinstance(packed, Mapping) else type(packed).__name__
+        raise ConfigError(
+            f"{kind}.state_dict() is not in torch's form of state and param_groups "
+            f"({keys}), so that its state cannot be kept by parameter names; {_AS_AN_ITEM}"
+        )
+    beside = {key: value for key, value in packed.items() if key not in PACKED}
+    if not _is_named(beside):
+        raise ConfigError(
+            f"{kind}.state_dict() has state beside state and param_groups "
+            f"({', '.join(map(str, beside))}) that is not kept by names, so that it could be given back to "
+            f"the wrong parameters; {_AS_AN_ITEM}"
+        )
+    for name, other in [*vars(inner).items(), *getattr(optimizer, "__dict__", {}).items()]:
+        if not isinstance(other, torch.optim.Optimizer) or other.state is inner.state:
+            continue
+        included = {id(value) for _, value in leaves(packed)}
+        if any(isinstance(v, torch.Tensor) and id(v) not in included for _, v in leaves(other.state)):
+            raise ConfigError(
+                f"{kind} steps another optimizer, {name} "
+                f"({type(other).__name__}), whose state its own state_dict() does not return: it would be "
+                f"lost. Save that one: TrainState(model=..., optimizer=optimizer.{name})"
+            )
+    return packed
+
+
+def _is_named(value: Any) -> bool:
+    """Return whether all keys of nested mappings are strings, as in a checkpoint."""
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and _is_named(each) for key, each in value.items())
+    return not isinstance(value, list | tuple) or all(map(_is_named, value))
+
+
+def probe(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Mapping[str, Any]:
+    """Return the state that the first step of `optimizer` creates for `parameter`.
+
+    Steps a throw-away copy.
+    """
+    groups = optimizer.param_groups
+    group = next((each for each in groups if any(own is parameter for own in each["params"])), groups[0])
+    copy = nn.Parameter(torch.zeros_like(parameter))
+    copy.grad = torch.zeros_like(parameter)
+    double = object.__new__(type(optimizer))
+    double.__dict__.update(optimizer.__dict__)
+    double.__dict__.update(
+        state=defaultdict(dict), param_groups=[{**group, "params": [copy]}], **without_step_hooks()
+    )
+    # The instance's `step` may be a scheduler's wrapper around the live optimizer.
+    type(optimizer).step(double)
+    state: dict[str, Any] = double.state[copy]
+    return state
+
+
+def _is_in_torchs_flat_form(state: Mapping[Any, Any]) -> bool:
+    return any(str(key).startswith((_STATE, _GROUP)) for key in state)
+
+
+def _split(key: str, names: Collection[str]) -> tuple[str, str] | None:
+    """Split `state.<parameter>.<name>` into (parameter, name); None without such."""
+    parts = key.removeprefix(_STATE).split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        if (name := ".".join(parts[:end])) in names:
+            return name, ".".join(parts[end:])
+    return None
+
+
+def _nested(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a state in the nested form; of a flat one, with a group per parameter."""
+    if not _is_in_torchs_flat_form(state):
+        return state
+    groups: dict[str, dict[str, Any]] = {}
+    for key, value in state.items():
+        if key.startswith(_GROUP):
+            # Hyperparameters have no dots in their names.
+            name, _, option = key.removeprefix(_GROUP).rpartition(".")
+            groups.setdefault(name, {"params": [name]})[option] = value
+    by_name: dict[str, dict[str, Any]] = {}
+    for key, value in state.items():
+        if key.startswith(_STATE) and (found := _split(key, groups)):
+            by_name.setdefault(found[0], {})[found[1]] = value
+    return {"state": by_name, "param_groups": list(groups.values())}
 
 
 def load_optimizer_state(
-    model: nn.Module, optimizer: Any, state: Mapping[str, Any], *, fit: _groups.Fit = "same"
+    model: nn.Module, optimizer: Any, state: Mapping[str, Any], *, fit: Fit = "same"
 ) -> None:
     """Load optimizer state, nested as by `optimizer_state` or in torch's flat form.
 
@@ -125,107 +268,50 @@ def load_optimizer_state(
     Raises:
         IncompatibleCheckpointError: the groups do not match; the optimizer is then unchanged.
     """
-    inner = unwrap_optimizer(optimizer)
-    if is_flat(state):
-        state = nested(state)
-    indexed = (
-        _fsdp1_index_form(model, inner, state, fit=fit)
-        if _fsdp1.is_fsdp1(model)
-        else _index_form(model, inner, state, fit=fit)
-    )
+    inner, state = unwrap_optimizer(optimizer), _nested(state)
+    names = None if _fsdp1.is_fsdp1(model) else ParameterNames.of(model)
+    members = _fsdp1.group_names(model, inner) if names is None else names.of_groups(inner)
+    resolve = str if names is None else names.resolve
+    options = _arrange(inner.param_groups, members, state.get("param_groups", ()), resolve, fit=fit)
+    values = {resolve(name): each for name, each in state.get("state", {}).items()}
+    if names is None:
+        indexed = _fsdp1.to_index_form(model, inner, values, options)
+    else:
+        index_of = {name: index for index, name in enumerate(name for own in members for name in own)}
+        trained = {name: names.by_name[name] for name in index_of}
+        indexed = {
+            "state": {
+                index_of.get(name, name): _with_own_keys(inner, trained.get(name), each)
+                for name, each in values.items()
+            },
+            "param_groups": [
+                {**each, "params": [index_of[name] for name in own]}
+                for each, own in zip(options, members, strict=True)
+            ],
+        }
     beside = {key: value for key, value in state.items() if key not in {*PACKED, CLASS}}
     try:
-        speaker(optimizer, inner).load_state_dict({**beside, **indexed})
+        _speaker(optimizer, inner).load_state_dict({**beside, **indexed})
     except (ValueError, TypeError, KeyError) as error:
         raise IncompatibleCheckpointError(
             f"{type(optimizer).__name__} refused the loaded state: {error}"
         ) from error
-    _undo_casts(inner, indexed["state"])
+    for index, parameter in enumerate(each for group in inner.param_groups for each in group["params"]):
+        if index in indexed["state"] and parameter in inner.state:
+            # `load_state_dict` casts to the parameter's dtype.
+            loaded = indexed["state"][index]
+            inner.state[parameter] = _uncast(inner.state[parameter], loaded, parameter.dtype)
 
 
-def check_groups(
-    model: nn.Module, optimizer: Any, state: Mapping[str, Any] | None, *, fit: _groups.Fit = "same"
-) -> None:
-    """Check that saved state is of the optimizer's kind and parameters.
-
-    Tensors are not compared.
-
-    Raises:
-        IncompatibleCheckpointError: it is not.
-    """
-    optimizer = unwrap_optimizer(optimizer)
-    if state is not None and CLASS in state and fit != "any":
-        _groups.check_class(optimizer, state[CLASS])
-    elif state is not None and state.get("state") and fit != "any":
-        _logger.warning(
-            "the checkpoint does not record the class of its optimizer, as none of stock DCP does: that it "
-            "was %s is not known, only that names fit, as those of Adam, AdamW and RAdam do to one another",
-            type(optimizer).__name__,
-        )
-    if state is None or _fsdp1.is_fsdp1(model):
-        return  # `load_optimizer_state` checks it; under FSDP1 a check is a collective
-    names = ParameterNames.of(model)
-    state = nested(state) if is_flat(state) else state
-    groups = state.get("param_groups", ())
-    _groups.check_entries(optimizer, {path: None for path, _ in leaves(state)})
-    _groups.check_members(names.of_groups(optimizer), groups, names.resolve, fit=fit)
-
-
-def _index_form(
-    model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], *, fit: _groups.Fit
-) -> dict[str, Any]:
-    names = ParameterNames.of(model)
-    members = names.of_groups(optimizer)
-    saved = state.get("param_groups", ())
-    groups = _groups.arrange(optimizer.param_groups, members, saved, names.resolve, fit=fit)
-    index_of = {name: index for index, name in enumerate(name for own in members for name in own)}
-    group_of = {name: index for index, own in enumerate(members) for name in own}
-
-    def entry(name: str, values: Any) -> tuple[int | str, Any]:
-        own = names.resolve(name)
-        if own not in index_of:
-            return name, values
-        return index_of[own], _with_own_keys(optimizer, names.by_name[own], group_of[own], values)
-
-    return {
-        "state": dict(entry(*item) for item in state.get("state", {}).items()),
-        "param_groups": [
-            {**group, "params": [index_of[name] for name in own]}
-            for group, own in zip(groups, members, strict=True)
-        ],
-    }
-
-
-def _with_own_keys(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, group: int, values: Any) -> Any:
+def _with_own_keys(optimizer: torch.optim.Optimizer, parameter: nn.Parameter | None, values: Any) -> Any:
     """Restore keys that are no strings, from live state or a probed first step."""
-    plain = isinstance(values, Mapping) and not any(
+    if parameter is None:
+        return values
+    if isinstance(values, Mapping) and not any(
         isinstance(value, Mapping) or not str(key).isidentifier() for key, value in values.items()
-    )
-    if plain:
+    ):
         return dict(values)
-    return rekeyed(values, optimizer.state.get(parameter) or probe(optimizer, group, parameter))
-
-
-def _fsdp1_index_form(
-    model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], *, fit: _groups.Fit
-) -> dict[str, Any]:
-    members = _fsdp1.group_names(model, optimizer)
-    saved = state.get("param_groups", ())
-    groups = _groups.arrange(optimizer.param_groups, members, saved, str, fit=fit)
-    named = {
-        "state": {name: dict(values) for name, values in state.get("state", {}).items()},
-        "param_groups": [{**group, "params": own} for group, own in zip(groups, members, strict=True)],
-    }
-    return _fsdp1.to_index_form(model, optimizer, named)
-
-
-def _undo_casts(optimizer: torch.optim.Optimizer, loaded: Mapping[Any, Any]) -> None:
-    """Undo the casts of `Optimizer.load_state_dict` to the parameter's dtype."""
-    parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
-    for key, values in loaded.items():
-        parameter = parameters.get(key)
-        if parameter is not None and parameter in optimizer.state:
-            optimizer.state[parameter] = _uncast(optimizer.state[parameter], values, parameter.dtype)
+    return rekeyed(values, optimizer.state.get(parameter) or probe(optimizer, parameter))
 
 
 def _uncast(live: Any, loaded: Any, cast_to: torch.dtype) -> Any:
@@ -241,113 +327,192 @@ def _uncast(live: Any, loaded: Any, cast_to: torch.dtype) -> Any:
     return loaded if isinstance(loaded, str) else live
 
 
-def stable_tensors(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
-    """Return the tensors that only a step of the optimizers changes.
-
-    These are the model's parameters and the optimizers' state, for `CapturedState.stable`; none without
-    optimizers, because then any code may change a parameter.
-    """
-    if not optimizers:
-        return []
-    state = (value for each in optimizers for values in each.state.values() for value in values.values())
-    return [*model.parameters(), *(value for value in state if isinstance(value, torch.Tensor))]
-
-
-PACKED: Final = frozenset({"state", "param_groups"})
-"""The keys of every torch optimizer's `state_dict`. Keys of wrappers are saved beside them."""
-
-_AS_AN_ITEM: Final = (
-    "save the whole of it as an item of its own: TrainState(model=..., opt=optimizer) instead of "
-    "TrainState(model=..., optimizer=optimizer)"
-)
-
-
-def packed_state(optimizer: Any, inner: torch.optim.Optimizer) -> Mapping[str, Any]:
-    """Return the state of an optimizer and its wrapper, in torch's form.
+def _arrange(
+    live: Sequence[Mapping[str, Any]],
+    names: Sequence[Sequence[str]],
+    saved: Sequence[Mapping[str, Any]],
+    resolve: Callable[[str], str],
+    *,
+    fit: Fit,
+) -> list[dict[str, Any]]:
+    """Return the saved hyperparameters as one dict (without `params`) per live group.
 
     Args:
-        optimizer: the optimizer that training steps.
-        inner: the torch optimizer in it, with state and parameter groups; the same object without a wrapper.
+        live: the live groups.
+        names: names of the parameters of each live group.
+        saved: the saved groups; their `params` are names.
+        resolve: maps a saved name to the live one (a tied parameter has several).
+        fit: which parameters the saved groups may hold.
 
     Raises:
-        ConfigError: some of the state cannot be stored by parameter names.
+        IncompatibleCheckpointError: the groups hold other parameters, or a live group mixes parameters
+            that were saved with different hyperparameters.
     """
-    packed = speaker(optimizer, inner).state_dict()
-    if not isinstance(packed, Mapping) or not packed.keys() >= PACKED or not _same_groups(packed, inner):
-        keys = ", ".join(map(str, packed)) if isinstance(packed, Mapping) else type(packed).__name__
-        raise ConfigError(
-            f"{type(optimizer).__name__}.state_dict() is not in torch's form of state and param_groups "
-            f"({keys}), so that its state cannot be kept by parameter names; {_AS_AN_ITEM}"
+    owner = _check_members(names, saved, resolve, fit=fit)
+    empty = [index for index, group in enumerate(saved) if not group.get("params")]
+    arranged: list[dict[str, Any]] = []
+    for index, (group, members) in enumerate(zip(live, names, strict=True)):
+        sources = sorted({owner[name] for name in members if name in owner}) or empty[:1]
+        first = saved[sources[0]] if sources else {}
+        for source in sources[1:]:
+            other = saved[source]
+            keys = {*first, *other} - _IMPLEMENTATION - {"params"}
+            differing = sorted(key for key in keys if not _same(first.get(key), other.get(key)))
+            if differing:
+                one, two = (
+                    next(name for name in members if owner.get(name) == each) for each in (sources[0], source)
+                )
+                raise IncompatibleCheckpointError(
+                    f"parameter group {index} of the live optimizer holds parameters that were saved in "
+                    f"groups with different {', '.join(differing)}: {one} in group {sources[0]}, {two} "
+                    f"in group {source}; build the optimizer with the groups that were saved",
+                    mismatched=[f"{key}: {first.get(key)!r} != {other.get(key)!r}" for key in differing],
+                )
+        own = {key: value for key, value in group.items() if key != "params"}
+        kept = {"params", *(_IMPLEMENTATION & own.keys())}
+        given = {key: _of_kind(own.get(key), each) for key, each in first.items() if key not in kept}
+        arranged.append(own | given)
+    return arranged
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one.cpu(), other.cpu())
+    return bool(one == other)
+
+
+def _of_kind(live: Any, saved: Any) -> Any:
+    """Convert `saved` to a tensor where the live value is one, else to a number."""
+    if isinstance(live, torch.Tensor) and isinstance(saved, int | float | torch.Tensor):
+        return saved.to(live.device) if isinstance(saved, torch.Tensor) else torch.full_like(live, saved)
+    if isinstance(live, int | float) and isinstance(saved, torch.Tensor) and saved.numel() == 1:
+        return saved.item()
+    return saved
+
+
+def _check_members(
+    names: Sequence[Sequence[str]],
+    saved: Sequence[Mapping[str, Any]],
+    resolve: Callable[[str], str],
+    *,
+    fit: Fit,
+) -> dict[str, int]:
+    """Map every parameter's live name to the index of its saved group.
+
+    Raises:
+        IncompatibleCheckpointError: the groups hold other parameters.
+    """
+    owner = {resolve(name): index for index, group in enumerate(saved) for name in group.get("params", ())}
+    live = {name for group in names for name in group}
+    missing = sorted(live - owner.keys()) if fit != "any" else []
+    unexpected = sorted(owner.keys() - live) if fit == "same" else []
+    if missing or unexpected:
+        raise IncompatibleCheckpointError(
+            "the checkpoint's optimizer trained other parameters: "
+            f"not in the checkpoint: {', '.join(missing[:5]) or 'none'}; "
+            f"not in the live optimizer: {', '.join(unexpected[:5]) or 'none'}",
+            missing=missing,
+            unexpected=unexpected,
         )
-    beside = {key: value for key, value in packed.items() if key not in PACKED}
-    if beside and not _is_named(beside):
-        raise ConfigError(
-            f"{type(optimizer).__name__}.state_dict() has state beside state and param_groups "
-            f"({', '.join(map(str, beside))}) that is not kept by names, so that it could be given back to "
-            f"the wrong parameters; {_AS_AN_ITEM}"
+    return owner
+
+
+def check_groups(
+    model: nn.Module, optimizer: Any, state: Mapping[str, Any] | None, *, fit: Fit = "same"
+) -> None:
+    """Check that saved state is of the optimizer's kind and parameters.
+
+    Tensors are not compared.
+
+    Raises:
+        IncompatibleCheckpointError: it is not.
+    """
+    if state is None:
+        return
+    optimizer = unwrap_optimizer(optimizer)
+    if CLASS in state and fit != "any":
+        check_class(optimizer, state[CLASS])
+    elif state.get("state") and fit != "any":
+        _logger.warning(
+            "the checkpoint does not record the class of its optimizer, as none of stock DCP does: that it "
+            "was %s is not known, only that names fit, as those of Adam, AdamW and RAdam do to one another",
+            type(optimizer).__name__,
         )
-    _check_hidden(optimizer, inner, packed)
-    return packed
+    if _fsdp1.is_fsdp1(model):
+        return  # `load_optimizer_state` checks it; under FSDP1 a check is a collective
+    names, state = ParameterNames.of(model), _nested(state)
+    check_entries(optimizer, {path: None for path, _ in leaves(state)})
+    _check_members(names.of_groups(optimizer), state.get("param_groups", ()), names.resolve, fit=fit)
 
 
-def speaker(optimizer: Any, inner: torch.optim.Optimizer) -> Any:
-    """Return the object whose `state_dict` counts: the wrapper, if it has its own."""
-    inherited = getattr(type(optimizer), "state_dict", None) is torch.optim.Optimizer.state_dict
-    return inner if inherited else optimizer
+def check_class(optimizer: torch.optim.Optimizer, saved: Sequence[str]) -> None:
+    """Check that a checkpoint is of this class of optimizer, or of a relative.
+
+    That is the same class of torch, or one that inherits from the other. Classes are known by their own
+    names: modules move.
+
+    Args:
+        optimizer: the live one.
+        saved: its `class_names` at the save.
+
+    Raises:
+        IncompatibleCheckpointError: it is of another class.
+    """
+    live = class_names(optimizer)
+    then, now = ([name.rpartition(".")[2] for name in names] for names in (saved, live))
+    of_torch = saved[-1].startswith(_OF_TORCH) and live[-1].startswith(_OF_TORCH)
+    if then[-1] != now[-1] if of_torch else then[0] not in now and now[0] not in then:
+        raise IncompatibleCheckpointError(
+            f"the checkpoint is of another kind of optimizer: {saved[0]} was saved, and the live one is "
+            f"{live[0]}, to which the same values mean something else. Build the one that was saved, or load "
+            "the rest without it",
+            mismatched=[f"{saved[0]} != {live[0]}"],
+        )
 
 
-def _same_groups(packed: Mapping[str, Any], inner: torch.optim.Optimizer) -> bool:
-    groups = packed["param_groups"]
-    counts = [len(group["params"]) for group in inner.param_groups]
-    return isinstance(packed["state"], Mapping) and [len(group["params"]) for group in groups] == counts
+def check_entries(optimizer: torch.optim.Optimizer, saved: SavedEntries) -> None:
+    """Check by names that a checkpoint is of this kind of optimizer; torch does not.
+
+    New releases of torch add options, and so do schedulers and users; some options add names to the state. An
+    optimizer of another kind has other options and other state.
+
+    Args:
+        optimizer: the live one; it is not changed.
+        saved: its entries in the checkpoint.
+
+    Raises:
+        IncompatibleCheckpointError: it is of another kind.
+    """
+    options, state = (
+        {str(path[2]) for path in saved if path[0] == key and len(path) > 2}
+        for key in ("param_groups", "state")
+    )
+    others = _IMPLEMENTATION | _OF_SCHEDULERS
+    missing = sorted(set(optimizer.defaults) - options - others)
+    foreign = sorted(options.difference(optimizer.defaults, others, *optimizer.param_groups))
+    # Before the first step there is no state to compare.
+    differ = missing or foreign if state else missing and foreign
+    if not options or not differ or (live := _state_names(optimizer)) == state:
+        return
+    missing += sorted((live or set()) - state)
+    foreign += sorted(state - (live or set()))
+    raise IncompatibleCheckpointError(
+        f"the checkpoint is of another kind of optimizer than {type(optimizer).__name__}: it has "
+        f"{', '.join(foreign) or 'nothing else'} and lacks {', '.join(missing) or 'nothing'}",
+        missing=missing,
+        unexpected=foreign,
+    )
 
 
-def _is_named(value: Any) -> bool:
-    """Return whether all keys of nested mappings are strings, as in a checkpoint."""
-    if isinstance(value, Mapping):
-        return all(isinstance(key, str) and _is_named(each) for key, each in value.items())
-    if isinstance(value, list | tuple):
-        return all(map(_is_named, value))
-    return True
-
-
-def _check_hidden(optimizer: Any, inner: torch.optim.Optimizer, packed: Mapping[str, Any]) -> None:
-    """Refuse an optimizer with an inner one whose state its `state_dict` omits."""
-    for name, other in _held(optimizer, inner):
-        if other.state is inner.state or not other.state:
-            continue
-        included = {id(tensor) for tensor in _tensors(packed)}
-        if any(id(tensor) not in included for tensor in _tensors(other.state)):
-            raise ConfigError(
-                f"{type(optimizer).__name__} steps another optimizer, {name} "
-                f"({type(other).__name__}), whose state its own state_dict() does not return: it would be "
-                f"lost. Save that one: TrainState(model=..., optimizer=optimizer.{name})"
-            )
-
-
-def _held(optimizer: Any, inner: torch.optim.Optimizer) -> Iterator[tuple[str, torch.optim.Optimizer]]:
-    for owner in {id(each): each for each in (optimizer, inner)}.values():
-        for name, value in getattr(owner, "__dict__", {}).items():
-            if isinstance(value, torch.optim.Optimizer) and value is not inner:
-                yield name, value
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _tensors(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
-
-
-_NUMBERED = (
-    ". It uses the numbers of parameters, as `optimizer.state_dict()` does: load it in the same form, by "
-    'CheckpointManager.load({"optimizer": optimizer}) with the same parameters in the same order, and the '
-    "rest with items="
-)
+def _state_names(optimizer: torch.optim.Optimizer) -> set[str] | None:
+    """Return the names of state that is there or a first step makes, if known."""
+    kept = [state for state in optimizer.state.values() if isinstance(state, Mapping)]
+    if not kept:
+        try:
+            kept = [probe(optimizer, next(p for group in optimizer.param_groups for p in group["params"]))]
+        except Exception:  # noqa: BLE001 - of anyone's step, as for lack of a closure; its names stay unknown
+            return None
+    return {str(name) for state in kept for name in state}
 
 
 def optimizer_target(model: nn.Module, optimizer: Any, saved: SavedEntries) -> dict[str, Any]:
@@ -362,11 +527,27 @@ def optimizer_target(model: nn.Module, optimizer: Any, saved: SavedEntries) -> d
         IncompatibleCheckpointError: the checkpoint is of another kind of optimizer.
     """
     optimizer = unwrap_optimizer(optimizer)
-    templates = _Template.of(model, optimizer)
+    references = _references(model, optimizer)
+    live = {name: dict(leaves(optimizer.state.get(each, {}))) for name, each in references.items()}
+
+    @cache
+    def probed(name: str) -> Mapping[Path, Any]:
+        return dict(leaves(probe(optimizer, references[name])))
+
     tree: dict[str, Any] = {}
     for path, entry in saved.items():
-        if (role := templates.role(path)) is not None:
-            put(tree, path, None if entry is None else templates.tensor(role, entry))
+        if (place := _place(path, references, optimizer)) is None:
+            continue
+        name, rest = place
+        value = None
+        if entry is not None and name is None:
+            # A hyperparameter, which goes where the live one is when all is loaded.
+            value = torch.empty(entry.shape, dtype=dtype_named(entry.dtype))
+        elif entry is not None and name is not None:
+            own = live[name].get(rest)
+            made = partial(probed, name)
+            value = own if matches(own, entry) else _new_memory(references[name], rest, entry, made)
+        put(tree, path, value)
     names = {str(path[1]) for path in saved if path[0] == "state" and len(path) > 1}
     if names and "state" not in tree and all(map(str.isdecimal, names)):
         raise IncompatibleCheckpointError(
@@ -374,127 +555,52 @@ def optimizer_target(model: nn.Module, optimizer: Any, saved: SavedEntries) -> d
             f"parameters{_NUMBERED}",
             unexpected=sorted(names),
         )
-    _groups.check_entries(optimizer, saved)
+    check_entries(optimizer, saved)
     return tree
 
 
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _LeafRole:
-    """The role of a saved leaf: state of a parameter, hyperparameter, or neither."""
-
-    parameter: str | None = None
-    rest: Path = ()
-    option: str | None = None
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Template:
-    """A builder of load targets.
-
-    Attributes:
-        optimizer: the live optimizer, which is not changed.
-        references: name of every parameter that it trains, aliases included -> a tensor with its shape and
-            placement.
-        states: the same names -> live state, if it has the same form as the saved one.
-        groups: the same names -> index of the live group.
-        probes: name -> state that a first step creates, where it was probed.
-    """
-
-    optimizer: torch.optim.Optimizer
-    references: Mapping[str, torch.Tensor]
-    states: Mapping[str, Mapping[Path, Any]]
-    groups: Mapping[str, int]
-    probes: dict[str, Mapping[Path, Any]] = field(default_factory=dict[str, Mapping[Path, Any]])
-
-    @classmethod
-    def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer) -> _Template:
-        """Inspect a live optimizer; under FSDP1, with flat parameters, the model's shards."""
-        if _fsdp1.is_fsdp1(model):
-            shards = model_state(model)
-            groups = _numbered(_fsdp1.group_names(model, optimizer))
-            return cls(
-                optimizer=optimizer,
-                references={name: shards[name] for name in groups},
-                states={},
-                groups=groups,
-            )
-        names = ParameterNames.of(model)
-        own = _numbered(names.of_groups(optimizer))
-        references = {name: each for name, each in names.by_name.items() if names.own[each] in own}
-        return cls(
-            optimizer=optimizer,
-            references=references,
-            states={
-                name: dict(leaves(optimizer.state[each]))
-                for name, each in references.items()
-                if each in optimizer.state
-            },
-            groups={name: own[names.resolve(name)] for name in references},
-        )
-
-    def role(self, path: Path) -> _LeafRole | None:
-        """Return the role of the leaf at `path`; None for a parameter not trained here."""
-        first = str(path[0])
-        if first == "param_groups" and len(path) > 2:
-            return _LeafRole(option=str(path[2]))
-        if first == "state" and len(path) > 2:
-            return self._of_parameter(str(path[1]), path[2:])
-        if first.startswith("state."):
-            found = _groups.split(first, self.references)
-            return None if found is None else _LeafRole(parameter=found[0], rest=(found[1], *path[1:]))
-        return _LeafRole()
-
-    def _of_parameter(self, name: str, rest: Path) -> _LeafRole | None:
-        if name in self.references:
-            return _LeafRole(parameter=name, rest=rest)
-        # Some optimizers have state of their own beside that of parameters.
-        return _LeafRole() if name in self.optimizer.state else None
-
-    def tensor(self, role: _LeafRole, saved: SavedTensor) -> torch.Tensor:
-        """Return memory for one saved tensor."""
-        dtype = dtype_named(saved.dtype)
-        name = role.parameter
-        if name is None:
-            return torch.empty(saved.shape, dtype=dtype, device=self._option_device(role.option))
-        reference = self.references[name]
-        live = self.states.get(name, {}).get(role.rest)
-        if matches(live, saved):
-            return live
-        if role.rest[-1] == "step" and not saved.shape:
-            return torch.empty((), dtype=dtype, device=self._step_device(name))
-        fits = saved.shape == shape_of(reference)
-        if saved.wrapped or (isinstance(reference, DTensor) and not fits):
-            return self._like_probe(name, role.rest, saved)
-        if fits:
-            return empty_like(reference, dtype)
-        return torch.empty(saved.shape, dtype=dtype, device=reference.device)
-
-    def _option_device(self, option: str | None) -> torch.device:
-        """Return the device of a tensor hyperparameter, from any group: order may differ."""
-        values = [group.get(str(option)) for group in self.optimizer.param_groups]
-        return next(
-            (value.device for value in values if isinstance(value, torch.Tensor)), torch.device("cpu")
-        )
-
-    def _step_device(self, name: str) -> torch.device:
-        group = self.optimizer.param_groups[self.groups[name]]
-        on_device = group.get("capturable") or group.get("fused")
-        return self.references[name].device if on_device else torch.device("cpu")
-
-    def _like_probe(self, name: str, rest: Path, saved: SavedTensor) -> torch.Tensor:
-        """Place state of another shape than its parameter's as the optimizer would."""
-        reference = self.references[name]
-        if name not in self.probes:
-            self.probes[name] = dict(leaves(probe(self.optimizer, self.groups[name], reference)))
-        found = self.probes[name].get(rest)
-        dtype = dtype_named(saved.dtype)
+def _new_memory(
+    reference: torch.Tensor, rest: Path, saved: SavedTensor, made: Callable[[], Mapping[Path, Any]]
+) -> torch.Tensor:
+    """Allocate state of a parameter; `made` tells what a first step makes."""
+    dtype, fits = dtype_named(saved.dtype), saved.shape == shape_of(reference)
+    if rest[-1] == "step" and not saved.shape:
+        return torch.empty((), dtype=dtype)  # torch moves it, if it is to be on a device
+    if saved.wrapped or (isinstance(reference, DTensor) and not fits):
+        found = made().get(rest)
         if isinstance(found, torch.Tensor) and shape_of(found) == saved.shape:
             # What is made of other tensors, only the optimizer can make.
             return found if saved.wrapped else empty_like(found, dtype)
-        return torch.empty(saved.shape, dtype=dtype, device=reference.device)
+    elif fits:
+        return empty_like(reference, dtype)
+    return torch.empty(saved.shape, dtype=dtype, device=reference.device)
 
 
-def _numbered(names: Iterable[Iterable[str]]) -> dict[str, int]:
-    return {name: index for index, members in enumerate(names) for name in members}
+def _references(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Map what is trained, aliases too, to tensors of the same shape and placement.
+
+    Under FSDP1, with flat parameters, they are the model's shards.
+    """
+    if _fsdp1.is_fsdp1(model):
+        shards = model_state(model)
+        return {name: shards[name] for own in _fsdp1.group_names(model, optimizer) for name in own}
+    names = ParameterNames.of(model)
+    trained = {name for own in names.of_groups(optimizer) for name in own}
+    return {name: each for name, each in names.by_name.items() if names.own[each] in trained}
+
+
+def _place(
+    path: Path, names: Collection[str], optimizer: torch.optim.Optimizer
+) -> tuple[str | None, Path] | None:
+    """Return a leaf's parameter, if any, and its place; None if not trained here."""
+    first = str(path[0])
+    if first.startswith(_STATE):
+        found = _split(first, names)
+        return None if found is None else (found[0], (found[1], *path[1:]))
+    if first != "state" or len(path) < 3:
+        return None, path
+    name = str(path[1])
+    if name in names:
+        return name, path[2:]
+    # Some optimizers have state of their own beside that of parameters.
+    return (None, path) if name in optimizer.state else None

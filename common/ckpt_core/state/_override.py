@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import json
 import math
-import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any, Final, Self, final
+from itertools import product
+from typing import Any, Final, Self, TypeAlias, final
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -24,10 +24,9 @@ _logger = logger_of(__name__)
 ANNOTATION: Final = "override"
 """Annotation of every save since hyperparameters were changed: their names and values."""
 
-_NAME: Final = re.compile(
-    r"(?:optimizer(?:\.(?P<optimizer>(?!param_groups\.).+?))?\.)?"
-    r"(?:param_groups\.(?P<group>\d+)\.)?(?P<option>[^.]+)"
-)
+_Place: TypeAlias = tuple[str, int]
+"""Of a parameter group: the name of its optimizer, "" for a single one, and its number."""
+
 _NOT_HYPERPARAMETERS: Final = frozenset(
     {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 )
@@ -154,85 +153,71 @@ class Override:
         Raises:
             ConfigError: there is one; nothing was changed.
         """
+        named = _named(optimizers)
         for name, value in self.values.items():
-            found = list(_found(name, optimizers))
-            if not found:
-                raise ConfigError(f"override: no optimizer has {name}; {_there_are(name, optimizers)}")
-            for _, group, option in found:
-                if problem := _problem(name, group, option, value):
+            if name not in named:
+                raise ConfigError(f"override: no optimizer has {name}; {_there_are(name, named)}")
+            for (optimizer, number), option in named[name]:
+                if problem := _problem(name, optimizers[optimizer][number], option, value):
                     raise ConfigError(f"override: {problem}")
 
     def apply(self, optimizers: Mapping[str, torch.optim.Optimizer], schedulers: Iterable[Any]) -> None:
         """Change live groups, and the schedules of those whose learning rate changes."""
         outer = [_unwrapped(each, "scheduler") for each in schedulers]
         groups = {name: each.param_groups for name, each in optimizers.items()}
-        new: dict[tuple[str, int], dict[str, Any]] = {}
-        # The narrower a name, the longer the places that it gives.
-        for name in sorted(self.values, key=_narrowness):
-            for place, _, option in _found(name, groups):
+        new: dict[_Place, dict[str, Any]] = {}
+        for name, meant in _named(groups).items():
+            for place, option in meant if name in self.values else ():
                 new.setdefault(place, {})[option] = self.values[name]
-        before = _next_groups(outer, optimizers.values())
-        changed: list[tuple[str, dict[str, Any], tuple[int, int]]] = []
-        for (name, number), options in new.items():
-            group, at = groups[name][number], (id(optimizers[name]), number)
-            changed += [(each, group, at) for each in options if not _equal(group[each], options[each])]
+        before, changed = _next_groups(outer, optimizers), list[tuple[_Place, str]]()
+        for place, options in new.items():
+            optimizer, group = optimizers[place[0]], groups[place[0]][place[1]]
+            changed += [(place, each) for each, value in options.items() if not _equal(group[each], value)]
             if _RATE in options:
-                _rescale(outer, optimizers[name], number, float(options[_RATE]))
-            _fill(group, options)
-        after = _next_groups(outer, optimizers.values())
-        for option, group, at in changed:
-            if at not in after or _equal(coming := after[at][option], group[option]):
+                _rescale(outer, optimizer, place[1], float(options[_RATE]))
+            group.update({each: _filled(group[each], value) for each, value in options.items()})
+        after = _next_groups(outer, optimizers)
+        for place, option in changed:
+            if place not in after or _equal(coming := after[place][option], new[place][option]):
                 continue
-            if option != _RATE or _equal(coming, before[at][option]):  # else it goes on from the new one
+            if option != _RATE or _equal(coming, before[place][option]):  # else it goes on from the new one
                 _logger.warning(
                     "override: a scheduler sets %s of parameter group %d to %s at its next step, whatever "
                     "was given: change it where the scheduler is made",
-                    option, at[1], _text(coming),
+                    option, place[1], _text(coming),
                 )  # fmt: skip
 
 
-def _fill(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    for option, value in options.items():
-        live = group[option]
-        if isinstance(live, torch.Tensor):
-            live.fill_(value)
-        else:
-            group[option] = tuple(value) if isinstance(live, tuple) else value
+def _filled(live: Any, value: Any) -> Any:
+    if isinstance(live, torch.Tensor):
+        return live.fill_(value)
+    return tuple(value) if isinstance(live, tuple) else value
 
 
-def _found(
-    name: str, optimizers: Mapping[str, Sequence[Mapping[str, Any]]]
-) -> Iterator[tuple[tuple[str, int], Mapping[str, Any], str]]:
-    """Yield place, group and option of everything that `name` means."""
-    match = _NAME.fullmatch(name)
-    if match is None or match["option"] in _NOT_HYPERPARAMETERS:
-        return
-    for optimizer, groups in optimizers.items():
-        if match["optimizer"] in {None, optimizer}:
-            for number, group in enumerate(groups):
-                if match["group"] in {None, str(number)} and match["option"] in group:
-                    yield (optimizer, number), group, match["option"]
+def _named(
+    optimizers: Mapping[str, Sequence[Mapping[str, Any]]],
+) -> dict[str, list[tuple[_Place, str]]]:
+    """Map each name to the options of groups that it means, the narrower names last."""
+    named: dict[str, list[tuple[_Place, str]]] = {}
+    for of_optimizer, of_group in product((False, True), repeat=2):
+        for name, groups in optimizers.items():
+            heads = ("optimizer.", "") if not of_optimizer else (f"optimizer.{name}.",) if name else ()
+            for head, (number, group) in product(heads, enumerate(groups)):
+                middle = f"param_groups.{number}." if of_group else ""
+                for option in group.keys() - _NOT_HYPERPARAMETERS:
+                    named.setdefault(head + middle + option, []).append(((name, number), option))
+    return named
 
 
-def _narrowness(name: str) -> tuple[bool, bool]:
-    match = _NAME.fullmatch(name)
-    return (False, False) if match is None else (match["optimizer"] is not None, match["group"] is not None)
-
-
-def _there_are(name: str, optimizers: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    options = {option for groups in optimizers.values() for group in groups for option in group}
-    options -= _NOT_HYPERPARAMETERS
+def _there_are(name: str, named: Collection[str]) -> str:
+    options = sorted(each for each in named if "." not in each)
     if not options:
         return "the state has no optimizer"
     near = get_close_matches(name.rpartition(".")[2], options, n=1)
     meant = f" (did you mean {near[0]}?)" if near and near[0] not in name else ""
-    *others, last = [
-        f"{f'optimizer.{each}.' if each else ''}param_groups.{number}.lr"
-        for each, groups in optimizers.items()
-        for number in range(len(groups))
-    ]
-    of_some = f", each also of some groups, as {last}" if others else ""
-    return f"there are {', '.join(sorted(options))}{of_some}{meant}"
+    of_groups = [each for each in named if each.endswith("." + _RATE) and "param_groups." in each]
+    of_some = f", each also of some groups, as {of_groups[-1]}" if len(of_groups) > 2 else ""
+    return f"there are {', '.join(options)}{of_some}{meant}"
 
 
 def _plain(value: Any) -> Any:
@@ -276,10 +261,16 @@ def _rescale(outer: Iterable[Any], optimizer: torch.optim.Optimizer, number: int
     """Change what the schedules of one parameter group compute its rate from."""
     group = optimizer.param_groups[number]
     before = float(group[_RATE])
-    for name in group.keys() & _OF_GROUP:
-        group[name] = _like(group[name], _scaled(group[name], before, rate, 0.0))
-    for scheduler in (inner for each in outer for inner in _with_parts(each)):
-        if _optimizer_of(scheduler) is not optimizer:
+
+    def scaled(value: Any, least: float = 0.0) -> Any:
+        new = rate
+        if before != least:
+            new = least + (float(value) - least) * ((rate - least) / (before - least))
+        return torch.full_like(value, new) if isinstance(value, torch.Tensor) else new
+
+    group.update({name: scaled(group[name]) for name in group.keys() & _OF_GROUP})
+    for scheduler in (part for each in outer for part in _with_parts(each)):
+        if _innermost(getattr(scheduler, "optimizer", None)) is not optimizer:
             continue
         # The rate to which the schedule falls, if the present rate is on it.
         least, last = getattr(scheduler, "eta_min", 0), getattr(scheduler, "_last_lr", [])
@@ -287,45 +278,35 @@ def _rescale(outer: Iterable[Any], optimizer: torch.optim.Optimizer, number: int
         for name in _OF_SCHEDULER:
             rates = getattr(scheduler, name, None)
             if isinstance(rates, list) and number < len(rates):
-                new = _scaled(rates[number], before, rate, float(least) if falls else 0.0)
-                if name == "base_lrs":
-                    _logger.info(
-                        "override: the %s of parameter group %d computes from %.6g, not %.6g",
-                        type(scheduler).__name__, number, new, float(rates[number]),
-                    )  # fmt: skip
-                rates[number] = _like(rates[number], new)
+                rates[number] = scaled(rates[number], float(least) if falls else 0.0)
 
 
 def _next_groups(
-    outer: Iterable[Any], optimizers: Iterable[torch.optim.Optimizer]
-) -> dict[tuple[int, int], Mapping[str, Any]]:
-    """Return the groups after the next step, by id of the optimizer and number.
+    outer: Iterable[Any], optimizers: Mapping[str, torch.optim.Optimizer]
+) -> dict[_Place, Mapping[str, Any]]:
+    """Return the groups after the next step of their schedulers, which copies make.
 
-    Copies make it; a schedule that cannot be copied, or waits for a metric, is left out.
+    A schedule that cannot be copied, or waits for a metric, is left out.
     """
-    found: dict[tuple[int, int], Mapping[str, Any]] = {}
-    copies = {id(each): _without_parameters(each) for each in optimizers}
-    for scheduler in outer:
-        origin, wrapped = _optimizer_of(scheduler), [*_with_parts(scheduler)]
-        known = {id(each.optimizer): copies.get(id(origin)) for each in wrapped if hasattr(each, "optimizer")}
-        if id(origin) not in copies or isinstance(scheduler, ReduceLROnPlateau):
-            continue
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                copy.deepcopy(scheduler, copies | known).step()
-        except Exception:  # noqa: BLE001, S112 - code of a user's own scheduler: then nothing is foretold
-            continue
-        found |= {(id(origin), number): g for number, g in enumerate(copies[id(origin)].param_groups)}
+    found: dict[_Place, Mapping[str, Any]] = {}
+    for name, optimizer in optimizers.items():
+        # A stand-in that has the groups, for schedulers only.
+        double = object.__new__(type(optimizer))
+        groups = [{**group, "params": []} for group in optimizer.param_groups]
+        double.__dict__.update(optimizer.__dict__, param_groups=copy.deepcopy(groups), state={})
+        for scheduler in outer:
+            holders = [each.optimizer for each in _with_parts(scheduler) if hasattr(each, "optimizer")]
+            waits = isinstance(scheduler, ReduceLROnPlateau)
+            if waits or not any(_innermost(each) is optimizer for each in holders):
+                continue
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    copy.deepcopy(scheduler, {id(each): double for each in [optimizer, *holders]}).step()
+            except Exception:  # noqa: BLE001, S112 - code of a user's own scheduler: then nothing is foretold
+                continue
+            found |= {(name, number): group for number, group in enumerate(double.param_groups)}
     return found
-
-
-def _without_parameters(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return a stand-in that has the groups of an optimizer, for schedulers only."""
-    double = object.__new__(type(optimizer))
-    groups = [{**group, "params": []} for group in optimizer.param_groups]
-    double.__dict__.update(optimizer.__dict__, param_groups=copy.deepcopy(groups), state={})
-    return double
 
 
 def _with_parts(scheduler: Any) -> Iterator[Any]:
@@ -342,18 +323,8 @@ def _unwrapped(wrapper: Any, name: str, kind: type = object) -> Any:
     return wrapper
 
 
-def _optimizer_of(scheduler: Any) -> Any:
-    return _unwrapped(getattr(scheduler, "optimizer", None), "optimizer", torch.optim.Optimizer)
-
-
-def _scaled(value: Any, before: float, rate: float, least: float) -> float:
-    if before == least:
-        return rate
-    return least + (float(value) - least) * ((rate - least) / (before - least))
-
-
-def _like(live: Any, value: float) -> Any:
-    return torch.full_like(live, value) if isinstance(live, torch.Tensor) else value
+def _innermost(optimizer: Any) -> Any:
+    return _unwrapped(optimizer, "optimizer", torch.optim.Optimizer)
 
 
 def _equal(one: Any, other: Any) -> bool:

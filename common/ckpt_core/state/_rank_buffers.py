@@ -18,6 +18,7 @@ from ckpt_core.devices import to_host
 from ckpt_core.formats.codec import corrupt
 from ckpt_core.names import local_name
 from ckpt_core.state._items import decode_items, encode_items
+from ckpt_core.state._tensor_sums import own_checksum
 
 BufferKey: TypeAlias = tuple[str, str]
 _PIECE_BYTES = 8 << 20
@@ -42,7 +43,8 @@ class RankBuffers:
         Beyond `_MAX_DIGESTS` keys it is one digest of all.
         """
         values = self._whole()
-        each = [digest(values[key]) for key in sorted(values)]
+        sums = [own_checksum(values[key]) for key in sorted(values)]
+        each = [number.to_bytes(_DIGEST_BYTES, "little", signed=True) for number in sums]
         if len(each) <= _MAX_DIGESTS:
             return b"".join(each)
         return hashlib.blake2b(b"".join(each), digest_size=_DIGEST_BYTES).digest()
@@ -52,12 +54,9 @@ class RankBuffers:
         keys, own = sorted(self._copies), self.digests()
         if len(own) != _DIGEST_BYTES * len(keys) or len(own) != len(reference):
             return frozenset() if own == reference else frozenset(keys)
-        places = range(0, len(own), _DIGEST_BYTES)
-        return frozenset(
-            key
-            for key, at in zip(keys, places, strict=True)
-            if own[at : at + _DIGEST_BYTES] != reference[at : at + _DIGEST_BYTES]
-        )
+        ends = range(_DIGEST_BYTES, len(own) + 1, _DIGEST_BYTES)
+        parts = [slice(end - _DIGEST_BYTES, end) for end in ends]
+        return frozenset(key for key, at in zip(keys, parts, strict=True) if own[at] != reference[at])
 
     def encode(self, rank: int, keys: Collection[BufferKey] | None = None) -> dict[str, bytes]:
         """Encode the file of a rank's own values, all or some; none without values."""
@@ -70,20 +69,19 @@ class RankBuffers:
         return self._copies
 
 
-def digest(tensor: torch.Tensor) -> bytes:
-    """Return a digest by which ranks compare a tensor, copied to the host."""
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    array: Any = plain.reshape(-1).view(torch.uint8).numpy() if plain.numel() else b""
-    return hashlib.blake2b(array, digest_size=_DIGEST_BYTES).digest()
-
-
 def encode_buffers(
     rank: int, local: Mapping[BufferKey, torch.Tensor], keys: Collection[BufferKey]
 ) -> dict[str, bytes]:
     """Encode the file of a rank's own values, by file name; none without values."""
     if not keys:
         return {}
-    values = {json.dumps(key): _split(local[key].detach().cpu()) for key in sorted(keys)}
+    values: dict[str, Any] = {}
+    for key in sorted(keys):
+        value = local[key].detach().cpu()
+        # JSON takes no large tensors.
+        pieces = torch.split(value.reshape(-1), _PIECE_BYTES // value.dtype.itemsize)
+        is_small = value.nbytes <= _PIECE_BYTES
+        values[json.dumps(key)] = value if is_small else {"shape": value.shape, "pieces": list(pieces)}
     return {local_name(rank): encode_items(values).content}
 
 
@@ -93,30 +91,15 @@ def decode_buffers(content: bytes, path: str) -> dict[BufferKey, torch.Tensor]:
     Raises:
         CorruptCheckpointError: it is no output of `encode_buffers`.
     """
-    values = decode_items(content, path).values
+    found: dict[BufferKey, torch.Tensor] = {}
     try:
-        return {_key(name): _joined(value) for name, value in values.items()}
-    except (ValueError, LookupError, TypeError, RuntimeError, RecursionError) as error:
+        for name, value in decode_items(content, path).values.items():
+            part, key = json.loads(name)
+            is_whole = isinstance(value, torch.Tensor)
+            found[part, key] = value if is_whole else torch.cat(value["pieces"]).reshape(value["shape"])
+    except (ValueError, LookupError, TypeError, RuntimeError) as error:
         raise corrupt(path, f"is malformed: {error}") from error
-
-
-def _split(tensor: torch.Tensor) -> Any:
-    """Return the tensor, in pieces if it is large: JSON takes no large ones."""
-    if tensor.nbytes <= _PIECE_BYTES:
-        return tensor
-    pieces = torch.split(tensor.reshape(-1), _PIECE_BYTES // tensor.dtype.itemsize)
-    return {"shape": tensor.shape, "pieces": list(pieces)}
-
-
-def _joined(value: Any) -> torch.Tensor:
-    if isinstance(value, torch.Tensor):
-        return value
-    return torch.cat(value["pieces"]).reshape(value["shape"])
-
-
-def _key(name: str) -> BufferKey:
-    part, key = json.loads(name)
-    return part, key
+    return found
 
 
 def put_buffers(local: Mapping[BufferKey, torch.Tensor], part: str, loaded: Mapping[str, Any]) -> None:

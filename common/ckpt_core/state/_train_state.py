@@ -14,8 +14,8 @@ from ckpt_core.coordination import place_in_job
 from ckpt_core.data import LoaderPosition, await_training, tell_of_missing
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
+from ckpt_core.state._contents import Contents, base_names, begin, saved_part, supplied
 from ckpt_core.state._gradients import Gradients
-from ckpt_core.state._groups import fit_of
 from ckpt_core.state._items import (
     Counters,
     check_kind,
@@ -29,6 +29,7 @@ from ckpt_core.state._items import (
 )
 from ckpt_core.state._model import (
     Models,
+    ParameterNames,
     as_module,
     load_model_state,
     local_buffers,
@@ -38,6 +39,7 @@ from ckpt_core.state._model import (
 from ckpt_core.state._nested import Path, get, leaves, put, under
 from ckpt_core.state._optimizer import (
     check_groups,
+    fit_of,
     load_optimizer_state,
     optimizer_state,
     optimizer_target,
@@ -45,10 +47,9 @@ from ckpt_core.state._optimizer import (
     unwrap_optimizer,
 )
 from ckpt_core.state._override import Override
-from ckpt_core.state._parameter_names import ParameterNames
 from ckpt_core.state._rng import derive_rng, load_rng_state, rng_seed, rng_state
+from ckpt_core.state._source import DictState, StateSource
 from ckpt_core.state._tensors import template
-from ckpt_core.state.contents import Contents, base_names, begin, saved_part, supplied
 from ckpt_core.types import CapturedState, SavedEntries, SavedState
 from ckpt_core.validation import boolean, require
 
@@ -68,7 +69,7 @@ POSITIONS = "dataloader.positions"
 
 
 @final
-class TrainState:
+class TrainState(StateSource):
     """The state of a training loop, for `CheckpointManager.save` and `load`.
 
     In the checkpoint, the tensors are under `model`, `optimizer` (`optimizer.<name>` for several) and
@@ -110,16 +111,15 @@ class TrainState:
         contents: Contents | None = None,
         **items: Any,
     ) -> None:
-        self._model = as_module(model)
-        self._contents: Contents | None = contents
-        self._base: frozenset[str] = frozenset()
+        require("TrainState", boolean("gradients", gradients))
+        self._model, self._contents = as_module(model), contents
+        self._base = frozenset[str]()
         self._optimizers = dict(_named("optimizer", optimizer))
         self._shared = dict(_named("scheduler", scheduler)) | dict(_named("scaler", scaler))
         loaders = dict(_named("dataloader", dataloader))
         self._dataloaders = {name: LoaderPosition(each) for name, each in loaders.items()}
         self._items = items
         self._with_model, self._with_rng, self._with_gradients = True, rng, gradients
-        require("TrainState", boolean("gradients", gradients))
         self._begun: tuple[SavedState, list[str]] | None = None
         self._asks = 2 if self._optimizers and not loaders else 0
         for each in self._optimizers.values():
@@ -144,14 +144,10 @@ class TrainState:
     @property
     def names(self) -> frozenset[str]:
         """The items of this state, as `select` takes them."""
-        several = (self._optimizers, self._shared, self._dataloaders)
-        names = {name.partition(".")[0] for group in several for name in group} | set(self._items)
-        return frozenset(
-            names
-            | ({"model"} if self._with_model else set())
-            | ({"rng"} if self._with_rng else set())
-            | ({_GRADIENTS} if self._with_gradients else set())
-        )
+        named = (*self._optimizers, *self._shared, *self._dataloaders)
+        others = {"model": self._with_model, "rng": self._with_rng, _GRADIENTS: self._with_gradients}
+        there = (name for name, is_there in others.items() if is_there)
+        return frozenset({*(name.partition(".")[0] for name in named), *self._items, *there})
 
     def select(self, names: Collection[str]) -> TrainState:
         """Return a state of some items; the others are neither saved nor loaded.
@@ -173,7 +169,6 @@ class TrainState:
         return selected
 
     def capture(self) -> CapturedState:
-        """Return the present state, with live tensors; training is not affected."""
         # First, because it is collective: a rank that fails later keeps no other one waiting.
         gradients = self._gradients.capture() if self._with_gradients else None
         names = ParameterNames.of(self._model)
@@ -226,11 +221,6 @@ class TrainState:
         return {name: each.state() for name, each in self._dataloaders.items()}
 
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
-        """Return the load target; see `StateSource`.
-
-        Raises:
-            IncompatibleCheckpointError: the checkpoint lacks an item.
-        """
         entries = saved.sharded.get(_PART, {})
         if saved.strict:
             self._check_present(entries, saved)
@@ -273,39 +263,24 @@ class TrainState:
                 name for name in self._items if name not in saved.shared and ("items", name) not in tops
             ]
         if missing:
+            names = ", ".join(missing)
             bare = "model" in missing and tops >= {(name,) for name in model_state(self._model)}
-            raise IncompatibleCheckpointError(
-                f"the checkpoint has no {', '.join(missing)}; "
-                + (
-                    _BARE
-                    if bare
-                    else f"to load the rest, leave {', '.join(missing)} out of the items to load"
-                ),
-                missing=missing,
-            )
+            advice = _BARE if bare else f"to load the rest, leave {names} out of the items to load"
+            raise IncompatibleCheckpointError(f"the checkpoint has no {names}; {advice}", missing=missing)
 
     def apply(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Sequence[str]:
-        """Put everything back, the generators last; return notes on what was not restored.
-
-        Parts that `begin` has put back are not put back again.
-
-        Raises:
-            IncompatibleCheckpointError: a part of the state refuses what was loaded.
-        """
         if self._begun is None or self._begun[0] is not saved:
             self.begin(loaded, saved)
-        tree, notes = loaded.get(_PART, {}), self._end()
+        tree, (_, notes) = loaded.get(_PART, {}), self._begun or (None, [])
+        self._begun = None
         for name, optimizer in self._loaded_optimizers(tree, saved):
             load_optimizer_state(self._model, optimizer, get(tree, _path(name)), fit=fit_of(saved))
         if self._with_model:
             load_model_state(self._model, tree["model"], strict=not saved.include, base=self._base)
-        inside: list[tuple[tuple[str, ...], str, Any]] = [
-            (("items", name), name, item) for name, item in self._items.items()
-        ]
-        inside += [(_path(name), name, each) for name, each in self._kept_by_stock(saved)]
-        for path, name, item in inside:
+        inside = [(("items", name), item) for name, item in self._items.items()]
+        for path, item in [*inside, *((_path(name), each) for name, each in self._kept_by_stock(saved))]:
             if (state := get(tree, path)) is not None:
-                load_item(name, item, state, of_tree=True)
+                load_item(".".join(path).removeprefix("items."), item, state, of_tree=True)
         notes += self._apply_gradients(tree, saved)
         if self._with_rng:
             # Last: making the iterator of a loader draws from the global generator.
@@ -335,11 +310,8 @@ class TrainState:
     ) -> Callable[[], Sequence[Path]]:
         """Put back schedulers, scaler, small items and data positions.
 
-        See `CarefulSource`. A loader that refuses its position may have changed; everything else is unchanged
-        then. What is undone returns the items and loaders that are not quite as before.
-
-        Raises:
-            IncompatibleCheckpointError: a part refuses, or the optimizers' groups hold other parameters.
+        A loader that refuses its position may have changed; everything else is unchanged then. What is undone
+        returns the items and loaders that are not quite as before.
         """
         generators = rng_state()
         undo: list[Callable[[], Sequence[Path]]] = []
@@ -357,7 +329,7 @@ class TrainState:
             for name, item in self._items.items():
                 state = saved.shared.get(name, get(tree, ("items", name)))
                 check_kind(item, state, fit=fit_of(saved))
-            notes = [*self._apply_shared(tree, saved, undo), *self._apply_dataloaders(saved, undo)]
+            notes = list(self._apply_small(tree, saved, undo))
         except BaseException:
             roll_back()
             raise
@@ -365,15 +337,9 @@ class TrainState:
         return roll_back
 
     def check_override(self, change: Override) -> None:
-        """Refuse hyperparameters that no optimizer has; see `AdjustableSource`.
-
-        Raises:
-            ConfigError: there is one.
-        """
         change.check({name: each.param_groups for name, each in self._torch_optimizers.items()})
 
     def override(self, change: Override) -> None:
-        """Change hyperparameters, and the schedules of learning rates."""
         schedulers = [each for name, each in self._shared.items() if name.partition(".")[0] == "scheduler"]
         change.apply(self._torch_optimizers, schedulers)
 
@@ -387,12 +353,11 @@ class TrainState:
         """Return the optimizers to load: without `strict`, only those that were saved."""
         return [each for each in self._optimizers.items() if saved.strict or get(tree, _path(each[0]))]
 
-    def _end(self) -> list[str]:
-        _, notes = self._begun or (None, [])
-        self._begun = None
-        return notes
+    def takes_all(self, saved: SavedState) -> bool:
+        tops = {str(path[0]) for entries in saved.sharded.values() for path in entries}
+        return tops & {"model", "optimizer"} <= self.names
 
-    def _apply_shared(
+    def _apply_small(
         self, tree: Mapping[str, Any], saved: SavedState, undo: list[Callable[[], Sequence[Path]]]
     ) -> Iterator[str]:
         by_stock = dict(self._kept_by_stock(saved))
@@ -404,10 +369,6 @@ class TrainState:
                 load_item(name, each, saved.shared[name])
             elif name not in self._items or get(tree, ("items", name)) is None:
                 yield f"the checkpoint has no {name}; it is unchanged"
-
-    def _apply_dataloaders(
-        self, saved: SavedState, undo: list[Callable[[], Sequence[Path]]]
-    ) -> Iterator[str]:
         same_ranks = saved.world_size in {None, place_in_job()[1]}
         added = saved.shared.get(POSITIONS, {})
         for name, position in self._dataloaders.items():
@@ -469,3 +430,41 @@ def _path(name: str) -> tuple[str, ...]:
 
 def _only(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     return {name: each for name, each in values.items() if name.partition(".")[0] in names}
+
+
+State: TypeAlias = StateSource | Mapping[str, Any]
+
+
+def as_source(state: State, items: Collection[str] | None = None) -> StateSource:
+    """Return the state as a `StateSource` of only the given items.
+
+    Raises:
+        ConfigError: it is no training state.
+    """
+    if isinstance(state, TrainState) and items is not None:
+        return state.select(items)
+    if isinstance(state, StateSource):
+        return state
+    if isinstance(state, Mapping):
+        return DictState(state)
+    raise ConfigError(
+        f"a {type(state).__name__} is no training state: give TrainState(model=..., optimizer=...), "
+        "or a mapping of tensors and objects with state_dict and load_state_dict"
+    )
+
+
+def checked_override(state: State, override: Any) -> Override:
+    """Return what a user asks to change, if it can be changed in a state.
+
+    Raises:
+        ConfigError: it cannot, or `state` is no training state.
+    """
+    source, change = as_source(state), Override.of(override)
+    if change:
+        source.check_override(change)
+    return change
+
+
+def as_captured(state: State | CapturedState) -> CapturedState:
+    """Return the present state; see `StateSource.capture`."""
+    return state if isinstance(state, CapturedState) else as_source(state).capture()

@@ -7,10 +7,9 @@ dict, tensors on the CPU; all other values are decoded equal and of the same typ
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path, PurePath
 from typing import Any
@@ -50,26 +49,32 @@ def _encode(value: Any, path: str, depth: int) -> Any:
             f"{path[:200]}… is nested deeper than {_MAX_DEPTH} levels, or contains itself"
         )
     kind = type(value)
-    if value is None or kind in {bool, int, str}:
+    if kind in _AS_THEY_ARE or (kind is float and math.isfinite(value)):
         return value
-    if kind is float:
-        return value if math.isfinite(value) else _tagged("float", repr(value))
-    if kind is list:
-        return _encode_each(value, path, depth)
     if isinstance(value, dict):
         return _encode_dict(value, path, depth + 1)
-    if kind in {tuple, set, frozenset}:
-        items = _encode_each(value, path, depth)
+    if kind in {list, tuple, set, frozenset}:
+        # The state of a random number generator is six hundred integers, encoded in every save.
+        items = list(value)
+        if not _AS_THEY_ARE.issuperset(map(type, items)):
+            items = [_encode(each, f"{path}[{i}]", depth + 1) for i, each in enumerate(items)]
         # Ranks must agree on shared items byte by byte, and sets have no order of their own.
-        return _tagged(kind.__name__, items if kind is tuple else sorted(items, key=json.dumps))
+        items = items if kind in {list, tuple} else sorted(items, key=json.dumps)
+        return items if kind is list else {_TAG: kind.__name__, "value": items}
     return _encode_leaf(value, path)
 
 
-def _encode_each(values: Collection[Any], path: str, depth: int) -> list[Any]:
-    # The state of a random number generator is six hundred integers, encoded in every save.
-    if _AS_THEY_ARE.issuperset(map(type, values)):
-        return list(values)
-    return [_encode(each, f"{path}[{i}]", depth + 1) for i, each in enumerate(values)]
+def _encode_leaf(value: Any, path: str) -> Any:
+    kind = type(value)
+    for base, name, encoder in _ENCODERS:
+        if kind is base or (base in _WITH_SUBCLASSES and isinstance(value, base)):
+            try:
+                return {_TAG: name, "value": encoder(value)}
+            except NotEncodableError as error:
+                raise NotEncodableError(f"{path or 'the value'} {error}") from error
+    raise NotEncodableError(
+        f"{path or 'the value'} is a {kind.__module__}.{kind.__qualname__}, which JSON cannot hold"
+    )
 
 
 def _encode_dict(value: dict[Any, Any], path: str, depth: int) -> Any:
@@ -79,62 +84,48 @@ def _encode_dict(value: dict[Any, Any], path: str, depth: int) -> Any:
         [_encode(key, f"{path} key {key!r}", depth), _encode(each, f"{path}[{key!r}]", depth)]
         for key, each in value.items()
     ]
-    return _tagged("dict", pairs)
+    return {_TAG: "dict", "value": pairs}
 
 
-def _encode_leaf(value: Any, path: str) -> Any:
-    kind = type(value)
-    if kind in {torch.Tensor, torch.nn.Parameter}:
-        return _encode_tensor(value, path)
-    if kind is np.ndarray or isinstance(value, np.generic):
-        return _encode_array(value, path)
-    if isinstance(value, PurePath):
-        return _tagged("path", str(value))
-    if kind in _ENCODERS:
-        name, encoder = _ENCODERS[kind]
-        return _tagged(name, encoder(value))
-    raise NotEncodableError(
-        f"{path or 'the value'} is a {kind.__module__}.{kind.__qualname__}, which JSON cannot hold"
-    )
-
-
-def _tagged(name: str, value: Any) -> dict[str, Any]:
-    return {_TAG: name, "value": value}
-
-
-def _encode_tensor(value: torch.Tensor, path: str) -> Any:
+def _encode_tensor(value: torch.Tensor) -> Any:
     if value.layout != torch.strided or value.is_quantized or value.is_meta:
-        raise NotEncodableError(f"{path} is a tensor without plain memory ({value.layout}, {value.device})")
-    _check_size(value.numel() * value.element_size(), path)
+        raise NotEncodableError(f"is a tensor without plain memory ({value.layout}, {value.device})")
+    _check_size(value.numel() * value.element_size())
     flat = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
     data = _to_text(flat.numpy().tobytes())
-    return _tagged("tensor", {"dtype": dtype_name(value.dtype), "shape": list(value.shape), "data": data})
+    return {"dtype": dtype_name(value.dtype), "shape": list(value.shape), "data": data}
 
 
-def _encode_array(value: Any, path: str) -> Any:
+def _encode_array(value: Any) -> Any:
     if value.dtype.hasobject or value.dtype.names is not None or value.dtype.subdtype is not None:
-        raise NotEncodableError(f"{path} is a numpy array of {value.dtype}, which JSON cannot hold")
-    _check_size(value.nbytes, path)
-    content = {"dtype": value.dtype.str, "shape": list(value.shape), "data": _to_text(value.tobytes())}
-    return _tagged("ndarray" if isinstance(value, np.ndarray) else "numpy_scalar", content)
+        raise NotEncodableError(f"is a numpy array of {value.dtype}, which JSON cannot hold")
+    _check_size(value.nbytes)
+    return {"dtype": value.dtype.str, "shape": list(value.shape), "data": _to_text(value.tobytes())}
 
 
-def _check_size(size_bytes: int, path: str) -> None:
+def _check_size(size_bytes: int) -> None:
     if size_bytes > MAX_ARRAY_BYTES:
-        raise NotEncodableError(f"{path} has {size_bytes} bytes, too many for JSON ({MAX_ARRAY_BYTES})")
+        raise NotEncodableError(f"has {size_bytes} bytes, too many for JSON ({MAX_ARRAY_BYTES})")
 
 
 def _to_text(data: bytes) -> str:
     return base64.b64encode(data).decode("ascii")
 
 
-_ENCODERS: Mapping[type, tuple[str, Callable[[Any], Any]]] = {
-    bytes: ("bytes", _to_text),
-    torch.Size: ("size", list),
-    torch.dtype: ("dtype", dtype_name),
-    torch.device: ("device", str),
-    timedelta: ("timedelta", lambda value: [value.days, value.seconds, value.microseconds]),
-}
+_WITH_SUBCLASSES = frozenset({np.generic, PurePath})
+_ENCODERS: Sequence[tuple[type, str, Callable[[Any], Any]]] = (
+    (float, "float", repr),
+    (torch.Tensor, "tensor", _encode_tensor),
+    (torch.nn.Parameter, "tensor", _encode_tensor),
+    (np.ndarray, "ndarray", _encode_array),
+    (np.generic, "numpy_scalar", _encode_array),
+    (bytes, "bytes", _to_text),
+    (PurePath, "path", str),
+    (torch.Size, "size", list),
+    (torch.dtype, "dtype", dtype_name),
+    (torch.device, "device", str),
+    (timedelta, "timedelta", lambda value: [value.days, value.seconds, value.microseconds]),
+)
 
 
 def decode(encoded: Any) -> Any:
@@ -145,15 +136,7 @@ def decode(encoded: Any) -> Any:
     """
     try:
         return _decode(encoded, 0)
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        IndexError,
-        OverflowError,
-        RuntimeError,
-        binascii.Error,
-    ) as error:
+    except (ValueError, TypeError, LookupError, OverflowError, RuntimeError) as error:
         raise CorruptCheckpointError(f"an item of the checkpoint is not what was encoded: {error}") from error
 
 
@@ -167,9 +150,7 @@ def _decode(encoded: Any, depth: int) -> Any:
     if _TAG not in encoded:
         return {key: _decode(each, depth + 1) for key, each in encoded.items()}
     name, value = encoded[_TAG], encoded["value"]
-    if name in _CONTAINERS:
-        return _CONTAINERS[name](_decode(value, depth + 1))
-    return _DECODERS[name](value)
+    return _DECODERS[name](_decode(value, depth + 1) if name in _CONTAINERS else value)
 
 
 def _decode_tensor(value: Mapping[str, Any]) -> torch.Tensor:
@@ -196,17 +177,12 @@ def _shape(value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _decode_device(value: str) -> torch.device:
-    return torch.device(value)
-
-
-_CONTAINERS: Mapping[str, Callable[[Any], Any]] = {
+_CONTAINERS = frozenset({"tuple", "set", "frozenset", "dict"})
+_DECODERS: Mapping[str, Callable[[Any], Any]] = {
     "tuple": tuple,
     "set": set,
     "frozenset": frozenset,
     "dict": dict,
-}
-_DECODERS: Mapping[str, Callable[[Any], Any]] = {
     "float": float,
     "bytes": lambda value: base64.b64decode(value, validate=True),
     "tensor": _decode_tensor,
@@ -214,7 +190,7 @@ _DECODERS: Mapping[str, Callable[[Any], Any]] = {
     "numpy_scalar": lambda value: _decode_array(value)[()],
     "size": lambda value: torch.Size(_shape(value)),
     "dtype": dtype_named,
-    "device": _decode_device,
+    "device": torch.device,
     "timedelta": lambda value: timedelta(*value),
     "path": Path,
 }

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from ckpt_core import CheckpointManager, ConfigError, TrainState
 from ckpt_core.errors import IncompatibleCheckpointError
-from ckpt_core.state.contents._tensor_sums import _of_box, _wrapped, own_checksum
+from ckpt_core.state._tensor_sums import _of_box, _wrapped, own_checksum
 
 
 class Tuned(nn.Module):

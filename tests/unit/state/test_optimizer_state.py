@@ -23,7 +23,7 @@ from ckpt_core.state import (
     rng_state,
     unwrap_optimizer,
 )
-from ckpt_core.state._groups import probe
+from ckpt_core.state._optimizer import probe
 from tests.unit.state.round_trip import assert_equal, full, load, save, stock
 
 
@@ -182,9 +182,9 @@ class Hooking(torch.optim.SGD):
 def test_a_probe_leaves_no_hook_to_the_live_optimizer_nor_to_the_next_probe():
     weight, calls = nn.Parameter(torch.zeros(2)), []
     optimizer = Hooking([weight], calls)
-    probe(optimizer, 0, weight)
+    probe(optimizer, weight)
     calls.clear()
-    probe(Hooking([weight], []), 0, weight)
+    probe(Hooking([weight], []), weight)
     assert calls == []
     assert not optimizer._optimizer_step_post_hooks
 
