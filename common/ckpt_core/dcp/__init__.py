@@ -18,7 +18,7 @@ from ckpt_core.dcp._reader import (
 )
 from ckpt_core.dcp._tensor_reads import TensorRead, TensorTarget
 from ckpt_core.dcp._torch_zip import checked_zip, load_chunk
-from ckpt_core.dcp._wrapped_tensors import StoredPiece, WrapMismatchError, fillings
+from ckpt_core.dcp._wrapped_tensors import WrapMismatchError, fillings
 from ckpt_core.dcp._writer import Hashing, Pace, ShardWriter
 from ckpt_core.formats.consistency import check_metadata
 
@@ -38,7 +38,6 @@ __all__ = [
     "SafeLoadPlanner",
     "ShardSpec",
     "ShardWriter",
-    "StoredPiece",
     "TensorRead",
     "TensorTarget",
     "WrapMismatchError",

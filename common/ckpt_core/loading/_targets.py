@@ -17,7 +17,6 @@ from ckpt_core.coordination import Coordinator
 from ckpt_core.dcp import (
     ChunkLocation,
     SafeLoadPlanner,
-    StoredPiece,
     TensorRead,
     TensorTarget,
     WrapMismatchError,
@@ -66,11 +65,7 @@ class Misfits:
         paths: Paths = MappingProxyType({}),
         cast: bool = False,
     ) -> list[str]:
-        """Record differences of flattened live entries from one part of the checkpoint.
-
-        Returns:
-            The live entries that cannot be loaded.
-        """
+        """Record how flattened live entries differ from a part; return those that cannot be loaded."""
         saved = metadata.state_dict_metadata
         missing = [key for key in target if key not in saved]
         problems = {
@@ -173,60 +168,28 @@ def _shorten(keys: Sequence[str]) -> str:
 
 @final
 @dataclass(frozen=True, slots=True)
-class _OddChunk:
-    """A chunk whose elements are not contiguous: torch rebuilds it as a whole."""
+class _Rebuilt:
+    """Chunks that torch rebuilds as a whole: of a wrapped tensor, or one that is not contiguous.
 
-    read: Callable[[], torch.Tensor]
-    item: ReadItem
-    target: torch.Tensor
-
-    def load(self) -> None:
-        source = self.read()
-        for dim, (offset, length) in enumerate(
-            zip(self.item.storage_offsets, self.item.lengths, strict=True)
-        ):
-            source = source.narrow(dim, offset, length)
-        self.target.copy_(source)
-
-
-@final
-@dataclass(slots=True)
-class _WrappedLoad:
-    """The load of one rank's part of a wrapped tensor."""
+    Attributes:
+        live: this rank's part of the tensor, or of one chunk of it.
+    """
 
     name: str
     live: torch.Tensor
-    _chunks: list[tuple[Callable[[], torch.Tensor], ReadItem]] = field(
-        default_factory=list[tuple[Callable[[], torch.Tensor], ReadItem]]
-    )
+    chunks: list[tuple[Callable[[], torch.Tensor], ReadItem]]
+    wrapped: bool = False
 
-    def add(self, read: Callable[[], torch.Tensor], item: ReadItem) -> None:
-        """Add a chunk that holds a part of it."""
-        self._chunks.append((read, item))
-
-    def check(self) -> None:
-        """Read, verify and compare, without changing anything."""
-        with torch.no_grad():
-            self._fillings()
-
-    def fill(self) -> None:
-        """Read what is stored into the live tensor."""
-        with torch.no_grad():
-            for target, source in self._fillings():
-                target.copy_(source)
-
-    def _fillings(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        pieces = [
-            StoredPiece(
-                stored=read(),
-                offsets=tuple(item.storage_offsets),
-                into=tuple(item.dest_offsets),
-                lengths=tuple(item.lengths),
-            )
-            for read, item in self._chunks
-        ]
+    def copies(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Read, verify and compare what is stored; return the copies to make, target and source."""
+        if not self.wrapped:
+            ((read, item),) = self.chunks
+            source = read()
+            for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                source = source.narrow(dim, offset, length)
+            return [(self.live, source)]
         try:
-            return fillings(self.live, pieces)
+            return fillings(self.live, [(read(), item) for read, item in self.chunks])
         except WrapMismatchError as error:
             raise IncompatibleCheckpointError(
                 f"{self.name}: {error}. Nothing was loaded", mismatched=[self.name]
@@ -235,7 +198,7 @@ class _WrappedLoad:
 
 @final
 class PartLoad:
-    """The load of one part of the live state.
+    """The load of one part of the live state, flattened as DCP does.
 
     Attributes:
         target: nested: tensors to fill, and plain values, which `plan` sets.
@@ -243,24 +206,16 @@ class PartLoad:
         unlike: entries that are wrapped in the checkpoint or here but not in both, after `plan`; not loaded.
     """
 
-    def __init__(self, part: str, target: StateDict, planner: SafeLoadPlanner, metadata: Metadata) -> None:
-        self.target = target
+    def __init__(self, part: str, target: StateDict, metadata: Metadata, *, allow_pickle: bool) -> None:
+        self.target = dict(target)
         self.reads: list[TensorRead] = []
         self.unlike: dict[tuple[str | int, ...], bool] = {}
         self._part = part
-        self._planner = planner
         self._metadata = metadata
-        self._odd: list[_OddChunk] = []
-        self._wrapped: dict[MetadataIndex, _WrappedLoad] = {}
+        self._planner = SafeLoadPlanner(allow_pickle=allow_pickle)
+        self._planner.set_up_planner(self.target, metadata, is_coordinator=False)
+        self._rebuilt: list[_Rebuilt] = []
         self._kept: set[str] = set()
-
-    @classmethod
-    def of(cls, part: str, target: StateDict, metadata: Metadata, *, allow_pickle: bool) -> PartLoad:
-        """Make the load of a target, flattened as DCP does."""
-        planner = SafeLoadPlanner(allow_pickle=allow_pickle)
-        target = dict(target)
-        planner.set_up_planner(target, metadata, is_coordinator=False)
-        return cls(part, target, planner, metadata)
 
     @property
     def entries(self) -> dict[str, Any]:
@@ -275,12 +230,12 @@ class PartLoad:
     def leave(self, keys: Collection[str]) -> None:
         """Exclude these entries; remove plain values among them from the target."""
         for key in keys:
-            if not isinstance(self._planner.state_dict.pop(key), torch.Tensor):
-                _remove(self.target, self._planner.mappings[key])
+            if not isinstance(self.entries.pop(key), torch.Tensor):
+                _remove(self.target, self.paths[key])
 
     def prefer_kept(self, rank: int) -> None:
         """Load the values that `rank` kept, where it did, instead of the lowest rank's."""
-        saved, live = self._metadata.state_dict_metadata, self._planner.state_dict
+        saved, live = self._metadata.state_dict_metadata, self.entries
         for key in list(live):
             own = kept_name(rank, key)
             if own not in saved:
@@ -292,48 +247,51 @@ class PartLoad:
                     continue  # this rank holds another part now
             del live[key]
             live[own] = value
-            self._planner.mappings[own] = self._planner.mappings[key]
+            self._planner.mappings[own] = self.paths[key]
             self._kept.add(own)
 
     def plan(self, contents: CheckpointPart, selection: Selection) -> None:
         """Locate the chunks to read, and read the plain values."""
-        items = self._planner.create_local_plan().items
-        places = contents.find({item.storage_index for item in items})
-        for item in items:
-            place = places[item.storage_index]
-            if item.type == LoadItemType.BYTE_IO:
-                self._plan_value(item, place, contents, selection)
-            else:
-                self._plan_tensor(item, place, contents)
 
-    def _plan_value(
-        self, item: ReadItem, place: ChunkLocation, contents: CheckpointPart, selection: Selection
-    ) -> None:
         def renamed(path: tuple[str | int, ...], value: Any) -> Any:
             lists_parameters = "param_groups" in path and path[-1] == "params"
             return selection.renamed(value) if lists_parameters else value
 
-        self._planner.put_value(item.dest_index.fqn, contents.read_entry(place), renamed)
+        items = self._planner.create_local_plan().items
+        places = contents.find({item.storage_index for item in items})
+        wrapped: dict[MetadataIndex, _Rebuilt] = {}
+        for item in items:
+            place = places[item.storage_index]
+            if item.type == LoadItemType.BYTE_IO:
+                self._planner.put_value(item.dest_index.fqn, contents.read_entry(place), renamed)
+            else:
+                self._plan_tensor(item, place, contents, wrapped)
+        self._rebuilt += wrapped.values()
 
-    def _plan_tensor(self, item: ReadItem, place: ChunkLocation, contents: CheckpointPart) -> None:
+    def _plan_tensor(
+        self,
+        item: ReadItem,
+        place: ChunkLocation,
+        contents: CheckpointPart,
+        wrapped: dict[MetadataIndex, _Rebuilt],
+    ) -> None:
         key = item.dest_index.fqn
+        name = f"{self._part}/{key}"
         own = own_part(self.entries[key])
+        chunk = partial(contents.read_chunk, place), item
         if is_wrapped(own) != place.wrapped:
             known: Paths = self._metadata.planner_data or {}
             self.unlike[tuple(known.get(key, (key,)))] = place.wrapped
-            return
-        if place.wrapped:
-            load = self._wrapped.setdefault(item.dest_index, _WrappedLoad(f"{self._part}/{key}", own))
-            load.add(partial(contents.read_chunk, place), item)
-            return
-        target = self._planner.resolve_tensor(item).detach()
-        if place.payload is None or place.form is None:
-            self._odd.append(_OddChunk(partial(contents.read_chunk, place), item, target))
-            return
-        dtype, shape = place.form
-        part = TensorTarget(shape=shape, dtype=dtype, offsets=tuple(item.storage_offsets), tensor=target)
-        name = f"{self._part}/{key}"
-        self.reads.append(TensorRead(name=name, payload=place.payload, target=part))
+        elif place.wrapped:
+            wrapped.setdefault(item.dest_index, _Rebuilt(name, own, [], wrapped=True)).chunks.append(chunk)
+        elif place.payload is None or place.form is None:
+            target = self._planner.resolve_tensor(item).detach()
+            self._rebuilt.append(_Rebuilt(name, target, [chunk]))
+        else:
+            dtype, shape = place.form
+            target = self._planner.resolve_tensor(item).detach()
+            part = TensorTarget(shape=shape, dtype=dtype, offsets=tuple(item.storage_offsets), tensor=target)
+            self.reads.append(TensorRead(name=name, payload=place.payload, target=part))
 
     def common(self) -> Iterator[tuple[str, Any]]:
         """Yield the live entries that other ranks may hold, by the names of their reads."""
@@ -341,19 +299,13 @@ class PartLoad:
             if key not in self._kept and not isinstance(value, ShardedTensor):
                 yield f"{self._part}/{key}", value
 
-    def try_odd_chunks(self) -> None:
-        """Read and verify the chunks of `read_odd_chunks`, without changing anything."""
-        for each in self._odd:
-            each.read()
-        for load in self._wrapped.values():
-            load.check()
-
-    def read_odd_chunks(self) -> None:
-        """Read the chunks that are not contiguous, or wrapped, into their tensors."""
-        for each in self._odd:
-            each.load()
-        for load in self._wrapped.values():
-            load.fill()
+    def read_rebuilt(self, *, into_place: bool) -> None:
+        """Read and verify the chunks that torch rebuilds, into their tensors if wanted."""
+        with torch.no_grad():
+            for each in self._rebuilt:
+                for target, source in each.copies():
+                    if into_place:
+                        target.copy_(source)
 
 
 def _remove(container: Any, path: Sequence[str | int]) -> None:
