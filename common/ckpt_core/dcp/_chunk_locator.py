@@ -87,10 +87,6 @@ class ChunkLocation:
     """One stored entry: a tensor chunk, or a byte entry.
 
     Attributes:
-        path: of its file, POSIX-relative to the checkpoint directory.
-        key: DCP's flattened name.
-        offset: of the whole entry in the file.
-        dtype: of the chunk; None for a byte entry, as is `shape`.
         payload: the chunk's raw bytes, of a byte entry all of it. None if the chunk's elements are not
             contiguous, or it is wrapped: then read the whole entry and pass it to `load_chunk`.
         reason: why there is no payload.
@@ -121,9 +117,7 @@ class ChunkLocator:
     """Locator of the entries of one part of a checkpoint; reads nothing before `find`.
 
     Args:
-        metadata: of the part, from `load_metadata`.
         part: its sub-directory, "" for the checkpoint directory itself.
-        directory: of the checkpoint, for errors.
         read_table: returns the chunk table of a rank, which the caller has verified and keeps.
         read_at: reads a data file, by its path in the checkpoint directory: instead of `read_table`, for
             checkpoints of stock DCP, which have no tables.
@@ -207,7 +201,7 @@ class ChunkLocator:
         return CorruptCheckpointError(f"{self._name(path, key)}: {problem}", failures=(failure,))
 
     def _table(self, path: str, key: str) -> tuple[FileChunks, _Rows, str]:
-        """Return the chunks of one of our files, their rows in its table, and the table's name."""
+        """Return the chunks of a file, their rows, and the name of the table."""
         rank = data_rank(path)
         if rank is None or self._read_table is None:
             raise self._corrupt(path, key, "is in a file that no rank has written")
@@ -289,12 +283,7 @@ class _NotRawError(ValueError):
 def _raw(
     dtype: torch.dtype, shape: tuple[int, ...], read_at: ReadAt, size_bytes: int
 ) -> tuple[int, int, int | None]:
-    """Return offset, size and CRC-32 of the raw bytes of a tensor in its entry.
-
-    Raises:
-        _NotRawError: they are not one after another.
-        ZipError: the entry is damaged, or not the tensor that `.metadata` describes.
-    """
+    """Return offset, size and CRC-32 of the raw bytes of a tensor in its entry."""
     expected = prod(shape) * dtype.itemsize
     small = legacy_payload(read_at, size_bytes, dtype, shape)
     if small is not None:

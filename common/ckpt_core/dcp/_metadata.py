@@ -142,10 +142,6 @@ def load_metadata(content: bytes, path: str) -> Metadata:
     """Read a `.metadata` file.
 
     Nothing in it is executed, and its types are checked; `check_metadata` checks its values.
-
-    Raises:
-        UnsafeCheckpointError: it refers to anything but DCP's metadata classes.
-        CorruptCheckpointError: it is not a pickle of `Metadata`, or refers to a path outside its directory.
     """
     index = read_index(content, path)
     with reading(path):

@@ -60,11 +60,7 @@ class SafeLoadPlanner(DefaultLoadPlanner):
     def put_value(
         self, fqn: str, content: bytes, convert: Callable[[tuple[str | int, ...], Any], Any]
     ) -> None:
-        """Decode `content`, convert it and store it as the target's entry `fqn`.
-
-        Raises:
-            UnsafeCheckpointError: it holds objects that only pickle can rebuild, and pickle is not allowed.
-        """
+        """Decode `content`, convert it and store it as the target's entry `fqn`."""
         path = self.mappings[fqn]
         container: Any = self.original_state_dict
         for step in path[:-1]:
@@ -73,16 +69,7 @@ class SafeLoadPlanner(DefaultLoadPlanner):
 
 
 def load_plain(content: bytes, name: str) -> Any:
-    """Deserialise a host's small file of `torch.save`, as plain values only.
-
-    Args:
-        content: of the file; it is checked before torch reads it.
-        name: of the file, for errors.
-
-    Raises:
-        CorruptCheckpointError: `torch.save` did not write it like that.
-        UnsafeCheckpointError: it holds objects that only pickle can rebuild.
-    """
+    """Check and deserialise a host's small file of `torch.save`: plain values only."""
     checked_zip(content, name)
     return load_value(content, name, allow_pickle=False)
 
@@ -138,7 +125,6 @@ def read_linked(path: Path) -> bytes:
     """Read a host's small file, links followed, after a check of its type and size.
 
     Raises:
-        FileNotFoundError: there is none.
         CorruptCheckpointError: it is too large, or no regular file: a read of a pipe could block forever.
     """
     found = path.stat()

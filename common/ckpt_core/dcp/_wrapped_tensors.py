@@ -88,12 +88,9 @@ class WrapMismatchError(ValueError):
 def fillings(
     live: torch.Tensor, pieces: Sequence[tuple[torch.Tensor, ReadItem]]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the copies of plain tensors, target and source, that make `live` what was stored.
+    """Return copies of plain tensors, target and source, that restore `live`.
 
     Changes nothing. Of each whole stored chunk, `pieces` tells the part and its place in the live tensor.
-
-    Raises:
-        WrapMismatchError: they do not fit.
     """
     owners = dict(inner_tensors(live))
     found: dict[_Range, tuple[torch.Tensor, torch.Tensor]] = {}

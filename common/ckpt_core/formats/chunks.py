@@ -62,7 +62,6 @@ class TableEntry:
     """The entry of one data file in the table.
 
     Attributes:
-        path: POSIX-relative to the checkpoint directory.
         columns: the result of `ChunkColumns.encode`.
         crcs: one CRC-32 per chunk, little-endian uint32.
         block_crcs: CRC-32s of the blocks of payloads larger than `BLOCK_BYTES`, chunk after chunk, likewise.
@@ -89,10 +88,8 @@ class TableEntry:
 def encode_table(entries: Iterable[TableEntry], *, beside: Collection[str] = ()) -> bytes:
     """Encode a chunk table.
 
-    Args:
-        entries: the data files.
-        beside: paths of the rank's other files whose names are not recognisable as ours. The table is written
-            before them, so that it identifies them if the save does not finish.
+    `beside` are the rank's other files whose names are not recognisable as ours. The table is written before
+    them, so that it identifies them if the save does not finish.
     """
     files = b",".join(entry.encode() for entry in entries)
     others = b',"beside":%b' % _encode(sorted(beside)) if beside else b""
@@ -106,11 +103,7 @@ def encode_table(entries: Iterable[TableEntry], *, beside: Collection[str] = ())
 
 
 def decode_table(content: bytes) -> bytes:
-    """Return the JSON text of a chunk table.
-
-    Raises:
-        ValueError: it is not one, or absurdly large.
-    """
+    """Return the JSON text of a chunk table."""
     decompressor = zlib.decompressobj()
     try:
         text = decompressor.decompress(content, _MAX_TABLE_BYTES)

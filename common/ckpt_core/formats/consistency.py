@@ -38,16 +38,8 @@ def check_metadata(metadata: _Metadata, path: str, sizes: Callable[[str], int]) 
     """Check that metadata describes whole tensors in files that can hold them.
 
     Every entry is inside its file; every tensor's chunks are inside its shape and cover each element exactly
-    once; every chunk has an entry of at least a bit for each element, and every entry has a chunk.
-
-    Args:
-        metadata: the result of `load_metadata`.
-        path: of `.metadata`, for errors.
-        sizes: relative path of a data file, as in `metadata` -> its size in bytes; FileNotFoundError if
-            there is none.
-
-    Raises:
-        CorruptCheckpointError: something is impossible; the message names the entry.
+    once; every chunk has an entry of at least a bit for each element, and every entry has a chunk. `sizes`
+    tells the size of a data file by its path in `metadata`, or raises FileNotFoundError.
     """
     entries: _Entries = {(index.fqn, index.offset): info for index, info in metadata.storage_data.items()}
     try:
@@ -118,11 +110,7 @@ def _check_tensor(key: str, entry: _Tensor, entries: _Entries) -> int:
 
 
 def check_chunks(key: str, shape: Sequence[int], chunks: Sequence[_Chunk]) -> int:
-    """Check that chunks make up a tensor; return how many, empty ones at a place once.
-
-    Raises:
-        ImpossibleError: they overlap, leave holes, or are not inside it.
-    """
+    """Check that chunks make up a tensor; return how many, empty ones at a place once."""
     if len(shape) > MAX_DIMS or any(not 0 <= length <= MAX_COUNT for length in shape):
         raise ImpossibleError(f"{key!r:.200} has the shape {tuple(shape)!s:.200}")
     boxes: list[_Box] = []

@@ -46,11 +46,7 @@ from ckpt_core.types import SavedState
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointPart:
-    """One part of a checkpoint: its entries and their locations.
-
-    Attributes:
-        metadata: DCP's, of the selected entries, with the names of the live state.
-    """
+    """One part of a checkpoint: its entries and their locations."""
 
     metadata: Metadata
     _original: Mapping[str, str]

@@ -97,11 +97,7 @@ class CommittedFiles:
         return self.whole_of(path, lambda found: self._read(found, path))
 
     def whole_of(self, path: str, read: Callable[[str], T]) -> T:
-        """Call `read` with a path, and if that is damaged, with the path of its twin.
-
-        Raises:
-            CorruptCheckpointError: both are.
-        """
+        """Call `read` with a path, and if that is damaged, with the path of its twin."""
         try:
             return read(path)
         except CorruptCheckpointError as error:

@@ -75,9 +75,7 @@ class LoadRequest:
     """A checkpoint directory and the options of its load.
 
     Attributes:
-        directory: key of the checkpoint directory.
         verification: the check before anything live changes.
-        read_once: whether ranks read for each other.
         committed: the checkpoint found there; None if it may be a directory that stock DCP wrote.
         manifest_sha256: of the trusted manifest; None if manifests are not judged.
         override: hyperparameters to change, unless the checkpoint says that they are changed already.

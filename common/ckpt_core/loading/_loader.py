@@ -51,8 +51,6 @@ class Loaded:
 
     Attributes:
         info: the checkpoint, by its name in the nearest tier that has it.
-        saved: its content.
-        copy: the nearest copy that it was read from.
         storage: what its files were read from: several tiers if that copy lacks some.
         damaged: position of a tier -> problem of the copy there.
         nearest_name: of the copy in the nearest tier, be it damaged; "" without one.
@@ -84,7 +82,6 @@ class _PassedOver:
 
     Attributes:
         damaged: for each tier, name -> problem.
-        suspects: the files of the nearest tier that were found damaged.
         untrusted: place -> why it is not trusted.
     """
 
@@ -95,11 +92,7 @@ class _PassedOver:
 
 @final
 class Loader:
-    """The loads of one manager. Methods are collective unless they say otherwise.
-
-    Attributes:
-        overwritten: what failed loads have left in the live state.
-    """
+    """The loads of one manager. Methods are collective unless they say otherwise."""
 
     def __init__(
         self, job: Job, *, tiers: Sequence[Tier] = (), verify_manifest: VerifyManifest | None = None
@@ -131,14 +124,8 @@ class Loader:
         checkpoint is read from the nearest that has it, and what is damaged there from the next, before an
         older one is tried.
 
-        Args:
-            request: the options; its directory is ignored.
-            source: the live state to load into.
-            note_damaged: called with the names of checkpoints of the nearest tier that did not verify, and
-                their problems; those of other tiers are marked there.
-
-        Returns:
-            The loaded checkpoint; None if nothing has been committed.
+        `note_damaged` is called with the names of checkpoints of the nearest tier that did not verify, and
+        their problems; those of other tiers are marked there. Nothing is returned if nothing is committed.
 
         Raises:
             OverwrittenError: none could be loaded, and this load or one before has overwritten live tensors.
@@ -274,12 +261,7 @@ class Loader:
         return surveys
 
     def _complete(self, surveys: Sequence[Survey | LoadError]) -> list[Survey]:
-        """Return the surveys if none may lack what is newest.
-
-        Raises:
-            LoadError: a tier could not be listed, or a marker in one not be read: there may be a newer
-                checkpoint than the others.
-        """
+        """Return the surveys if none may lack what is newest."""
         complete = [survey for survey in surveys if isinstance(survey, Survey)]
         for survey in surveys:
             if isinstance(survey, LoadError):
@@ -322,12 +304,7 @@ class Loader:
     def _candidates(
         self, surveys: Sequence[Survey], union: United, passed_over: _PassedOver
     ) -> Iterator[Held]:
-        """Yield the present lineage's checkpoints, newest first, but those marked as bad.
-
-        Raises:
-            IncompatibleCheckpointError: a possibly newer one was written by a newer version.
-            ArchivedError: a possibly newer one is in an archive.
-        """
+        """Yield the present lineage's checkpoints, newest first, but those marked as bad."""
         for tier, damaged in enumerate(passed_over.damaged):
             for name, problem in damaged.items():
                 self._report(tier, name, problem, step=parse_step_name(name))
@@ -347,7 +324,7 @@ class Loader:
     def _mark(
         self, union: United, passed_over: _PassedOver, note_nearest: Callable[[Mapping[str, str]], None]
     ) -> None:
-        """Mark damage in each tier, and every copy of what is bad: the tier with the mark may be lost."""
+        """Mark damage in each tier, and every copy of what is marked as bad."""
         if passed_over.damaged[0]:
             note_nearest(passed_over.damaged[0])
         if not self._coordinator.is_coordinator:

@@ -65,7 +65,7 @@ class Misfits:
         paths: Paths = MappingProxyType({}),
         cast: bool = False,
     ) -> list[str]:
-        """Record how flattened live entries differ from a part; return those that cannot be loaded."""
+        """Record how live entries differ; return those that cannot be loaded."""
         saved = metadata.state_dict_metadata
         missing = [key for key in target if key not in saved]
         problems = {
@@ -169,7 +169,7 @@ def _shorten(keys: Sequence[str]) -> str:
 @final
 @dataclass(frozen=True, slots=True)
 class _Rebuilt:
-    """Chunks that torch rebuilds as a whole: of a wrapped tensor, or one that is not contiguous.
+    """Chunks that torch rebuilds: of a wrapped tensor, or one not contiguous.
 
     Attributes:
         live: this rank's part of the tensor, or of one chunk of it.
@@ -181,7 +181,7 @@ class _Rebuilt:
     wrapped: bool = False
 
     def copies(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Read, verify and compare what is stored; return the copies to make, target and source."""
+        """Read and compare what is stored; return copies, target and source."""
         if not self.wrapped:
             ((read, item),) = self.chunks
             source = read()

@@ -15,7 +15,7 @@ from typing import Final, Self, final
 from ckpt_core.crew import run_all
 from ckpt_core.errors import CorruptCheckpointError, FileFailure
 from ckpt_core.formats.checksums import combine_crc32, crc32
-from ckpt_core.reading._files import Buffers, DataFile, DataFiles, Lender
+from ckpt_core.reading._data_files import Buffers, DataFile, DataFiles, Lender
 from ckpt_core.reading._requests import (
     MEMORY_LIMITS,
     NETWORK_LIMITS,
@@ -182,10 +182,10 @@ class Engine:
 
         run_all(work, requests, self._threads)
 
-    def _verified(self, ranges: Iterable[RangeRead]) -> _Report:
+    def _verified(self, ranges: Iterable[RangeRead]) -> _VerifyReport:
         """Read and compare what ranges touch, in buffers."""
         self._has_verified = True
-        report = _Report()
+        report = _VerifyReport()
         pieces, report.unverifiable = pieces_of(ranges)
         large = [piece for piece in pieces if len(piece.steps) > 1]
         for piece in large:
@@ -202,7 +202,7 @@ class Engine:
                 report.add_changed(piece, found)
         return report
 
-    def _check(self, report: _Report, request: Request, file: DataFile) -> None:
+    def _check(self, report: _VerifyReport, request: Request, file: DataFile) -> None:
         """Serve one request of the first pass: record damage, raise any other error."""
         if request.path in report.missing:
             return
@@ -227,7 +227,7 @@ class Engine:
                 file.keep(request.start, room)
 
     def _narrow_down(
-        self, report: _Report, request: Request, file: DataFile, error: EOFError | OSError
+        self, report: _VerifyReport, request: Request, file: DataFile, error: EOFError | OSError
     ) -> None:
         """Read each piece by itself, so that readable ones are not reported."""
         if len(request.orders) > 1:
@@ -262,7 +262,7 @@ class Engine:
             return self._steps.get(piece.identity) if piece.crc32 is None else piece.crc32
 
         if changed := self._read(request, file, buffers, expected):
-            report = _Report()
+            report = _VerifyReport()
             for piece, found in changed:
                 report.add_changed(piece._replace(crc32=expected(piece)), found)
             failures = report.failures()
@@ -304,7 +304,7 @@ class Engine:
         return changed
 
     def _verify_twins(
-        self, damaged: Sequence[RangeRead], report: _Report, twin_of: Callable[[str], str | None]
+        self, damaged: Sequence[RangeRead], report: _VerifyReport, twin_of: Callable[[str], str | None]
     ) -> list[FileFailure]:
         """Compare damaged payloads in the twins of their files; see `verify`."""
         failures = report.failures()
@@ -324,7 +324,7 @@ class Engine:
 
 
 @final
-class _Report:
+class _VerifyReport:
     """The problems found by all threads: one per tensor, or per lost or short file."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What is read, and in which requests: neighbouring ranges of a file in one, at most a buffer long."""
+"""What is read, in requests: neighbouring ranges of a file in one."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Payload:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RangeRead:
-    """Bytes `start` to `stop` of a payload, and their destination; if only verified, none.
+    """Bytes `start` to `stop` of a payload, with a destination unless verified.
 
     Attributes:
         into: writable contiguous memory of exactly `stop - start` bytes, which is read into directly.
@@ -181,7 +181,7 @@ class Order(NamedTuple):
 
 
 class Request(NamedTuple):
-    """Bytes `start` to `stop` of a file, read in one call; `direct`: into the places of its orders."""
+    """Bytes `start` to `stop` of a file, read in one call; if `direct`, into place."""
 
     path: str
     start: int

@@ -1,4 +1,4 @@
-"""The open data files of a checkpoint, the memory to read into, and the bytes kept of them."""
+"""The open files of a checkpoint, memory to read into, and bytes kept."""
 
 from __future__ import annotations
 
