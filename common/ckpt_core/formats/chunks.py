@@ -185,7 +185,8 @@ def _file(fields: Fields, block_bytes: int) -> FileChunks:
     size = fields.count("size_bytes")
     columns = _columns(fields.get("chunks", dict))
     _check_ranges(columns, size)
-    num_blocks = [_num_blocks(payload, block_bytes) for payload in columns.payload_bytes]
+    sizes = (payload or 0 for payload in columns.payload_bytes)
+    num_blocks = [-(-each // block_bytes) if each > block_bytes else 0 for each in sizes]
     return FileChunks(
         path=fields.get("path", str),
         size_bytes=size,
@@ -195,12 +196,6 @@ def _file(fields: Fields, block_bytes: int) -> FileChunks:
         block_crcs=_crcs(fields.get("block_crc32", str), sum(num_blocks)),
         first_blocks=tuple(accumulate(num_blocks, initial=0)),
     )
-
-
-def _num_blocks(payload_bytes: int | None, block_bytes: int) -> int:
-    if payload_bytes is None or payload_bytes <= block_bytes:
-        return 0
-    return -(-payload_bytes // block_bytes)
 
 
 def _columns(columns: dict[str, Any]) -> ChunkColumns:

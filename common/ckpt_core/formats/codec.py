@@ -178,11 +178,12 @@ def relative_paths(values: Sequence[Any]) -> Sequence[str]:
         longest = max(map(len, map(str.encode, values)), default=0)
         if longest <= _MAX_PATH_BYTES and _RESERVED.isdisjoint(values):
             return values
-    bad = next(value for value in values if not _is_relative_path(value))
+    bad = next(
+        value
+        for value in values
+        if type(value) is not str
+        or not _PATH.fullmatch(value)
+        or value in _RESERVED
+        or len(value.encode()) > _MAX_PATH_BYTES
+    )
     raise ValueError(f"file path {bad!r:.80} is not a relative path inside the checkpoint directory")
-
-
-def _is_relative_path(value: object) -> bool:
-    if type(value) is not str or not _PATH.fullmatch(value) or value in _RESERVED:
-        return False
-    return len(value.encode()) <= _MAX_PATH_BYTES

@@ -199,7 +199,13 @@ class Load:
         self._coordinator = job.coordinator
         self._telemetry = job.telemetry
         self._overwritten = overwritten
-        self._engine = Engine(job.storage, request.directory, keep_bytes=_keep_bytes())
+        free, local_ranks = free_memory(), int(os.environ.get("LOCAL_WORLD_SIZE", "1") or "1")
+        self._engine = Engine(
+            job.storage,
+            request.directory,
+            # Of network reads, half of the free memory of the host, shared by its ranks.
+            keep_bytes=_KEEP_BYTES if free is None else free.usable_bytes // (2 * max(1, local_ranks)),
+        )
         self._place = f"{job.storage.url}/{request.directory}"
 
     def run(self) -> SavedState:
@@ -283,7 +289,13 @@ class Load:
         strict = request.selection.strict
         if strict:
             misfits.raise_if_any(self._place)  # of the same names on every rank
-        left = misfits.lines if strict else [*_if_nothing_fits(opened, parts), *misfits.lines]
+        left, saved_entries = misfits.lines, sum(map(len, opened.saved.sharded.values()))
+        if not strict and saved_entries and not any(load.entries for load in parts.values()):
+            left.insert(
+                0,
+                f"nothing was loaded, because none of the checkpoint's {saved_entries} entries fits the "
+                "training state",
+            )
         saved = replace(opened.saved, left=left, partial=misfits.partial)
         return replace(opened, saved=saved), parts
 
@@ -442,21 +454,6 @@ class Load:
             raise
         if self._overwritten.error is not None:
             self._overwritten.replace(_replaced(parts, opened.saved))
-
-
-def _keep_bytes() -> int:
-    """Return the cache for network reads of this rank, in bytes: half of free memory."""
-    free = free_memory()
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or "1")
-    return _KEEP_BYTES if free is None else free.usable_bytes // (2 * max(1, local_ranks))
-
-
-def _if_nothing_fits(opened: OpenCheckpoint, parts: Mapping[str, PartLoad]) -> list[str]:
-    """Return a line for the log if a load that is not strict loads no entry."""
-    saved = sum(map(len, opened.saved.sharded.values()))
-    if not saved or any(load.entries for load in parts.values()):
-        return []
-    return [f"nothing was loaded, because none of the checkpoint's {saved} entries fits the training state"]
 
 
 def _check_memory(target: StateDict) -> None:

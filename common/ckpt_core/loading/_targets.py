@@ -336,22 +336,20 @@ def refuse_unlike(unlike: Mapping[str, Unlike], place: str) -> None:
     found = {".".join(map(str, path)): kind for of_part in unlike.values() for path, kind in of_part.items()}
     if not found:
         return
-    saved = [name for name, wrapped in found.items() if wrapped]
-    live = [name for name, wrapped in found.items() if not wrapped]
-    places = ((saved, "in the checkpoint", "here"), (live, "here", "in the checkpoint"))
-    listed = [text for each in places for text in _unlike_text(*each)]
+    listed: list[str] = []
+    for wrapped, place_of, other in (
+        (True, "in the checkpoint", "here"),
+        (False, "here", "in the checkpoint"),
+    ):
+        if names := [name for name, kind in found.items() if kind == wrapped]:
+            more = f" and {len(names) - _SHOWN_UNLIKE} more" if len(names) > _SHOWN_UNLIKE else ""
+            listed.append(
+                f"{', '.join(names[:_SHOWN_UNLIKE])}{more}: made of other tensors (quantised, for example) "
+                f"{place_of}, and at least in part plain {other}"
+            )
     raise IncompatibleCheckpointError(
         f"{place} does not fit the training state, and nothing was loaded: {'; '.join(listed)}. Quantise the "
         "model before the load as it was when it was saved. What an optimizer keeps quantised depends on the "
         "size of each rank's shard: load on as many ranks as saved",
         mismatched=sorted(found),
     )
-
-
-def _unlike_text(names: Sequence[str], place: str, other: str) -> Iterator[str]:
-    if names:
-        more = f" and {len(names) - _SHOWN_UNLIKE} more" if len(names) > _SHOWN_UNLIKE else ""
-        yield (
-            f"{', '.join(names[:_SHOWN_UNLIKE])}{more}: made of other tensors (quantised, for example) "
-            f"{place}, and at least in part plain {other}"
-        )
