@@ -9,14 +9,16 @@ from types import MappingProxyType
 from typing import Any, TypeAlias, cast, final
 
 import torch
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.checkpoint.utils import find_tensor_shard
 
 from ckpt_core._torch_internals import ShardedTensor, is_wrapped, own_part
 from ckpt_core.coordination import Coordinator
 from ckpt_core.dcp import (
     ChunkLocation,
-    SafeLoadPlanner,
+    Leaves,
     TensorRead,
     TensorTarget,
     WrapMismatchError,
@@ -24,6 +26,7 @@ from ckpt_core.dcp import (
     held_by_this_rank,
     is_expanded,
     kept_name,
+    load_value,
 )
 from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.loading._checkpoint import CheckpointPart
@@ -184,10 +187,7 @@ class _Rebuilt:
         """Read and compare what is stored; return copies, target and source."""
         if not self.wrapped:
             ((read, item),) = self.chunks
-            source = read()
-            for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                source = source.narrow(dim, offset, length)
-            return [(self.live, source)]
+            return [(self.live, _narrowed(read(), item.storage_offsets, item.lengths))]
         try:
             return fillings(self.live, [(read(), item) for read, item in self.chunks])
         except WrapMismatchError as error:
@@ -212,26 +212,22 @@ class PartLoad:
         self.unlike: dict[tuple[str | int, ...], bool] = {}
         self._part = part
         self._metadata = metadata
-        self._planner = SafeLoadPlanner(allow_pickle=allow_pickle)
-        self._planner.set_up_planner(self.target, metadata, is_coordinator=False)
+        self._allow_pickle = allow_pickle
+        leaves = Leaves(self.target)
+        self.paths: dict[str, tuple[str | int, ...]] = leaves.by_name()
+        self.entries: dict[str, Any] = dict(zip(self.paths, leaves.values, strict=True))
         self._rebuilt: list[_Rebuilt] = []
         self._kept: set[str] = set()
-
-    @property
-    def entries(self) -> dict[str, Any]:
-        """The live entries by DCP's flattened names."""
-        return self._planner.state_dict
-
-    @property
-    def paths(self) -> Mapping[str, tuple[str | int, ...]]:
-        """The paths of the live entries in the target."""
-        return self._planner.mappings
 
     def leave(self, keys: Collection[str]) -> None:
         """Exclude these entries; remove plain values among them from the target."""
         for key in keys:
             if not isinstance(self.entries.pop(key), torch.Tensor):
-                _remove(self.target, self.paths[key])
+                container, last = _container(self.target, self.paths[key]), self.paths[key][-1]
+                if isinstance(container, dict):
+                    del container[last]
+                else:
+                    container[last] = None
 
     def prefer_kept(self, rank: int) -> None:
         """Load the values that `rank` kept, where it did, instead of the lowest rank's."""
@@ -247,23 +243,27 @@ class PartLoad:
                     continue  # this rank holds another part now
             del live[key]
             live[own] = value
-            self._planner.mappings[own] = self.paths[key]
+            self.paths[own] = self.paths[key]
             self._kept.add(own)
 
     def plan(self, contents: CheckpointPart, selection: Selection) -> None:
-        """Locate the chunks to read, and read the plain values."""
+        """Locate the chunks to read, and read the plain values.
 
-        def renamed(path: tuple[str | int, ...], value: Any) -> Any:
-            lists_parameters = "param_groups" in path and path[-1] == "params"
-            return selection.renamed(value) if lists_parameters else value
-
-        items = self._planner.create_local_plan().items
+        Raises:
+            UnsafeCheckpointError: a value can be rebuilt by pickle only, which is not allowed.
+        """
+        items = create_default_local_load_plan(self.entries, self._metadata).items
         places = contents.find({item.storage_index for item in items})
         wrapped: dict[MetadataIndex, _Rebuilt] = {}
         for item in items:
             place = places[item.storage_index]
             if item.type == LoadItemType.BYTE_IO:
-                self._planner.put_value(item.dest_index.fqn, contents.read_entry(place), renamed)
+                key = item.dest_index.fqn
+                value = load_value(contents.read_entry(place), key, allow_pickle=self._allow_pickle)
+                path = self.paths[key]
+                lists_parameters = "param_groups" in path and path[-1] == "params"
+                container = _container(self.target, path)
+                container[path[-1]] = selection.renamed(value) if lists_parameters else value
             else:
                 self._plan_tensor(item, place, contents, wrapped)
         self._rebuilt += wrapped.values()
@@ -284,12 +284,13 @@ class PartLoad:
             self.unlike[tuple(known.get(key, (key,)))] = place.wrapped
         elif place.wrapped:
             wrapped.setdefault(item.dest_index, _Rebuilt(name, own, [], wrapped=True)).chunks.append(chunk)
-        elif place.payload is None or place.form is None:
-            target = self._planner.resolve_tensor(item).detach()
+            return
+        target = find_tensor_shard(self.entries[key], item.dest_index).detach()
+        target = _narrowed(target, item.dest_offsets, item.lengths)
+        if place.payload is None or place.form is None:
             self._rebuilt.append(_Rebuilt(name, target, [chunk]))
         else:
             dtype, shape = place.form
-            target = self._planner.resolve_tensor(item).detach()
             part = TensorTarget(shape=shape, dtype=dtype, offsets=tuple(item.storage_offsets), tensor=target)
             self.reads.append(TensorRead(name=name, payload=place.payload, target=part))
 
@@ -308,14 +309,18 @@ class PartLoad:
                         target.copy_(source)
 
 
-def _remove(container: Any, path: Sequence[str | int]) -> None:
-    """Remove a leaf from a nested target; in a list, it becomes None."""
+def _narrowed(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+        if length != tensor.size(dim):
+            tensor = tensor.narrow(dim, offset, length)
+    return tensor
+
+
+def _container(target: Any, path: Sequence[str | int]) -> Any:
+    """Return what holds a leaf of a nested target."""
     for step in path[:-1]:
-        container = container[step]
-    if isinstance(container, dict):
-        del container[path[-1]]
-    else:
-        container[path[-1]] = None
+        target = target[step]
+    return target
 
 
 def with_kinds(saved: SavedState, unlike: Mapping[str, Unlike]) -> SavedState:
