@@ -12,7 +12,7 @@ import torch
 
 from ckpt_core.dcp import _image, _tensor_reads
 from ckpt_core.devices import _fetching, _streams
-from ckpt_core.reading import _buffers, _requests
+from ckpt_core.reading import _requests
 from ckpt_core.staging import _device_copies, _host_copies
 from tests.streams.world import Choose, Pruned, World, factory
 
@@ -36,7 +36,7 @@ def simulated(choose: Choose) -> Generator[World]:
         patch.setattr(_image, "PIECE_BYTES", 4096)
         patch.setattr(_image, "_SMALL_BYTES", 0)
         patch.setattr(_fetching, "MOST_BUFFERS", 2)
-        for module in (_fetching, _tensor_reads, _requests, _buffers):
+        for module in (_fetching, _tensor_reads, _requests):
             patch.setattr(module, "REQUEST_BYTES", 16)
         try:
             yield world

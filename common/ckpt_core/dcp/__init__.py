@@ -5,11 +5,10 @@ from ckpt_core.dcp._chunk_locator import ChunkLocation, ChunkLocator
 from ckpt_core.dcp._dedup import Meshes, Replicas
 from ckpt_core.dcp._fingerprints import Fingerprints, sample
 from ckpt_core.dcp._image import Image, ImageLayout, ShardSpec, spec_of
-from ckpt_core.dcp._leaves import is_expanded
+from ckpt_core.dcp._leaves import Leaves, is_expanded
 from ckpt_core.dcp._metadata import encode_metadata, entries, load_metadata, places_in
 from ckpt_core.dcp._plan import Decision, GroupNames, Part, WriteTask, decide, held_by_this_rank, kept_name
 from ckpt_core.dcp._reader import (
-    SafeLoadPlanner,
     check_stock,
     load_plain,
     load_value,
@@ -18,7 +17,7 @@ from ckpt_core.dcp._reader import (
 )
 from ckpt_core.dcp._tensor_reads import TensorRead, TensorTarget
 from ckpt_core.dcp._torch_zip import checked_zip, load_chunk
-from ckpt_core.dcp._wrapped_tensors import StoredPiece, WrapMismatchError, fillings
+from ckpt_core.dcp._wrapped_tensors import WrapMismatchError, fillings
 from ckpt_core.dcp._writer import Hashing, Pace, ShardWriter
 from ckpt_core.formats.consistency import check_metadata
 
@@ -31,14 +30,13 @@ __all__ = [
     "Hashing",
     "Image",
     "ImageLayout",
+    "Leaves",
     "Meshes",
     "Pace",
     "Part",
     "Replicas",
-    "SafeLoadPlanner",
     "ShardSpec",
     "ShardWriter",
-    "StoredPiece",
     "TensorRead",
     "TensorTarget",
     "WrapMismatchError",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import prod
@@ -87,10 +87,6 @@ class ChunkLocation:
     """One stored entry: a tensor chunk, or a byte entry.
 
     Attributes:
-        path: of its file, POSIX-relative to the checkpoint directory.
-        key: DCP's flattened name.
-        offset: of the whole entry in the file.
-        dtype: of the chunk; None for a byte entry, as is `shape`.
         payload: the chunk's raw bytes, of a byte entry all of it. None if the chunk's elements are not
             contiguous, or it is wrapped: then read the whole entry and pass it to `load_chunk`.
         reason: why there is no payload.
@@ -113,7 +109,6 @@ class ChunkLocation:
         return None if self.dtype is None or self.shape is None else (self.dtype, self.shape)
 
 
-_Entry: TypeAlias = tuple[MetadataIndex, StorageInfo]
 _Rows: TypeAlias = Mapping[tuple[str, tuple[int, ...] | None], int]
 
 
@@ -122,9 +117,7 @@ class ChunkLocator:
     """Locator of the entries of one part of a checkpoint; reads nothing before `find`.
 
     Args:
-        metadata: of the part, from `load_metadata`.
         part: its sub-directory, "" for the checkpoint directory itself.
-        directory: of the checkpoint, for errors.
         read_table: returns the chunk table of a rank, which the caller has verified and keeps.
         read_at: reads a data file, by its path in the checkpoint directory: instead of `read_table`, for
             checkpoints of stock DCP, which have no tables.
@@ -139,10 +132,7 @@ class ChunkLocator:
         read_table: Callable[[int], ChunkTable] | None = None,
         read_at: ReadFile | None = None,
     ) -> None:
-        if (read_table is None) == (read_at is None):
-            raise ValueError("exactly one of read_table and read_at must be given")
         self._metadata = metadata
-        self._infos: Mapping[MetadataIndex, StorageInfo] = metadata.storage_data
         self._part = part
         self._directory = directory
         self._read_table = read_table
@@ -158,36 +148,43 @@ class ChunkLocator:
             CorruptCheckpointError: the files contradict each other, or a zip is damaged.
             IncompatibleCheckpointError: an entry was written through a stream extension of DCP.
         """
-        by_file: defaultdict[str, list[_Entry]] = defaultdict(list)
+        by_file: defaultdict[str, list[tuple[MetadataIndex, ChunkLocation]]] = defaultdict(list)
         for index in indices:
-            info = self._infos[index]
+            info: StorageInfo = self._metadata.storage_data[index]
+            path = f"{self._part}/{info.relative_path}" if self._part else info.relative_path
             if info.transform_descriptors:
                 raise IncompatibleCheckpointError(
-                    f"{self._name(self._path(info), index.fqn)} uses the DCP stream extensions "
+                    f"{self._name(path, index.fqn)} uses the DCP stream extensions "
                     f"{list(info.transform_descriptors)}, which this version does not read; "
                     "load it with stock dcp.load"
                 )
-            by_file[self._path(info)].append((index, info))
+            dtype, shape = self._form(index)
+            place = ChunkLocation(
+                path=path, key=index.fqn, offset=info.offset, size_bytes=info.length, dtype=dtype, shape=shape
+            )
+            by_file[path].append((index, place))
         found: dict[MetadataIndex, ChunkLocation] = {}
         for path, entries in by_file.items():
             if self._read_at is None:
-                self._find_by_table(path, entries, found)
-            else:
-                self._find_by_zip(path, entries, found, self._read_at)
+                chunks, rows, table = self._table(path, entries[0][0].fqn)
+                for index, place in entries:
+                    row = rows.get((index.fqn, index.offset))
+                    found[index] = self._by_table(place, chunks, row, table)
+                continue
+            entries.sort(key=lambda entry: entry[1].offset)
+            ends = [(place.offset, place.offset + place.size_bytes) for _, place in entries]
+            # What is read of a zip that is as torch usually writes it.
+            windows = [((a, min(b, a + HEAD_BYTES)), (max(a, b - TAIL_BYTES), b)) for a, b in ends]
+            read_at = _ahead(path, self._read_at, chain.from_iterable(windows))
+            for index, place in entries:
+                found[index] = self._by_zip(place, read_at)
         return found
 
-    def _path(self, info: StorageInfo) -> str:
-        return f"{self._part}/{info.relative_path}" if self._part else info.relative_path
-
-    def _name(self, path: str, key: str) -> str:
-        place = f"{self._directory}/{path}" if self._directory else path
-        return f"{place}: {key!r:.200}"
-
-    def _shape(self, index: MetadataIndex) -> tuple[torch.dtype, torch.Size] | None:
-        """Return dtype and shape of a chunk; None for a byte entry."""
+    def _form(self, index: MetadataIndex) -> tuple[torch.dtype, torch.Size] | tuple[None, None]:
+        """Return dtype and shape of a chunk; nothing of a byte entry."""
         entry = self._metadata.state_dict_metadata[index.fqn]
         if not isinstance(entry, TensorStorageMetadata):
-            return None
+            return None, None
         shapes = self._shapes.get(index.fqn)
         if shapes is None:
             shapes = self._shapes[index.fqn] = {chunk.offsets: chunk.sizes for chunk in entry.chunks}
@@ -195,43 +192,16 @@ class ChunkLocator:
             raise KeyError(index)
         return entry.properties.dtype, shapes[index.offset]
 
+    def _name(self, path: str, key: str) -> str:
+        place = f"{self._directory}/{path}" if self._directory else path
+        return f"{place}: {key!r:.200}"
+
     def _corrupt(self, path: str, key: str, problem: str) -> CorruptCheckpointError:
         failure = FileFailure(path=path, problem=f"{key!r:.200}: {problem}")
         return CorruptCheckpointError(f"{self._name(path, key)}: {problem}", failures=(failure,))
 
-    # -- ours
-
-    def _find_by_table(
-        self, path: str, entries: Sequence[_Entry], found: dict[MetadataIndex, ChunkLocation]
-    ) -> None:
-        chunks, rows, table_name = self._table(path, entries[0][0].fqn)
-        for index, info in entries:
-            row = rows.get((index.fqn, index.offset))
-            if row is None:
-                raise self._corrupt(path, index.fqn, f"is in .metadata but not in {table_name}")
-            form = self._shape(index)
-            problem = _contradiction(chunks, row, info, form)
-            if problem:
-                raise self._corrupt(path, index.fqn, f"{problem} (as {table_name} has it)")
-            columns = chunks.columns
-            if form is not None and columns.dtype[row] is None:
-                found[index] = replace(_location(path, index.fqn, info, form), wrapped=True)
-                continue
-            payload_at, payload_bytes = columns.payload_offset[row], columns.payload_bytes[row]
-            found[index] = replace(
-                _location(path, index.fqn, info, form),
-                payload=Payload(
-                    path=path,
-                    key=index.fqn,
-                    offset=info.offset if payload_at is None else payload_at,
-                    size_bytes=info.length if payload_bytes is None else payload_bytes,
-                    crc32=chunks.crcs[row],
-                    block_bytes=chunks.block_bytes,
-                    block_crcs=chunks.block_crcs[chunks.first_blocks[row] : chunks.first_blocks[row + 1]],
-                ),
-            )
-
     def _table(self, path: str, key: str) -> tuple[FileChunks, _Rows, str]:
+        """Return the chunks of a file, their rows, and the name of the table."""
         rank = data_rank(path)
         if rank is None or self._read_table is None:
             raise self._corrupt(path, key, "is in a file that no rank has written")
@@ -249,38 +219,57 @@ class ChunkLocator:
             }
         return chunks, rows, name
 
-    # -- stock DCP's
-
-    def _find_by_zip(
-        self, path: str, entries: list[_Entry], found: dict[MetadataIndex, ChunkLocation], read: ReadFile
-    ) -> None:
-        entries.sort(key=lambda entry: entry[1].offset)
-        ends = [(info.offset, info.offset + info.length) for _, info in entries]
-        # What is read of a zip that is as torch usually writes it.
-        windows = [((a, min(b, a + HEAD_BYTES)), (max(a, b - TAIL_BYTES), b)) for a, b in ends]
-        read_at = _ahead(path, read, chain.from_iterable(windows))
-        for index, info in entries:
-            form = self._shape(index)
-            place = _location(path, index.fqn, info, form)
-            offset, size, crc = 0, info.length, None
-            try:
-                if form is not None:
-                    offset, size, crc = _raw(*form, _within(read_at, info.offset, info.length), info.length)
-            except _NotRawError as error:
-                found[index] = replace(place, reason=str(error), wrapped=error.wrapped)
-                continue
-            except _ContradictionError as error:
-                raise self._corrupt(path, index.fqn, str(error)) from error
-            except ZipError as error:
-                raise self._corrupt(path, index.fqn, f"not a whole torch zip: {error}") from error
-            payload = Payload(
-                path=path, key=index.fqn, offset=info.offset + offset, size_bytes=size, crc32=crc
+    def _by_table(
+        self, place: ChunkLocation, chunks: FileChunks, row: int | None, table: str
+    ) -> ChunkLocation:
+        if row is None:
+            raise self._corrupt(place.path, place.key, f"is in .metadata but not in {table}")
+        columns = chunks.columns
+        said = columns.dtype[row], columns.payload_bytes[row]
+        expected: tuple[str | None, int | None] = None, None
+        if place.form is not None and said != (None, None):
+            dtype, shape = place.form
+            expected = str(dtype)[len("torch.") :], prod(shape) * dtype.itemsize
+        problem = ""
+        if (columns.offset[row], columns.size_bytes[row]) != (place.offset, place.size_bytes):
+            problem = (
+                f".metadata says {place.size_bytes} bytes at {place.offset}, the table "
+                f"{columns.size_bytes[row]} at {columns.offset[row]}"
             )
-            found[index] = replace(place, payload=payload)
+        elif said != expected:
+            problem = (
+                f".metadata says {expected[1]} bytes of {expected[0]}, the table {said[1]} of {said[0]!s:.40}"
+            )
+        if problem:
+            raise self._corrupt(place.path, place.key, f"{problem} (as {table} has it)")
+        if place.form is not None and columns.dtype[row] is None:
+            return replace(place, wrapped=True)
+        payload_at, payload_bytes = columns.payload_offset[row], columns.payload_bytes[row]
+        payload = Payload(
+            path=place.path,
+            key=place.key,
+            offset=place.offset if payload_at is None else payload_at,
+            size_bytes=place.size_bytes if payload_bytes is None else payload_bytes,
+            crc32=chunks.crcs[row],
+            block_bytes=chunks.block_bytes,
+            block_crcs=chunks.block_crcs[chunks.first_blocks[row] : chunks.first_blocks[row + 1]],
+        )
+        return replace(place, payload=payload)
 
-
-class _ContradictionError(ValueError):
-    pass
+    def _by_zip(self, place: ChunkLocation, read_at: ReadAt) -> ChunkLocation:
+        offset, size, crc = 0, place.size_bytes, None
+        try:
+            if place.form is not None:
+                within = _within(read_at, place.offset, place.size_bytes)
+                offset, size, crc = _raw(*place.form, within, place.size_bytes)
+        except _NotRawError as error:
+            return replace(place, reason=str(error), wrapped=error.wrapped)
+        except ZipError as error:
+            raise self._corrupt(place.path, place.key, f"not a whole torch zip: {error}") from error
+        payload = Payload(
+            path=place.path, key=place.key, offset=place.offset + offset, size_bytes=size, crc32=crc
+        )
+        return replace(place, payload=payload)
 
 
 class _NotRawError(ValueError):
@@ -291,45 +280,10 @@ class _NotRawError(ValueError):
         self.wrapped = wrapped
 
 
-def _contradiction(
-    chunks: FileChunks, row: int, info: StorageInfo, form: tuple[torch.dtype, torch.Size] | None
-) -> str:
-    """Describe how `.metadata` and the chunk table differ; "" if they do not."""
-    columns = chunks.columns
-    if (columns.offset[row], columns.size_bytes[row]) != (info.offset, info.length):
-        return (
-            f".metadata says {info.length} bytes at {info.offset}, the table "
-            f"{columns.size_bytes[row]} at {columns.offset[row]}"
-        )
-    said = columns.dtype[row], columns.payload_bytes[row]
-    if form is None or said == (None, None):
-        expected: tuple[str | None, int | None] = None, None
-    else:
-        expected = str(form[0])[len("torch.") :], prod(form[1]) * form[0].itemsize
-    if said != expected:
-        return f".metadata says {expected[1]} bytes of {expected[0]}, the table {said[1]} of {said[0]!s:.40}"
-    return ""
-
-
-def _location(
-    path: str, key: str, info: StorageInfo, form: tuple[torch.dtype, torch.Size] | None
-) -> ChunkLocation:
-    dtype, shape = form or (None, None)
-    return ChunkLocation(
-        path=path, key=key, offset=info.offset, size_bytes=info.length, dtype=dtype, shape=shape
-    )
-
-
 def _raw(
-    dtype: torch.dtype, shape: torch.Size, read_at: ReadAt, size_bytes: int
+    dtype: torch.dtype, shape: tuple[int, ...], read_at: ReadAt, size_bytes: int
 ) -> tuple[int, int, int | None]:
-    """Return offset, size and CRC-32 of the raw bytes of a tensor in its entry.
-
-    Raises:
-        _NotRawError: they are not one after another.
-        ZipError: the entry is damaged.
-        _ContradictionError: it is not the tensor that `.metadata` describes.
-    """
+    """Return offset, size and CRC-32 of the raw bytes of a tensor in its entry."""
     expected = prod(shape) * dtype.itemsize
     small = legacy_payload(read_at, size_bytes, dtype, shape)
     if small is not None:
@@ -340,8 +294,12 @@ def _raw(
     record = directory.find("data/0")
     if data_pickle is None or record is None:
         raise ZipError("it has no 'data.pkl' or no 'data/0'")
+    try:  # comparing is faster than reading
+        is_usual = data_pickle == tensor_pickle(dtype, shape)
+    except KeyError:  # a dtype that torch.save does not write
+        is_usual = False
     # Without elements there is nothing to lie otherwise, and torch gives such tensors any strides.
-    if (expected or record.size_bytes) and not _is_usual(data_pickle, dtype, shape):
+    if (expected or record.size_bytes) and not is_usual:
         try:
             wrapped = not _OF_WRAPPED.isdisjoint(survey(data_pickle)[0])
         except PickleError as error:
@@ -350,16 +308,8 @@ def _raw(
             "its elements are not contiguous, or it has more to it than these", wrapped=wrapped
         )
     if record.size_bytes != expected:
-        raise _ContradictionError(f"has {record.size_bytes} bytes, its shape and dtype need {expected}")
+        raise ZipError(f"it has {record.size_bytes} bytes, its shape and dtype need {expected}")
     if (order or b"little") != _BYTE_ORDER:
         raise _NotRawError("it was written on a machine with another byte order")
     crc = record.crc32 if directory.has_checksums else None
     return payload_offset(read_at, directory, record), expected, crc
-
-
-def _is_usual(data_pickle: bytes, dtype: torch.dtype, shape: torch.Size) -> bool:
-    """Return whether a pickle is the usual one; comparing is faster than reading."""
-    try:
-        return data_pickle == tensor_pickle(dtype, shape)
-    except KeyError:  # a dtype that torch.save does not write
-        return False

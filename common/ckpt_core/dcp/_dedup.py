@@ -68,7 +68,6 @@ class Division:
     """The writers and holders of all chunks.
 
     Attributes:
-        plans: each rank's writes.
         shares: their positions in its plan; None for all of them.
         groups: chunks that several ranks hold, and that are equal by name only.
         places: for each rank, group -> positions of its chunks in the local plan.
@@ -95,15 +94,9 @@ def assign_writers(
     Largest first, each goes to its holder with the fewest bytes to write so far, unreplicated ones included;
     among equally loaded ranks to the lowest. Equal plans give equal results everywhere.
 
-    Args:
-        plans: every rank's local plan, by rank; they are not changed.
-        rank_local: names of entries whose replicas may differ: the lowest rank that has them writes them.
-        meshes: of each rank's DTensors.
-        spread: whether replicas may be written by any of their holders; else the lowest writes all of them,
-            so that the written values are of one replica even if they differ.
-
-    Returns:
-        The plans by rank, and the replicas. A rank that writes all its entries keeps its plan object.
+    Replicas of entries with `rank_local` names may differ; these are written by the lowest rank that has
+    them. Without `spread`, so are all, so that the written values are of one replica even if they differ. A
+    rank that writes all its entries keeps its plan object.
 
     Raises:
         ConfigError: ranks hold one entry with different dtypes, shapes or kinds.

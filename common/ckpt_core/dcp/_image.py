@@ -59,13 +59,8 @@ class ImageLayout:
     """The slots of all shards of one data file, and the bytes around them.
 
     Args:
-        specs: the payloads, in the order of the file.
         records: `wrapped_pickle` of the shards that are wrapped; their payloads follow one another.
         zip64_from: the smallest payload size that uses the 64-bit fields of zip.
-
-    Attributes:
-        slots: of all payloads.
-        firsts: the first slot of every shard.
     """
 
     def __init__(
@@ -196,7 +191,6 @@ class Image:
     Concurrency: `copy` on one thread, then `pieces` on one thread, which may wait for slots that others fill.
 
     Args:
-        layout: of the file.
         memory: uint8, contiguous, on the host, at least `layout.size_bytes` long, on a page boundary.
     """
 

@@ -6,8 +6,9 @@ container; every other value, a tuple included, is one leaf.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -27,11 +28,7 @@ from ckpt_core.errors import ConfigError
 
 
 def check_kind(tensor: torch.Tensor, name: str) -> None:
-    """Refuse a tensor whose value the checkpoint format cannot store bit for bit.
-
-    Raises:
-        ConfigError: with the tensor's name, its kind, and a remedy.
-    """
+    """Refuse a tensor whose value the checkpoint format cannot store bit for bit."""
     for local in _local(tensor, name):
         wrapped = is_wrapped(local) and not local.is_nested
         for inner, plain in inner_tensors(local, name) if wrapped else [(name, local)]:
@@ -122,15 +119,15 @@ def is_expanded(tensor: torch.Tensor) -> bool:
 
 
 _KEY, _INDEX = "\x1e", "\x1f"
+_STEPS: Final = re.compile(f"([{_KEY}{_INDEX}])([^{_KEY}{_INDEX}]*)")
 
 
 @final
 class Leaves:
-    """Names, values and kinds of all leaves, in order.
+    """All leaves, in order.
 
     Attributes:
         paths: one text per leaf, unique even where DCP's names are not, with keys and indices distinct.
-        values: the leaves.
     """
 
     def __init__(self, tree: Mapping[str, Any]) -> None:
@@ -157,6 +154,17 @@ class Leaves:
             for index, each in enumerate(value):
                 self._take(f"{path}{_INDEX}{index}", each)
 
+    def by_name(self) -> dict[str, tuple[str | int, ...]]:
+        """Return DCP's flattened names, each with its path, in order."""
+        found: dict[str, tuple[str | int, ...]] = {}
+        for text in self.paths:
+            path = tuple(int(key) if kind == _INDEX else key for kind, key in _STEPS.findall(text))
+            name = ".".join(map(str, path))
+            if name in found:
+                raise ValueError(f"two entries of the state are called {name}")
+            found[name] = path
+        return found
+
 
 def _is_leaf(value: Any) -> bool:
     if isinstance(value, Mapping):
@@ -177,16 +185,11 @@ class Kinds:
 
     def fit(self, values: list[Any]) -> bool:
         """Return whether these values, equal in number, have the same plan."""
-        for value, plain, kind in zip(values, self._plain, self._kinds, strict=True):
-            if (
-                plain is not None
-                and type(value) in PLAIN
-                and (value.dtype, value.shape, value.layout) == plain
-            ):
-                continue
-            if _kind(value) != kind:
-                return False
-        return True
+        return all(
+            (plain is not None and type(value) in PLAIN and (value.dtype, value.shape, value.layout) == plain)
+            or _kind(value) == kind
+            for value, plain, kind in zip(values, self._plain, self._kinds, strict=True)
+        )
 
 
 def _kind(value: object) -> tuple[object, ...]:

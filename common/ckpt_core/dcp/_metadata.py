@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from ckpt_core._torch_internals import StorageInfo, layout_named
 from ckpt_core.formats.chunks import ChunkTable
@@ -71,26 +71,17 @@ def _add(plan: SavePlan, entries: dict[str, Any]) -> str | None:
         if entry is None:
             properties, size = data.properties, data.size
             entry = entries[name] = TensorStorageMetadata(properties=properties, size=size, chunks=[])
-        elif not _same(entry, data):
-            return _difference(item, data, entry)
+        elif not (
+            isinstance(entry, TensorStorageMetadata)
+            and entry.size == data.size
+            and entry.properties.dtype == data.properties.dtype
+        ):
+            tensor = isinstance(entry, TensorStorageMetadata)
+            other = f"{entry.properties.dtype} {tuple(entry.size)}" if tensor else "a plain value"
+            own = f"{data.properties.dtype} {tuple(data.size)}"
+            return f"{name} is {own} on one rank and {other} on another"
         entry.chunks.append(data.chunk)
     return None
-
-
-def _same(entry: Any, data: TensorWriteData) -> bool:
-    return (
-        isinstance(entry, TensorStorageMetadata)
-        and entry.size == data.size
-        and entry.properties.dtype == data.properties.dtype
-    )
-
-
-def _difference(item: WriteItem, data: TensorWriteData, entry: Any) -> str:
-    tensor = isinstance(entry, TensorStorageMetadata)
-    other = f"{entry.properties.dtype} {tuple(entry.size)}" if tensor else "a plain value"
-    return (
-        f"{item.index.fqn} is {data.properties.dtype} {tuple(data.size)} on one rank and {other} on another"
-    )
 
 
 def encode_metadata(metadata: Metadata, places: Mapping[MetadataIndex, StorageInfo]) -> bytes:
@@ -142,10 +133,6 @@ def load_metadata(content: bytes, path: str) -> Metadata:
     """Read a `.metadata` file.
 
     Nothing in it is executed, and its types are checked; `check_metadata` checks its values.
-
-    Raises:
-        UnsafeCheckpointError: it refers to anything but DCP's metadata classes.
-        CorruptCheckpointError: it is not a pickle of `Metadata`, or refers to a path outside its directory.
     """
     index = read_index(content, path)
     with reading(path):
@@ -183,11 +170,10 @@ def entries(metadata: Metadata) -> SavedEntries:
     """Return the leaves of the nested state dict, by path, or else by key."""
     paths: dict[str, tuple[str | int, ...]] = metadata.planner_data or {}
     return {
-        tuple(paths.get(key, (key,))): _describe(value) for key, value in metadata.state_dict_metadata.items()
+        tuple(paths.get(key, (key,))): SavedTensor(
+            shape=tuple(value.size), dtype=str(value.properties.dtype).removeprefix("torch.")
+        )
+        if isinstance(value, TensorStorageMetadata)
+        else None
+        for key, value in metadata.state_dict_metadata.items()
     }
-
-
-def _describe(value: object) -> SavedTensor | None:
-    if not isinstance(value, TensorStorageMetadata):
-        return None
-    return SavedTensor(shape=tuple(value.size), dtype=str(value.properties.dtype).removeprefix("torch."))

@@ -1,4 +1,4 @@
-"""Write plans by DCP's planner, made only when the structure of the state changes."""
+"""Write plans like DCP's, made only when the structure of the state changes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, cast, final
 
 import torch
-from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
+from torch.distributed.checkpoint import SavePlan
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.utils import find_tensor_shard
@@ -76,20 +77,18 @@ class Part:
     Attributes:
         specs: index, dtype and shape of every tensor in `shards`.
         records: the pickles of the shards that are wrapped.
-        value_indices: the entries of `values`.
     """
 
     def __init__(self) -> None:
-        self._paths: list[str] = []
+        self._leaves = Leaves({})
         self._kinds = Kinds([])
-        self._leaves: Sequence[Any] = ()
-        self._tree: Mapping[str, Any] = {}
         self._plan = SavePlan([])
-        self._names: list[str] = []
+        self._positions: dict[str, int] = {}
         self._meshes: dict[str, tuple[int, int]] = {}
         self._shard_items: list[_Item] = []
         self._value_items: list[_Item] = []
         self._replicas: dict[int, list[_Replica]] = {}
+        self.tree: Mapping[str, Any] = {}
         self.specs: list[ShardSpec] = []
         self.records: dict[MetadataIndex, bytes] = {}
         self.value_indices: list[MetadataIndex] = []
@@ -97,13 +96,10 @@ class Part:
     def update(self, tree: Mapping[str, Any]) -> bool:
         """Hold the live state of a save; return whether the last plan fits it."""
         leaves = Leaves(tree)
-        self._tree, self._leaves = tree, leaves.values
-        if any(issubclass(kind, ShardedTensor) for kind in set(map(type, leaves.values))):
-            # DCP flattens sharded tensors that hold other sharded tensors.
-            self._leaves = list(_set_up(tree).state_dict.values())
-        same = leaves.paths == self._paths and self._kinds.fit(self._leaves)
+        same = leaves.paths == self._leaves.paths and self._kinds.fit(leaves.values)
+        self.tree, self._leaves = tree, leaves
         if not same:
-            self._paths, self._kinds = leaves.paths, Kinds(self._leaves)
+            self._kinds = Kinds(leaves.values)
         return same
 
     def local_plan(self) -> SavePlan:
@@ -111,11 +107,13 @@ class Part:
 
         Raises:
             ConfigError: a tensor is of a kind that no checkpoint can hold.
+            ValueError: two entries have the same name.
         """
-        planner = _set_up(self._tree)
-        self._names, self._meshes = list(planner.state_dict), {}
+        paths = self._leaves.by_name()
+        state = dict(zip(paths, self._leaves.values, strict=True))
+        self._meshes = {}
         known: dict[int, tuple[int, int]] = {}
-        for fqn, value in planner.state_dict.items():
+        for fqn, value in state.items():
             if not isinstance(value, torch.Tensor):
                 continue
             check_kind(value, fqn)
@@ -125,9 +123,13 @@ class Part:
                     ranks: list[int] = mesh.mesh.flatten().tolist()
                     known[id(mesh)] = len(ranks), crc32(repr(sorted(ranks)).encode())
                 self._meshes[fqn] = known[id(mesh)]
-            if is_wrapped(own_part(value)):
-                planner.state_dict[fqn] = _stand_in(value)
-        self._plan = planner.create_local_plan()
+            own = own_part(value)
+            if is_wrapped(own):  # a plain one has the same plan; its own may lack operators
+                plain = torch.zeros((), dtype=value.dtype, device=own.device).expand(own.shape)
+                state[fqn] = placed_like(plain, value)
+        plan = create_default_local_save_plan(state, is_coordinator=False)
+        self._positions = {name: at for at, name in enumerate(state)}
+        self._plan = replace(plan, planner_data=paths)
         return self._plan
 
     def meshes(self) -> Meshes:
@@ -135,50 +137,41 @@ class Part:
         return self._meshes
 
     def accept(self, task: WriteTask, rank: int = 0) -> None:
-        """Accept the task of `rank`, this one, for the last local plan.
-
-        Raises:
-            ValueError: DCP sees other leaves than we do.
-        """
-        if len(self._names) != len(self._leaves):
-            raise ValueError(f"DCP sees {len(self._names)} entries where there are {len(self._leaves)}")
-        position = {name: at for at, name in enumerate(self._names)}
-        plan, share = self._plan.items, task.share
+        """Accept the task of `rank`, this one, for the last local plan."""
+        position, plan = self._positions, self._plan.items
+        share = range(len(plan)) if task.share is None else task.share
         under = [_renamed(item, task.renamed) for item in plan]
-        written = [(place, under[place]) for place in (range(len(plan)) if share is None else share)]
+        written = [(place, under[place]) for place in share]
         written += [(place, kept_item(rank, under[place])) for place in task.kept]
-        items = [(position[plan[place].index.fqn], plan[place].index, new) for place, new in written]
-        byte_io = WriteItemType.BYTE_IO
-        self._shard_items = [(at, own, new.index) for at, own, new in items if new.type != byte_io]
-        self._value_items = [(at, own, new.index) for at, own, new in items if new.type == byte_io]
-        slot_of = self._lay_out([place for place, new in written if new.type != byte_io])
+        self._shard_items, self._value_items = [], []
+        self.specs, self.records = [], {}
+        slot_of: dict[int, int] = {}  # of shards that are not wrapped
+        for place, new in written:
+            at, own = position[plan[place].index.fqn], plan[place].index
+            if new.type == WriteItemType.BYTE_IO:
+                self._value_items.append((at, own, new.index))
+                continue
+            self._shard_items.append((at, own, new.index))
+            specs, record = specs_of(new.index, _local(self._leaves.values[at], own))
+            if record is None:
+                slot_of[place] = len(self.specs)
+            else:
+                self.records[new.index] = record
+            self.specs += specs
         self._replicas = {
             group: [
                 (position[plan[place].index.fqn], plan[place].index, slot_of.get(place)) for place in places
             ]
             for group, places in task.replicas.items()
         }
-        self._plan, self._names = SavePlan([]), []
+        self._plan, self._positions = SavePlan([]), {}
         self.value_indices = [new for _, _, new in self._value_items]
-
-    def _lay_out(self, places: Sequence[int]) -> dict[int, int]:
-        """Describe the shards; map those that are not wrapped, by place, to their slots."""
-        self.specs, self.records, slot_of = [], {}, {}
-        for place, (at, own, index) in zip(places, self._shard_items, strict=True):
-            shard = _local(self._leaves[at], own)
-            specs, record = specs_of(index, shard)
-            if record is None:
-                slot_of[place] = len(self.specs)
-            else:
-                self.records[index] = record
-            self.specs += specs
-        return slot_of
 
     def shards(self) -> list[torch.Tensor]:
         """Return the live plain tensors that this rank writes."""
         found: list[torch.Tensor] = []
         for at, index, _ in self._shard_items:
-            shard = _local(self._leaves[at], index)
+            shard = _local(self._leaves.values[at], index)
             if type(shard) in PLAIN:
                 found.append(shard)
             else:
@@ -187,38 +180,34 @@ class Part:
 
     def values(self) -> list[bytes]:
         """Serialise the byte entries that this rank writes."""
-        return [value_entry(self._leaves[at]) for at, _, _ in self._value_items]
+        return [value_entry(self._leaves.values[at]) for at, _, _ in self._value_items]
 
     def replicas(self, choose: Callable[[int], Iterable[int]], *, whole: bool) -> dict[int, list[Any]]:
         """Return live replicas: of each group of n, those at the positions `choose(n)`.
 
         With `whole`, a tensor in host memory that this rank writes is replaced by its slot.
         """
+
+        def live(at: int, index: MetadataIndex, slot: int | None) -> Any:
+            value = self._leaves.values[at]
+            if not isinstance(value, torch.Tensor):
+                return value
+            if whole and slot is not None and value.device.type == "cpu":
+                return Written(slot)
+            return _local(value, index)
+
         return {
-            group: [self._replica(*items[place], whole=whole) for place in choose(len(items))]
+            group: [live(*items[place]) for place in choose(len(items))]
             for group, items in self._replicas.items()
         }
 
-    def _replica(self, at: int, index: MetadataIndex, slot: int | None, *, whole: bool) -> Any:
-        value = self._leaves[at]
-        if not isinstance(value, torch.Tensor):
-            return value
-        if whole and slot is not None and value.device.type == "cpu":
-            return Written(slot)
-        return _local(value, index)
-
-    @property
-    def tree(self) -> Mapping[str, Any]:
-        """The live state, until `release`."""
-        return self._tree
-
     def odd_values(self) -> list[MetadataIndex]:
         """List the entries of `values` that a load may refuse without pickle."""
-        return [new for at, _, new in self._value_items if not is_plain(self._leaves[at])]
+        return [new for at, _, new in self._value_items if not is_plain(self._leaves.values[at])]
 
     def release(self) -> None:
         """Drop the references to the live state, which can then be freed."""
-        self._leaves, self._tree = (), {}
+        self._leaves.values, self.tree = [], {}
 
 
 def decide(
@@ -231,13 +220,9 @@ def decide(
 ) -> Decision:
     """Assign every chunk to one rank and build the metadata. Coordinator only.
 
-    Args:
-        plans: every rank's local plan, by rank.
-        rank_local: names of entries whose replicas may differ: the lowest rank that has them writes them.
-        meshes: of each rank's DTensors.
-        groups: each rank's parameter groups, identified by the names in them.
-        replicas: whether replicas are written by any of their holders, all by the lowest, or by each of them:
-            the lowest under their name, the others under separate names.
+    Replicas of entries with `rank_local` names may differ: the lowest rank that has them writes them. Other
+    replicas are written by any of their holders, all by the lowest, or by each of them: the lowest under
+    their name, the others under separate names. `groups` are each rank's, identified by the names in them.
 
     Raises:
         ConfigError: replicas differ in dtype, shape or kind.
@@ -286,19 +271,6 @@ def _renamed(item: WriteItem, names: Mapping[str, str]) -> WriteItem:
     return item if name is None else replace(item, index=replace(item.index, fqn=name))
 
 
-def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a plain tensor with the plan of a wrapped one, which may lack operators."""
-    own = own_part(tensor)
-    plain = torch.zeros((), dtype=tensor.dtype, device=own.device).expand(own.shape)
-    return placed_like(plain, tensor)
-
-
-def _set_up(tree: Mapping[str, Any]) -> DefaultSavePlanner:
-    planner = DefaultSavePlanner()
-    planner.set_up_planner(dict(tree), None, is_coordinator=False)
-    return planner
-
-
 def _local(value: Any, index: MetadataIndex) -> torch.Tensor:
     if type(value) in PLAIN:
         return cast("torch.Tensor", value)
@@ -332,10 +304,6 @@ def renumber(
     plans: Sequence[SavePlan], groups: Sequence[GroupNames]
 ) -> tuple[list[SavePlan], list[dict[str, str]]]:
     """Number the parameter groups of all ranks.
-
-    Args:
-        plans: every rank's local plan, by rank; they are not changed.
-        groups: every rank's parameter groups.
 
     Returns:
         The plans with the names of the checkpoint; for each rank its names -> those, where they differ.

@@ -6,21 +6,18 @@ import io
 import os
 import pickle
 import stat
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
     FileSystemReader,
-    LoadPlan,
 )
-from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
-from typing_extensions import override
 
 from ckpt_core._torch_internals import metadata_path, set_element
 from ckpt_core.dcp._metadata import load_metadata
@@ -37,52 +34,8 @@ from ckpt_core.names import METADATA
 from ckpt_core.storage import BIGGEST_SMALL_FILE
 
 
-@final
-class SafeLoadPlanner(DefaultLoadPlanner):
-    """DCP's load planner, whose byte entries run no code unless pickle is allowed."""
-
-    def __init__(self, *, allow_pickle: bool = False) -> None:
-        # Flattening drops ShardedTensors without a local shard; DCP then assumes an old checkpoint.
-        super().__init__(flatten_sharded_tensors=False)
-        self._allow_pickle = allow_pickle
-
-    @override
-    def create_local_plan(self) -> LoadPlan:
-        # The parent flattens partial loads again as torch 2.3 did; nothing here needs that.
-        if self.metadata is None:
-            raise ValueError("set_up_planner must be given the checkpoint's metadata")
-        return create_default_local_load_plan(self.state_dict, self.metadata, strict=True)
-
-    @override
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.put_value(read_item.dest_index.fqn, value.getvalue(), lambda _path, loaded: loaded)
-
-    def put_value(
-        self, fqn: str, content: bytes, convert: Callable[[tuple[str | int, ...], Any], Any]
-    ) -> None:
-        """Decode `content`, convert it and store it as the target's entry `fqn`.
-
-        Raises:
-            UnsafeCheckpointError: it holds objects that only pickle can rebuild, and pickle is not allowed.
-        """
-        path = self.mappings[fqn]
-        container: Any = self.original_state_dict
-        for step in path[:-1]:
-            container = container[step]
-        container[path[-1]] = convert(path, load_value(content, fqn, allow_pickle=self._allow_pickle))
-
-
 def load_plain(content: bytes, name: str) -> Any:
-    """Deserialise a host's small file of `torch.save`, as plain values only.
-
-    Args:
-        content: of the file; it is checked before torch reads it.
-        name: of the file, for errors.
-
-    Raises:
-        CorruptCheckpointError: `torch.save` did not write it like that.
-        UnsafeCheckpointError: it holds objects that only pickle can rebuild.
-    """
+    """Check and deserialise a host's small file of `torch.save`: plain values only."""
     checked_zip(content, name)
     return load_value(content, name, allow_pickle=False)
 
@@ -138,7 +91,6 @@ def read_linked(path: Path) -> bytes:
     """Read a host's small file, links followed, after a check of its type and size.
 
     Raises:
-        FileNotFoundError: there is none.
         CorruptCheckpointError: it is too large, or no regular file: a read of a pipe could block forever.
     """
     found = path.stat()

@@ -52,7 +52,6 @@ class TensorTarget:
 
     Attributes:
         shape: of the whole chunk, which is stored contiguously.
-        dtype: of the chunk.
         offsets: of the part in the chunk.
         tensor: to fill, of the part's shape, on any device and of any layout. If its dtype differs, values
             are cast as by `Tensor.copy_`.

@@ -137,11 +137,7 @@ def build_legacy(dtype: torch.dtype, shape: tuple[int, ...], *, offset: int) -> 
 def legacy_payload(
     read_at: ReadAt, size_bytes: int, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> tuple[int, int] | None:
-    """Return offset and CRC-32 of a payload of `build_legacy`; None of another.
-
-    Raises:
-        ZipError: it is of another tensor, or damaged.
-    """
+    """Return offset and CRC-32 of a payload of `build_legacy`; None of another."""
     found = legacy.small_payload(read_at, size_bytes)
     if found is None:
         return None
@@ -159,7 +155,6 @@ class Archive:
     Attributes:
         frames: the bytes before each payload, and after the last.
         crc_fields: of each payload, the two offsets of its CRC-32, as little-endian 32 bits.
-        size_bytes: of the whole entry.
     """
 
     frames: Sequence[bytes]
@@ -177,12 +172,8 @@ def build_archive(
 ) -> Archive:
     """Lay out the archive that starts at `offset` of its file.
 
-    Args:
-        data_pickle: result of `tensor_pickle`, or of `wrapped_pickle`.
-        payloads: size and CRC-32 of the raw bytes of each of its tensors.
-        offset: of the archive in the file; decides the padding before the payloads.
-        zip64_from: the smallest size or offset that uses 64-bit fields.
-        alignment: of the payload in the file.
+    `payloads` are size and CRC-32 of the raw bytes of each of its tensors, `zip64_from` is the smallest size
+    or offset that uses 64-bit fields.
     """
     records = [
         (f"{_ROOT}/data.pkl", data_pickle),
@@ -298,11 +289,7 @@ _MAX_PICKLE_BYTES: Final = 1 << 16
 
 
 def read_record(read_at: ReadAt, directory: Directory, name: str) -> bytes | None:
-    """Read a small record and compare its checksum; None if it does not exist.
-
-    Raises:
-        ZipError: the record is damaged.
-    """
+    """Read a small record and compare its checksum; None if it does not exist."""
     record = directory.find(name)
     if record is None:
         return None
@@ -320,15 +307,7 @@ def checked_zip(content: bytes, name: str, *, trusted: bool = False) -> None:
     It must be what `value_entry` makes of a plain value, or a zip as torch writes it: all records
     uncompressed and without overlap, so that together they are no larger than the zip, and each with the
     checksum of the directory. The storages that its pickle names must be those of the records: torch would
-    read memory beyond a shorter one.
-
-    Args:
-        content: the whole entry.
-        name: of the entry and its file, for errors.
-        trusted: skip its pickle, which may execute anything.
-
-    Raises:
-        CorruptCheckpointError: a check failed.
+    read memory beyond a shorter one. The pickle of a `trusted` one may execute anything.
     """
 
     def read_at(offset: int, size: int) -> bytes:
@@ -383,10 +362,7 @@ def load_chunk(
 ) -> torch.Tensor:
     """Verify and load a tensor chunk that is not raw bytes, such as a transposed one.
 
-    Args:
-        content: the whole zip.
-        name: of the entry and its file, for errors.
-        form: dtype and shape that `.metadata` says; None if it is not known.
+    `form` is the dtype and shape that `.metadata` says, None if it is not known.
 
     Raises:
         CorruptCheckpointError: it is damaged, or holds no tensor, or one of another form.

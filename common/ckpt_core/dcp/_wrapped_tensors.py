@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, final
 
 import torch
+from torch.distributed.checkpoint.planner import ReadItem
 from typing_extensions import override
 
 from ckpt_core._torch_internals import inner_tensors, is_wrapped
@@ -85,37 +85,18 @@ class WrapMismatchError(ValueError):
     """Stored pieces do not make up a live wrapped tensor."""
 
 
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoredPiece:
-    """A part of a stored chunk, and its place in the live tensor.
+def fillings(
+    live: torch.Tensor, pieces: Sequence[tuple[torch.Tensor, ReadItem]]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return copies of plain tensors, target and source, that restore `live`.
 
-    Attributes:
-        stored: the whole chunk.
-        offsets: of the part in the chunk.
-        into: of the part in the live tensor.
-        lengths: of the part.
-    """
-
-    stored: torch.Tensor
-    offsets: Sequence[int]
-    into: Sequence[int]
-    lengths: Sequence[int]
-
-
-def fillings(live: torch.Tensor, pieces: Sequence[StoredPiece]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the copies, target and source, that make `live` what was stored.
-
-    Changes nothing. All tensors are plain.
-
-    Raises:
-        WrapMismatchError: they do not fit.
+    Changes nothing. Of each whole stored chunk, `pieces` tells the part and its place in the live tensor.
     """
     owners = dict(inner_tensors(live))
     found: dict[_Range, tuple[torch.Tensor, torch.Tensor]] = {}
-    for piece in pieces:
-        part = _narrowed(piece.stored, piece.offsets, piece.lengths)
-        target = _narrowed(live, piece.into, piece.lengths)
+    for stored, item in pieces:
+        part = _narrowed(stored, item.storage_offsets, item.lengths)
+        target = _narrowed(live, item.dest_offsets, item.lengths)
         _check_kind(target, part)
         sources = dict(inner_tensors(part))
         for name, view in inner_tensors(target):
@@ -126,7 +107,13 @@ def fillings(live: torch.Tensor, pieces: Sequence[StoredPiece]) -> list[tuple[to
                     "as saved"
                 )
             found[place] = copy
-    _check_cover(owners, found)
+    for name, owner in owners.items():
+        filled = sum(target.numel() for (of, _, _), (target, _) in found.items() if of == name)
+        if filled != owner.numel():
+            raise WrapMismatchError(
+                f"its stored pieces fill {filled} of the {owner.numel()} elements of {name}: the cut goes "
+                "through its blocks"
+            )
     return list(found.values())
 
 
@@ -191,15 +178,3 @@ def _described(tensor: torch.Tensor, context: Any) -> str:
 def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     pair = [each.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for each in (one, other)]
     return torch.equal(*pair)
-
-
-def _check_cover(
-    owners: dict[str, torch.Tensor], found: dict[_Range, tuple[torch.Tensor, torch.Tensor]]
-) -> None:
-    for name, owner in owners.items():
-        filled = sum(target.numel() for (of, _, _), (target, _) in found.items() if of == name)
-        if filled != owner.numel():
-            raise WrapMismatchError(
-                f"its stored pieces fill {filled} of the {owner.numel()} elements of {name}: the cut goes "
-                "through its blocks"
-            )

@@ -49,11 +49,7 @@ def crc32(data: Bytes, start: int = 0) -> int:
 
 @final
 class Checksum:
-    """A running checksum; `str()` is its text on disk. Not thread-safe.
-
-    Raises:
-        ValueError: the algorithm is not known to this version.
-    """
+    """A running checksum; `str()` is its text on disk. Not thread-safe."""
 
     def __init__(self, algorithm: str = CRC32) -> None:
         if algorithm not in _ALGORITHMS:

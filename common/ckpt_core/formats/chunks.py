@@ -62,7 +62,6 @@ class TableEntry:
     """The entry of one data file in the table.
 
     Attributes:
-        path: POSIX-relative to the checkpoint directory.
         columns: the result of `ChunkColumns.encode`.
         crcs: one CRC-32 per chunk, little-endian uint32.
         block_crcs: CRC-32s of the blocks of payloads larger than `BLOCK_BYTES`, chunk after chunk, likewise.
@@ -89,10 +88,8 @@ class TableEntry:
 def encode_table(entries: Iterable[TableEntry], *, beside: Collection[str] = ()) -> bytes:
     """Encode a chunk table.
 
-    Args:
-        entries: the data files.
-        beside: paths of the rank's other files whose names are not recognisable as ours. The table is written
-            before them, so that it identifies them if the save does not finish.
+    `beside` are the rank's other files whose names are not recognisable as ours. The table is written before
+    them, so that it identifies them if the save does not finish.
     """
     files = b",".join(entry.encode() for entry in entries)
     others = b',"beside":%b' % _encode(sorted(beside)) if beside else b""
@@ -106,11 +103,7 @@ def encode_table(entries: Iterable[TableEntry], *, beside: Collection[str] = ())
 
 
 def decode_table(content: bytes) -> bytes:
-    """Return the JSON text of a chunk table.
-
-    Raises:
-        ValueError: it is not one, or absurdly large.
-    """
+    """Return the JSON text of a chunk table."""
     decompressor = zlib.decompressobj()
     try:
         text = decompressor.decompress(content, _MAX_TABLE_BYTES)
@@ -192,7 +185,8 @@ def _file(fields: Fields, block_bytes: int) -> FileChunks:
     size = fields.count("size_bytes")
     columns = _columns(fields.get("chunks", dict))
     _check_ranges(columns, size)
-    num_blocks = [_num_blocks(payload, block_bytes) for payload in columns.payload_bytes]
+    sizes = (payload or 0 for payload in columns.payload_bytes)
+    num_blocks = [-(-each // block_bytes) if each > block_bytes else 0 for each in sizes]
     return FileChunks(
         path=fields.get("path", str),
         size_bytes=size,
@@ -202,12 +196,6 @@ def _file(fields: Fields, block_bytes: int) -> FileChunks:
         block_crcs=_crcs(fields.get("block_crc32", str), sum(num_blocks)),
         first_blocks=tuple(accumulate(num_blocks, initial=0)),
     )
-
-
-def _num_blocks(payload_bytes: int | None, block_bytes: int) -> int:
-    if payload_bytes is None or payload_bytes <= block_bytes:
-        return 0
-    return -(-payload_bytes // block_bytes)
 
 
 def _columns(columns: dict[str, Any]) -> ChunkColumns:

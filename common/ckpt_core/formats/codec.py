@@ -26,11 +26,7 @@ _PATH: Final = re.compile(rf"{_SEGMENT}(?:/{_SEGMENT})*")
 
 
 def encode(fields: Mapping[str, Any]) -> bytes:
-    """Encode as compact JSON, the same bytes for the same fields.
-
-    Raises:
-        ConfigError: a value is not plain JSON.
-    """
+    """Encode as compact JSON, the same bytes for the same fields."""
     try:
         text = json.dumps(fields, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
         return text.encode()
@@ -46,11 +42,7 @@ def add_checksum(content: bytes) -> bytes:
 
 
 def has_checksum(content: bytes, *, source: str) -> bool:
-    """Return whether the object holds its checksum; raise if it is wrong.
-
-    Raises:
-        CorruptCheckpointError: the checksum does not match the content.
-    """
+    """Return whether the object holds its checksum; raise if it is wrong."""
     body, found, rest = content.rpartition(_CHECKSUM)
     if found and rest != checksum(body + b"}").encode() + b'"}':
         raise corrupt(source, "does not have the checksum that it names")
@@ -186,11 +178,12 @@ def relative_paths(values: Sequence[Any]) -> Sequence[str]:
         longest = max(map(len, map(str.encode, values)), default=0)
         if longest <= _MAX_PATH_BYTES and _RESERVED.isdisjoint(values):
             return values
-    bad = next(value for value in values if not _is_relative_path(value))
+    bad = next(
+        value
+        for value in values
+        if type(value) is not str
+        or not _PATH.fullmatch(value)
+        or value in _RESERVED
+        or len(value.encode()) > _MAX_PATH_BYTES
+    )
     raise ValueError(f"file path {bad!r:.80} is not a relative path inside the checkpoint directory")
-
-
-def _is_relative_path(value: object) -> bool:
-    if type(value) is not str or not _PATH.fullmatch(value) or value in _RESERVED:
-        return False
-    return len(value.encode()) <= _MAX_PATH_BYTES

@@ -7,7 +7,8 @@ torch, so that nothing here needs DCP's classes: any object with their attribute
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from math import prod
 from operator import itemgetter
 from typing import Any, Final, TypeAlias
@@ -38,16 +39,8 @@ def check_metadata(metadata: _Metadata, path: str, sizes: Callable[[str], int]) 
     """Check that metadata describes whole tensors in files that can hold them.
 
     Every entry is inside its file; every tensor's chunks are inside its shape and cover each element exactly
-    once; every chunk has an entry of at least a bit for each element, and every entry has a chunk.
-
-    Args:
-        metadata: the result of `load_metadata`.
-        path: of `.metadata`, for errors.
-        sizes: relative path of a data file, as in `metadata` -> its size in bytes; FileNotFoundError if
-            there is none.
-
-    Raises:
-        CorruptCheckpointError: something is impossible; the message names the entry.
+    once; every chunk has an entry of at least a bit for each element, and every entry has a chunk. `sizes`
+    tells the size of a data file by its path in `metadata`, or raises FileNotFoundError.
     """
     entries: _Entries = {(index.fqn, index.offset): info for index, info in metadata.storage_data.items()}
     try:
@@ -61,9 +54,13 @@ def check_metadata(metadata: _Metadata, path: str, sizes: Callable[[str], int]) 
             else:
                 num_chunks += 1
         if num_chunks != len(entries):
-            raise ImpossibleError(
-                f"{_unexplained(metadata, entries)!r:.200} has a place but is not described"
-            )
+            described = {
+                (key, None if chunk is None else chunk.offsets)
+                for key, entry in metadata.state_dict_metadata.items()
+                for chunk in (entry.chunks if _is_tensor(entry) else [None])
+            }
+            key = next(key for key, offset in entries if (key, offset) not in described)
+            raise ImpossibleError(f"{key!r:.200} has a place but is not described")
     except ImpossibleError as error:
         failure = FileFailure(path=path, problem=f"says what cannot be: {error}")
         raise CorruptCheckpointError(str(failure), failures=(failure,)) from error
@@ -93,15 +90,6 @@ def _check_files(entries: _Entries, sizes: Callable[[str], int]) -> None:
             raise ImpossibleError(f"{key!r:.200} ends at byte {end} of {file!r}, which has {size}")
 
 
-def _unexplained(metadata: _Metadata, entries: _Entries) -> str:
-    described = {
-        (key, None if chunk is None else chunk.offsets)
-        for key, entry in metadata.state_dict_metadata.items()
-        for chunk in (entry.chunks if _is_tensor(entry) else [None])
-    }
-    return next(key for key, offset in entries if (key, offset) not in described)
-
-
 def _check_tensor(key: str, entry: _Tensor, entries: _Entries) -> int:
     """Check one tensor; return the number of its entries."""
     for chunk in entry.chunks:
@@ -118,11 +106,7 @@ def _check_tensor(key: str, entry: _Tensor, entries: _Entries) -> int:
 
 
 def check_chunks(key: str, shape: Sequence[int], chunks: Sequence[_Chunk]) -> int:
-    """Check that chunks make up a tensor; return how many, empty ones at a place once.
-
-    Raises:
-        ImpossibleError: they overlap, leave holes, or are not inside it.
-    """
+    """Check that chunks make up a tensor; return how many, empty ones at a place once."""
     if len(shape) > MAX_DIMS or any(not 0 <= length <= MAX_COUNT for length in shape):
         raise ImpossibleError(f"{key!r:.200} has the shape {tuple(shape)!s:.200}")
     boxes: list[_Box] = []
@@ -172,7 +156,8 @@ def _check_disjoint(key: str, boxes: Sequence[_Box]) -> None:
         if pairs > _MOST_PAIRS:
             raise ImpossibleError(f"{key!r:.200} has too many irregular chunks to check for overlap")
         for other in active:
-            if _overlap(box, other):
+            ranges = zip(*box, *other, strict=True)
+            if all(a < b + b_length and b < a + a_length for a, a_length, b, b_length in ranges):
                 raise ImpossibleError(
                     f"the chunks of {key!r:.200} at {tuple(other[0])} and {tuple(box[0])} overlap"
                 )
@@ -187,23 +172,7 @@ def _is_grid(boxes: Sequence[_Box]) -> bool:
     if len({offsets for offsets, _ in boxes}) != len(boxes):
         return False
     for dim in range(len(boxes[0][0])):
-        cuts = {(offsets[dim], offsets[dim] + lengths[dim]) for offsets, lengths in boxes}
-        if not _apart(cuts):
+        cuts = sorted({(offsets[dim], offsets[dim] + lengths[dim]) for offsets, lengths in boxes})
+        if any(stop > start for (_, stop), (start, _) in pairwise(cuts)):
             return False
     return True
-
-
-def _apart(intervals: Iterable[tuple[int, int]]) -> bool:
-    end = 0
-    for start, stop in sorted(intervals):
-        if start < end:
-            return False
-        end = stop
-    return True
-
-
-def _overlap(first: _Box, second: _Box) -> bool:
-    return all(
-        a < b + b_length and b < a + a_length
-        for a, a_length, b, b_length in zip(*first, *second, strict=True)
-    )

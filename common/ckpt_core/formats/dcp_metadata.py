@@ -138,12 +138,7 @@ def item_bytes(dtype: str) -> int:
 
 
 def read_index(content: bytes, path: str) -> Index:
-    """Read a `.metadata` file, and check the types of all values.
-
-    Raises:
-        UnsafeCheckpointError: it refers to anything but DCP's metadata classes.
-        CorruptCheckpointError: it is not a pickle of `Metadata`, or refers to a path outside its directory.
-    """
+    """Read a `.metadata` file, and check the types of all values."""
     with reading(path):
         return _checked(read_pickle(content, _find))
 

@@ -27,11 +27,8 @@ _GRAIN_BYTES: Final = 64
 def head(rest: bytes, size_bytes: int, *, offset: int, alignment: int) -> bytes:
     """Return the bytes before the payload of a tensor, without its CRC-32.
 
-    Args:
-        rest: from the pickle of the tensor to the number of elements.
-        size_bytes: of the payload, less than 4 GiB.
-        offset: of the entry in the file.
-        alignment: of the payload in the file, 128 at most.
+    `rest` goes from the pickle of the tensor to the number of elements. The payload begins at a multiple of
+    `alignment`, 128 at most, if the entry begins at `offset` of the file; it has less than 4 GiB.
     """
     zeros = 1 + -(offset + _HEAD_BYTES + 2 + len(rest)) % alignment  # one at least: the number is positive
     number = _INFO.pack(0, size_bytes) + bytes(zeros)
@@ -50,11 +47,7 @@ def plain_value(pickled: bytes) -> bytes:
 
 
 def pickle_of_value(content: bytes, payload_bytes: int) -> bytes:
-    """Return the pickle in an entry of `plain_value`.
-
-    Raises:
-        ZipError: it is another one, or damaged.
-    """
+    """Return the pickle in an entry of `plain_value`."""
     pickled = content[len(content) - payload_bytes : -len(_NO_KEYS)]
     if content != plain_value(pickled):
         raise ZipError("it is damaged, or no plain value")
@@ -62,11 +55,7 @@ def pickle_of_value(content: bytes, payload_bytes: int) -> bytes:
 
 
 def small_payload(read_at: ReadAt, size_bytes: int) -> tuple[int, int] | None:
-    """Return CRC-32 and size of the payload at the end of an entry; None of another.
-
-    Raises:
-        ZipError: it is damaged.
-    """
+    """Return CRC-32 and size of the payload at the end of an entry; None of another."""
     found = read_at(0, _HEAD_BYTES)
     if len(found) < _HEAD_BYTES or not found.startswith(_START):
         return None
@@ -77,11 +66,7 @@ def small_payload(read_at: ReadAt, size_bytes: int) -> tuple[int, int] | None:
 
 
 def verify_small(read_at: ReadAt, size_bytes: int) -> bool:
-    """Compare the checksum of an entry's payload; False if it is laid out otherwise.
-
-    Raises:
-        ZipError: it is damaged.
-    """
+    """Compare the checksum of an entry's payload; False if it is laid out otherwise."""
     found = small_payload(read_at, size_bytes)
     if found is None:
         return False

@@ -126,11 +126,7 @@ class Inert(dict[Any, Any]):
 
 
 def survey(content: bytes) -> tuple[set[tuple[str, str]], list[Any]]:
-    """Return the names and persistent ids in a pickle, with `Inert` for the rest.
-
-    Raises:
-        PickleError: it is no pickle of plain data and names.
-    """
+    """Return the names and persistent ids in a pickle, with `Inert` for the rest."""
     names: set[tuple[str, str]] = set()
     ids: list[Any] = []
 

@@ -63,7 +63,6 @@ class Directory:
 
     Attributes:
         root: the common prefix of all names, before a slash.
-        records: name -> record.
         start: the start of the directory, which is the end of the records.
     """
 
@@ -91,11 +90,7 @@ class Directory:
 
 
 def read_directory(read_at: ReadAt, size_bytes: int) -> Directory:
-    """Read the directory at the end of a zip of that size.
-
-    Raises:
-        ZipError: it has none, or not one that torch writes.
-    """
+    """Read the directory at the end of a zip of that size."""
     try:
         return _read_directory(read_at, size_bytes)
     except (struct.error, UnicodeDecodeError) as error:
@@ -103,11 +98,7 @@ def read_directory(read_at: ReadAt, size_bytes: int) -> Directory:
 
 
 def payload_offset(read_at: ReadAt, directory: Directory, record: Record) -> int:
-    """Return the offset of a record's bytes, from its local header.
-
-    Raises:
-        ZipError: the header is not the record's, or its bytes do not fit.
-    """
+    """Return the offset of a record's bytes, from its local header."""
     name = record.name.encode()
     header = read_at(record.header, _LOCAL.size + len(name))
     if len(header) != _LOCAL.size + len(name):
@@ -253,11 +244,7 @@ def _damaged() -> ZipError:
 
 
 def verify_records(read_at: ReadAt, directory: Directory) -> None:
-    """Read every record and compare it with its checksum, in bounded memory.
-
-    Raises:
-        ZipError: one differs, records overlap, or a header is damaged.
-    """
+    """Read every record and compare it with its checksum, in bounded memory."""
     end = 0
     for record in sorted(directory.records.values(), key=lambda record: record.header):
         if record.header < end:

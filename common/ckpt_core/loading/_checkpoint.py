@@ -46,11 +46,7 @@ from ckpt_core.types import SavedState
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointPart:
-    """One part of a checkpoint: its entries and their locations.
-
-    Attributes:
-        metadata: DCP's, of the selected entries, with the names of the live state.
-    """
+    """One part of a checkpoint: its entries and their locations."""
 
     metadata: Metadata
     _original: Mapping[str, str]
@@ -66,24 +62,27 @@ class CheckpointPart:
 
     def read_entry(self, place: ChunkLocation) -> bytes:
         """Read and verify the stored bytes of a byte entry."""
-        return self._files.whole_of(place.path, lambda path: self._entry(replace(place, path=path)))
-
-    def _entry(self, place: ChunkLocation) -> bytes:
         content = self._checked(place, None if place.payload is None else place.payload.crc32)
         checked_zip(content, self._name(place), trusted=self._allow_pickle)
         return content
 
     def _checked(self, place: ChunkLocation, expected: int | None) -> bytes:
+        """Read bytes, or else those of the twin, and compare them with their CRC-32."""
         other = "its checksum differs from that in the chunk table"
-        content, problem = read_intact(
-            self._storage,
-            f"{self._files.directory}/{place.path}",
-            lambda each: self._read(place, each),
-            lambda content: "" if expected in {None, crc32(content)} else other,
-        )
-        if problem:
-            raise self._damaged(place, problem)
-        return content
+
+        def read(path: str) -> bytes:
+            there = replace(place, path=path)
+            content, problem = read_intact(
+                self._storage,
+                f"{self._files.directory}/{path}",
+                lambda each: self._read(there, each),
+                lambda content: "" if expected in {None, crc32(content)} else other,
+            )
+            if problem:
+                raise self._damaged(there, problem)
+            return content
+
+        return self._files.whole_of(place.path, read)
 
     def read_tensor(self, place: ChunkLocation, dtype: torch.dtype) -> torch.Tensor:
         """Read and verify a tensor chunk, neither wrapped nor empty; it may be flat."""
@@ -91,10 +90,7 @@ class CheckpointPart:
         if payload is None:
             return self.read_chunk(place)
         inner = replace(place, offset=payload.offset, size_bytes=payload.size_bytes)
-        content = self._files.whole_of(
-            place.path, lambda path: self._checked(replace(inner, path=path), payload.crc32)
-        )
-        return torch.frombuffer(bytearray(content), dtype=dtype)
+        return torch.frombuffer(bytearray(self._checked(inner, payload.crc32)), dtype=dtype)
 
     def read_chunk(self, place: ChunkLocation) -> torch.Tensor:
         """Read, verify and rebuild a tensor chunk whose elements are not contiguous."""
@@ -164,6 +160,7 @@ def open_checkpoint(
     manifest, files, parts = open_parts(storage, directory, allow_pickle=allow_pickle, committed=committed)
     metadata = {part: each.metadata for part, each in parts.items()}
     read_items = partial(_items, files, parts.get(""), allow_pickle=allow_pickle)
+    rank = coordinator.rank
     same_ranks = manifest is not None and manifest.world_size == coordinator.world_size
     selected = selection.of_metadata(metadata, files.url)
     saved = SavedState(
@@ -171,10 +168,16 @@ def open_checkpoint(
             part: {path: entry for path, entry in entries(of_part).items() if path[0] not in {PICKLED, KEPT}}
             for part, (of_part, _) in selected.items()
         },
-        per_rank=read_items(rank_name(coordinator.rank)),
-        shared=_shared(files, read_items, coordinator.rank if same_ranks else None),
+        per_rank=read_items(rank_name(rank)),
+        shared=_shared(files, read_items, rank if same_ranks else None),
         name=directory,
-        **_facts(manifest),
+        world_size=None if manifest is None else manifest.world_size,
+        step=None if manifest is None else manifest.step,
+        annotations={} if manifest is None else manifest.annotations,
+    )
+    local = local_name(rank)
+    has_kept = any(
+        name.startswith(f"{KEPT}.") for each in metadata.values() for name in each.state_dict_metadata
     )
     return OpenCheckpoint(
         files=files,
@@ -183,9 +186,9 @@ def open_checkpoint(
             for part, (of_part, original) in selected.items()
         },
         saved=selection.of_state(saved),
-        local=_local(files, coordinator.rank) if same_ranks else {},
+        local=decode_buffers(files.read(local), local) if same_ranks and files.has(local) else {},
         loads_kept=same_ranks,
-        drops_kept=not same_ranks and any(map(_has_kept, metadata.values())),
+        drops_kept=not same_ranks and has_kept,
     )
 
 
@@ -197,39 +200,45 @@ def open_parts(
     digest = committed if isinstance(committed, str) else None
     manifest = Catalog(storage).manifest(directory, sha256=digest) if ours else None
     files = CommittedFiles(storage, directory, manifest)
-    names = _committed_parts(files) if ours else _parts(storage, directory)
+    if ours:  # other files in the directory do not count
+        found = [path for path in files.paths if path.rpartition("/")[2] == METADATA]
+        if not found:
+            raise files.damaged(METADATA, f"not among the files that {MANIFEST} lists")
+        names = sorted(path.removesuffix(METADATA).rstrip("/") for path in found)
+    else:
+        names = _parts(storage, directory)
     if not names:
         raise CheckpointNotFoundError(
             f"{files.url} holds neither a committed checkpoint ({MARKER}) "
             f"nor one that torch.distributed.checkpoint wrote ({METADATA})"
         )
-    parts: dict[str, CheckpointPart] = {}
-    for part in names:
-        metadata = _read_metadata(files, part)
-        parts[part] = CheckpointPart(
-            metadata=metadata,
-            _original={},
-            _places=_places(storage, files, part, metadata),
-            _storage=storage,
-            _files=files,
-            _allow_pickle=allow_pickle,
-        )
-    return manifest, files, parts
+    return manifest, files, {part: _part(storage, files, part, allow_pickle=allow_pickle) for part in names}
 
 
-def _facts(manifest: Manifest | None) -> dict[str, Any]:
-    if manifest is None:
-        return {"world_size": None, "step": None}
-    return {
-        "world_size": manifest.world_size,
-        "step": manifest.step,
-        "annotations": manifest.annotations,
-    }
+def _part(storage: Storage, files: CommittedFiles, part: str, *, allow_pickle: bool) -> CheckpointPart:
+    """Open a part: its metadata, which is checked, and the places of its entries."""
+    prefix = f"{part}/" if part else ""
+    name = f"{files.url}/{prefix}{METADATA}"
+    metadata = load_metadata(files.read(f"{prefix}{METADATA}"), name)
+    check_metadata(metadata, name, lambda data: files.size(f"{prefix}{data}"))
 
+    def read_at(path: str, offset: int, size: int) -> bytes:
+        return _read_at(storage, f"{files.directory}/{path}", offset, size)
 
-def _local(files: CommittedFiles, rank: int) -> dict[BufferKey, Any]:
-    name = local_name(rank)
-    return decode_buffers(files.read(name), name) if files.has(name) else {}
+    return CheckpointPart(
+        metadata=metadata,
+        _original={},
+        _places=ChunkLocator(
+            metadata,
+            part=part,
+            directory=files.url,
+            read_table=files.table if files.is_ours else None,
+            read_at=None if files.is_ours else read_at,
+        ),
+        _storage=storage,
+        _files=files,
+        _allow_pickle=allow_pickle,
+    )
 
 
 def _shared(
@@ -243,44 +252,10 @@ def _shared(
     return shared
 
 
-def _has_kept(metadata: Metadata) -> bool:
-    return any(name.startswith(f"{KEPT}.") for name in metadata.state_dict_metadata)
-
-
-def _read_metadata(files: CommittedFiles, part: str) -> Metadata:
-    path = _join(part, METADATA)
-    name = f"{files.url}/{path}"
-    metadata = load_metadata(files.read(path), name)
-
-    def size(data: str) -> int:
-        return files.size(_join(part, data))
-
-    check_metadata(metadata, name, size)
-    return metadata
-
-
-def _places(storage: Storage, files: CommittedFiles, part: str, metadata: Metadata) -> ChunkLocator:
-    if files.is_ours:
-        return ChunkLocator(metadata, part=part, directory=files.url, read_table=files.table)
-
-    def read_at(path: str, offset: int, size: int) -> bytes:
-        return _read_at(storage, f"{files.directory}/{path}", offset, size)
-
-    return ChunkLocator(metadata, part=part, directory=files.url, read_at=read_at)
-
-
 def _read_at(storage: Storage, key: str, offset: int, size: int) -> bytes:
     with storage.open(key) as stream:
         stream.seek(offset)
         return stream.read(size)
-
-
-def _committed_parts(files: CommittedFiles) -> list[str]:
-    """List the committed parts; other files in the directory do not count."""
-    found = [path for path in files.paths if path.rpartition("/")[2] == METADATA]
-    if not found:
-        raise files.damaged(METADATA, f"not among the files that {MANIFEST} lists")
-    return sorted(path.removesuffix(METADATA).rstrip("/") for path in found)
 
 
 def _parts(storage: Storage, directory: str) -> list[str]:
@@ -316,7 +291,3 @@ def _items(
         entry = load_value(contents.read_entry(contents.find([index])[index]), key, allow_pickle=False)
         found[item] = load_value(entry, f"item {item!r}", allow_pickle=allow_pickle)
     return found
-
-
-def _join(directory: str, name: str) -> str:
-    return f"{directory}/{name}" if directory else name

@@ -97,11 +97,7 @@ class CommittedFiles:
         return self.whole_of(path, lambda found: self._read(found, path))
 
     def whole_of(self, path: str, read: Callable[[str], T]) -> T:
-        """Call `read` with a path, and if that is damaged, with the path of its twin.
-
-        Raises:
-            CorruptCheckpointError: both are.
-        """
+        """Call `read` with a path, and if that is damaged, with the path of its twin."""
         try:
             return read(path)
         except CorruptCheckpointError as error:
@@ -143,11 +139,9 @@ class CommittedFiles:
             )
         except FileNotFoundError:
             raise self.damaged(path, "missing") from None
-        except ForeignFileError as error:
-            raise self.damaged(path, str(error.strerror)) from error
         except OSError as error:
             # A block that the device cannot read is lost; any other error may be transient.
-            if error.errno not in {errno.EIO, errno.EISDIR}:
+            if error.errno != errno.EIO:
                 raise
             raise self.damaged(path, f"cannot be read: {error}") from error
         if problem:
@@ -258,20 +252,14 @@ class CommittedFiles:
         except FileNotFoundError:
             return "missing"
         committed = self.size(original)
-        manifest = self._manifest
-        if size == committed or (
-            manifest is not None
-            and manifest.is_everywhere(path)
-            and _is_whole_on_a_disk(self._storage, f"{self.directory}/{path}", committed)
-        ):
+        if size == committed:
             return ""
+        disks = self._storage.parts if len(self._storage.parts) > 1 else ()
+        if self._manifest is not None and self._manifest.is_everywhere(path):  # one whole is enough
+            there = [disk.entry(f"{self.directory}/{path}") for disk in disks]
+            if any(entry is not None and entry.size_bytes == committed for entry in there):
+                return ""
         return f"has {size} bytes, {committed} were committed"
-
-
-def _is_whole_on_a_disk(storage: Storage, key: str, committed: int) -> bool:
-    """Return whether one of several disks has a file in the size committed."""
-    parts = storage.parts if len(storage.parts) > 1 else ()
-    return any((entry := part.entry(key)) is not None and entry.size_bytes == committed for part in parts)
 
 
 def _crc_with_payloads(reader: RangeReader, chunks: FileChunks) -> int:

@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Self, TypeAlias, final
+from typing import Final, Self, TypeAlias, final
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
@@ -40,7 +40,6 @@ from ckpt_core.errors import (
 )
 from ckpt_core.loading._checkpoint import OpenCheckpoint, open_checkpoint
 from ckpt_core.loading._committed_files import CommittedFiles
-from ckpt_core.loading._overwritten import Overwritten, shown
 from ckpt_core.loading._reads import Reads
 from ckpt_core.loading._selection import Selection
 from ckpt_core.loading._targets import Misfits, PartLoad, refuse_unlike, with_kinds
@@ -48,14 +47,18 @@ from ckpt_core.options import CheckpointOptions, Verify
 from ckpt_core.reading import Engine
 from ckpt_core.root import Job
 from ckpt_core.staging import free_memory
-from ckpt_core.state import Override, StateSource, leaves, put_buffers
+from ckpt_core.state import POSITIONS, Override, StateSource, leaves, put_buffers
 from ckpt_core.types import CheckpointInfo, SavedState, StateDict
 
-RollBack: TypeAlias = Callable[[], Sequence[tuple[str | int, ...]] | None]
+Path: TypeAlias = tuple[str | int, ...]
+Entry: TypeAlias = tuple[str | None, Path]
+"""Part of a checkpoint, and path of a tensor in its live state; of a small value, None and its path."""
+RollBack: TypeAlias = Callable[[], Sequence[Path] | None]
 
 _logger = logger_of(__name__)
 _KEEP_BYTES: Final = 256 << 20
 _COMPARED: Final = frozenset[Verify]({"read", "arrival"})
+_SHOWN: Final = 5
 
 
 @final
@@ -64,11 +67,7 @@ class LoadRequest:
     """A checkpoint directory and the options of its load.
 
     Attributes:
-        directory: key of the checkpoint directory.
-        selection: the entries to load.
-        allow_pickle: whether pickles may be executed.
         verification: the check before anything live changes.
-        read_once: whether ranks read for each other.
         committed: the checkpoint found there; None if it may be a directory that stock DCP wrote.
         manifest_sha256: of the trusted manifest; None if manifests are not judged.
         override: hyperparameters to change, unless the checkpoint says that they are changed already.
@@ -104,11 +103,81 @@ class LoadRequest:
         return replace(made, verification=options.resume_verification, replaces=True)
 
 
-def _keep_bytes() -> int:
-    """Return the cache for network reads of this rank, in bytes: half of free memory."""
-    free = free_memory()
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or "1")
-    return _KEEP_BYTES if free is None else free.usable_bytes // (2 * max(1, local_ranks))
+@final
+class Overwritten:
+    """What failed loads have written to, and no load has replaced.
+
+    One for each manager, and on each rank its own.
+
+    Attributes:
+        error: the failure of the last load that left something; None if the live state is no mixture.
+    """
+
+    def __init__(self) -> None:
+        self._left: dict[Entry, None] = {}
+        self.error: OverwrittenError | None = None
+
+    def add(self, entries: Iterable[Entry], error: OverwrittenError) -> None:
+        """Record what a failed load has filled, and not put back."""
+        self._left |= dict.fromkeys(entries)
+        self.error = error.retold(str(error))  # without frames, which keep what was loaded
+
+    def check_replaced(self, entries: Iterable[Entry], place: str) -> None:
+        """Refuse a checkpoint without entries that failed loads have left."""
+        replaced = set(entries)
+        by = "a failed load" if self.error is None else self.error.name
+        if lacking := _names(entry for entry in self._left if entry not in replaced):
+            raise IncompatibleCheckpointError(
+                f"{place} lacks {len(lacking)} value(s) that {by} has overwritten: {_shown(lacking)}. It "
+                "was not loaded, for the live state would be a mixture of both",
+                missing=tuple(lacking),
+            )
+
+    def replace(self, entries: Iterable[Entry]) -> None:
+        """Record that a load of these entries has succeeded."""
+        replaced = set(entries)
+        self._left = {entry: None for entry in self._left if entry not in replaced}
+        if not self._left:
+            self.error = None
+
+    def clear(self) -> None:
+        """Forget everything: the live state is known to be whole."""
+        self._left, self.error = {}, None
+
+    def require_none(self) -> None:
+        """Refuse to save a mixture of checkpoints."""
+        if self.error is not None:
+            raise self.error.retold(
+                f"the state is not saved, because it would be a mixture: {self.error.name} was loaded in "
+                f"part, and nothing has replaced {_shown(_names(self._left)) or 'some values'} since. "
+                "Resume, or load a whole checkpoint; if you have built a new training state, make a new "
+                "CheckpointManager for it"
+            )
+
+
+def _names(entries: Iterable[Entry]) -> list[str]:
+    return [".".join(map(str, path)) for _, path in entries]
+
+
+def _shown(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
+
+
+def _tensors(parts: Mapping[str, PartLoad]) -> list[Entry]:
+    """Return the tensors that a load fills."""
+    return [
+        (part, tuple(load.paths[key]))
+        for part, load in parts.items()
+        for key, value in load.entries.items()
+        if isinstance(value, torch.Tensor)
+    ]
+
+
+def _replaced(parts: Mapping[str, PartLoad], saved: SavedState) -> list[Entry]:
+    """Return the tensors that a load fills, the small values, and what holds these."""
+    groups = (saved.per_rank, saved.shared, saved.shared.get(POSITIONS, {}))
+    paths = (path for group in groups for path, _ in leaves(group))
+    return _tensors(parts) + [(None, path[:end]) for path in paths for end in range(1, len(path) + 1)]
 
 
 @final
@@ -122,7 +191,13 @@ class Load:
         self._coordinator = job.coordinator
         self._telemetry = job.telemetry
         self._overwritten = overwritten
-        self._engine = Engine(job.storage, request.directory, keep_bytes=_keep_bytes())
+        free, local_ranks = free_memory(), int(os.environ.get("LOCAL_WORLD_SIZE", "1") or "1")
+        self._engine = Engine(
+            job.storage,
+            request.directory,
+            # Of network reads, half of the free memory of the host, shared by its ranks.
+            keep_bytes=_KEEP_BYTES if free is None else free.usable_bytes // (2 * max(1, local_ranks)),
+        )
         self._place = f"{job.storage.url}/{request.directory}"
 
     def run(self) -> SavedState:
@@ -148,12 +223,13 @@ class Load:
                 self._phase("reading a checkpoint", touched=True),
                 _inference_mode(wanted=_any_inference(parts)),
             ):
-                with fetch_to(_devices(parts)) as fetch:
+                live = (read.target.tensor for load in parts.values() for read in load.reads)
+                with fetch_to({tensor.device for tensor in live if has_streams(tensor)}) as fetch:
                     # Shared reads first, for other ranks wait: a rank that cannot read still sends its share.
                     reads.relay(self._coordinator, self._engine, fetch)
                     self._engine.fetch(reads.private(fetch), fetch)
                     for load in parts.values():
-                        load.read_odd_chunks()
+                        load.read_rebuilt(into_place=True)
                 self._apply(opened, parts)
         if opened.drops_kept:
             _logger.warning(
@@ -175,67 +251,53 @@ class Load:
         consequence = "reading into place failed" if touched else untouched
         return collective_phase(self._coordinator, consequence, what=what)
 
-    @property
-    def _half_way(self) -> str:
-        return (
-            f"{self._place}: reading failed half-way and the live state is partly overwritten; resume, or "
-            "load another checkpoint, before training continues. Until then nothing is saved"
-        )
+    def _span(self, name: str) -> AbstractContextManager[object]:
+        return self._telemetry.span(name, name=self._request.directory, rank=self._coordinator.rank)
 
     def _opened(self) -> tuple[OpenCheckpoint, Mapping[str, PartLoad]]:
+        """Open the checkpoint and match it with the live state."""
+        request = self._request
         with self._phase("opening a checkpoint") as note:
-            opened, parts, misfits = self._open_and_plan()
-            if self._request.replaces and (lacking := self._overwritten.lacking(parts, opened.saved)):
-                raise _leaves(self._place, lacking, self._overwritten)
+            opened = open_checkpoint(
+                self._storage,
+                request.directory,
+                self._coordinator,
+                selection=request.selection,
+                allow_pickle=request.allow_pickle,
+                committed=request.manifest_sha256 or request.committed is not None,
+            )
+            parts, misfits = self._planned(opened)
+            if unlike := {part: load.unlike for part, load in parts.items() if load.unlike}:
+                # Only the stored chunks say what they are: the source may have other tensors for them.
+                opened = replace(opened, saved=with_kinds(opened.saved, unlike))
+                parts, misfits = self._planned(opened)
+                refuse_unlike({part: load.unlike for part, load in parts.items()}, self._place)
+            if request.replaces and self._overwritten.error is not None:
+                self._overwritten.check_replaced(_replaced(parts, opened.saved), self._place)
             # Whether the checkpoint has names that this rank does not have.
             note.own = bool(misfits.unexpected)
         if any(note.all):
             misfits.intersect(self._coordinator)
-        strict = self._request.selection.strict
+        strict = request.selection.strict
         if strict:
             misfits.raise_if_any(self._place)  # of the same names on every rank
-        left = misfits.lines if strict else [*_if_nothing_fits(opened, parts), *misfits.lines]
+        left, saved_entries = misfits.lines, sum(map(len, opened.saved.sharded.values()))
+        if not strict and saved_entries and not any(load.entries for load in parts.values()):
+            left.insert(
+                0,
+                f"nothing was loaded, because none of the checkpoint's {saved_entries} entries fits the "
+                "training state",
+            )
         saved = replace(opened.saved, left=left, partial=misfits.partial)
         return replace(opened, saved=saved), parts
 
-    def _span(self, name: str) -> AbstractContextManager[object]:
-        attributes = {"name": self._request.directory, "rank": self._coordinator.rank}
-        return self._telemetry.span(name, **attributes)
-
-    def _open_and_plan(self) -> tuple[OpenCheckpoint, Mapping[str, PartLoad], Misfits]:
-        request = self._request
-        opened = open_checkpoint(
-            self._storage,
-            request.directory,
-            self._coordinator,
-            selection=request.selection,
-            allow_pickle=request.allow_pickle,
-            committed=request.manifest_sha256 or request.committed is not None,
-        )
-        parts, misfits = self._planned(opened)
-        if unlike := {part: load.unlike for part, load in parts.items() if load.unlike}:
-            # Only the stored chunks say what they are: the source may have other tensors for them.
-            opened = replace(opened, saved=with_kinds(opened.saved, unlike))
-            parts, misfits = self._planned(opened)
-            refuse_unlike({part: load.unlike for part, load in parts.items()}, self._place)
-        return opened, parts, misfits
-
     def _planned(self, opened: OpenCheckpoint) -> tuple[Mapping[str, PartLoad], Misfits]:
-        selection = self._request.selection
-        parts, misfits = self._targets(opened)
-        if selection.strict and (misfits.missing or misfits.mismatched):
-            misfits.raise_if_any(self._place)
-        for part, load in parts.items():
-            if part in opened.contents:  # of other parts nothing fits, which a strict load has refused
-                load.plan(opened.contents[part], selection)
-        return parts, misfits
-
-    def _targets(self, opened: OpenCheckpoint) -> tuple[dict[str, PartLoad], Misfits]:
+        """Match the parts of the live state, and plan what to read for each."""
         selection, misfits = self._request.selection, Misfits()
         parts: dict[str, PartLoad] = {}
         # Tensors made here, such as optimizer state, must be usable outside of `torch.inference_mode`.
-        with _inference_mode(wanted=False):
-            targets = self._target(opened.saved)
+        with _inference_mode(wanted=False), self._naming_misfits():
+            targets = self._source.target(opened.saved)
         for part, tree in targets.items():
             target = {
                 item: v for item, v in tree.items() if selection.items is None or item in selection.items
@@ -244,60 +306,64 @@ class Load:
                 continue
             _check_memory(target)
             metadata = opened.contents[part].metadata if part in opened.contents else Metadata({})
-            load = PartLoad.of(part, target, metadata, allow_pickle=self._request.allow_pickle)
+            load = PartLoad(part, target, metadata, allow_pickle=self._request.allow_pickle)
             misfit = misfits.compare(load.entries, metadata, part=part, paths=load.paths, cast=selection.cast)
             load.leave(misfit)
             if opened.loads_kept and not (selection.include or selection.rename):
                 load.prefer_kept(self._coordinator.rank)
             parts[part] = load
+        if selection.strict and (misfits.missing or misfits.mismatched):
+            misfits.raise_if_any(self._place)
+        for part, load in parts.items():
+            if part in opened.contents:  # of other parts nothing fits, which a strict load has refused
+                load.plan(opened.contents[part], selection)
         return parts, misfits
 
-    def _target(self, saved: SavedState) -> Mapping[str, StateDict]:
-        try:
-            return self._source.target(saved)
-        except IncompatibleCheckpointError as error:
-            raise self._misfit(error) from error
-
-    def _misfit(self, error: IncompatibleCheckpointError) -> IncompatibleCheckpointError:
+    @contextmanager
+    def _naming_misfits(self) -> Generator[None]:
         """Add the checkpoint and a remedy to the error of a state that refuses it."""
-        return IncompatibleCheckpointError(
-            f"{self._place} does not fit the training state, and nothing was loaded: {error}. "
-            "Check the configuration, or load only what fits, with CheckpointManager.load(items=)",
-            missing=error.missing,
-            unexpected=error.unexpected,
-            mismatched=error.mismatched,
-        )
+        try:
+            yield
+        except IncompatibleCheckpointError as error:
+            raise IncompatibleCheckpointError(
+                f"{self._place} does not fit the training state, and nothing was loaded: {error}. "
+                "Check the configuration, or load only what fits, with CheckpointManager.load(items=)",
+                missing=error.missing,
+                unexpected=error.unexpected,
+                mismatched=error.mismatched,
+            ) from error
 
     def _verify(self, opened: OpenCheckpoint, parts: Mapping[str, PartLoad], reads: Reads) -> None:
-        failures: Sequence[FileFailure] = opened.files.missing_or_truncated(
-            self._coordinator.rank, self._coordinator.world_size
+        files, rank, world_size = opened.files, self._coordinator.rank, self._coordinator.world_size
+        verification = self._request.verification
+        failures: Sequence[FileFailure] = files.missing_or_truncated(rank, world_size)
+        if not failures and verification == "full":
+            failures = self._verify_all(files)
+        compares = verification in _COMPARED or (
+            files.has_twins and (verification != "off" or files.lacks_any())
         )
-        if not failures and self._request.verification == "full":
-            failures = self._verify_all(opened.files)
-        if not failures and self._compares(opened.files):
-            twin_of = opened.files.twin if opened.files.has_twins else None
+        if not failures and compares:
+            twin_of = files.twin if files.has_twins else None
             # A second file is of use only before anything changes. What is partly overwritten is to be put
             # right by a checkpoint that is known to be whole.
             committed = self._request.committed
             is_marked = committed is not None and committed.damaged is not None
             suspect = twin_of is not None or self._overwritten.error is not None or is_marked
-            on_arrival = self._request.verification == "arrival" and not suspect
-            failures = opened.files.without_mended(
+            on_arrival = verification == "arrival" and not suspect
+            failures = files.without_mended(
                 self._engine.verify(reads.checked(), twin_of=twin_of, on_arrival=on_arrival)
             )
-        if not failures and self._request.verification in _COMPARED:
-            failures = opened.files.around_payloads(self._coordinator.rank, self._coordinator.world_size)
+        if not failures and verification in _COMPARED:
+            failures = files.around_payloads(rank, world_size)
         if failures:
-            raise _damaged(self._place, failures)
+            raise CorruptCheckpointError(
+                f"{self._place} is damaged in {len(failures)} place(s): "
+                f"{'; '.join(map(str, failures[:_SHOWN]))}. "
+                "Nothing was loaded; load another step, or resume the newest that verifies",
+                failures=tuple(failures),
+            )
         for load in parts.values():
-            load.try_odd_chunks()
-
-    def _compares(self, files: CommittedFiles) -> bool:
-        """Return whether this rank compares what it reads, to choose between files."""
-        verification = self._request.verification
-        if verification == "off":
-            return files.has_twins and files.lacks_any()
-        return verification in _COMPARED or files.has_twins
+            load.read_rebuilt(into_place=False)
 
     def _verify_all(self, files: CommittedFiles) -> Sequence[FileFailure]:
         """Compare every byte of this rank's share of the files."""
@@ -322,11 +388,12 @@ class Load:
         """
         roll_back: RollBack | None = None
         try:
-            with self._phase("restoring small values"), _inference_mode(wanted=_any_inference(parts)):
-                try:
-                    roll_back = self._source.begin(_loaded(parts), opened.saved)
-                except IncompatibleCheckpointError as error:
-                    raise self._misfit(error) from error
+            with (
+                self._phase("restoring small values"),
+                _inference_mode(wanted=_any_inference(parts)),
+                self._naming_misfits(),
+            ):
+                roll_back = self._source.begin(_loaded(parts), opened.saved)
         except BaseException:
             if roll_back is not None:
                 roll_back()
@@ -353,55 +420,39 @@ class Load:
         self, opened: OpenCheckpoint, parts: Mapping[str, PartLoad], roll_back: RollBack
     ) -> Generator[None]:
         """Record what a failure leaves overwritten; put small values back."""
+        half_way = (
+            f"{self._place}: reading failed half-way and the live state is partly overwritten; resume, or "
+            "load another checkpoint, before training continues. Until then nothing is saved"
+        )
         try:
             yield
         except BaseException as error:
             found = OverwrittenError(
-                f"{self._half_way} ({error})",
+                f"{half_way} ({error})",
                 step=opened.saved.step,
                 name=self._request.directory,
                 damaged=isinstance(error, CorruptCheckpointError),
                 failures=error.failures if isinstance(error, CorruptCheckpointError) else (),
             )
-            left = roll_back() or ()
-            self._overwritten.add(parts, found, left)
+            # Of small values those that were put back and not undone.
+            left: list[Entry] = [(None, path) for path in roll_back() or ()]
+            self._overwritten.add(_tensors(parts) + left, found)
             if isinstance(error, IncompatibleCheckpointError | CoordinationError):
-                raise error.retold(f"{error}. {self._half_way}") from error
+                raise error.retold(f"{error}. {half_way}") from error
             if isinstance(error, CheckpointError):
                 raise found from error
             raise
-        self._overwritten.replaced(parts, opened.saved)
-
-
-def _damaged(place: str, failures: Sequence[FileFailure]) -> CorruptCheckpointError:
-    listed = "; ".join(map(str, failures[:5]))
-    return CorruptCheckpointError(
-        f"{place} is damaged in {len(failures)} place(s): {listed}. "
-        "Nothing was loaded; load another step, or resume the newest that verifies",
-        failures=tuple(failures),
-    )
-
-
-def _leaves(place: str, lacking: list[str], overwritten: Overwritten) -> IncompatibleCheckpointError:
-    by = "a failed load" if overwritten.error is None else overwritten.error.name
-    return IncompatibleCheckpointError(
-        f"{place} lacks {len(lacking)} value(s) that {by} has overwritten: {shown(lacking)}. It "
-        "was not loaded, for the live state would be a mixture of both",
-        missing=tuple(lacking),
-    )
-
-
-def _if_nothing_fits(opened: OpenCheckpoint, parts: Mapping[str, PartLoad]) -> list[str]:
-    """Return a line for the log if a load that is not strict loads no entry."""
-    saved = sum(map(len, opened.saved.sharded.values()))
-    if not saved or any(load.entries for load in parts.values()):
-        return []
-    return [f"nothing was loaded, because none of the checkpoint's {saved} entries fits the training state"]
+        if self._overwritten.error is not None:
+            self._overwritten.replace(_replaced(parts, opened.saved))
 
 
 def _check_memory(target: StateDict) -> None:
     """Refuse to load into tensors without memory: a load in place allocates none."""
-    unmade = [".".join(map(str, path)) for path, value in leaves(target) if _is_meta(value)]
+    unmade = [
+        ".".join(map(str, path))
+        for path, value in leaves(target)
+        if isinstance(value, torch.Tensor) and value.device.type == "meta"
+    ]
     if unmade:
         raise ConfigError(
             f"{len(unmade)} tensor(s) to load into are on the meta device and have no memory, first "
@@ -410,27 +461,14 @@ def _check_memory(target: StateDict) -> None:
         )
 
 
-def _is_meta(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type == "meta"
-
-
-def _devices(parts: Mapping[str, PartLoad]) -> set[torch.device]:
-    """Return the devices with streams among those of the tensors to fill."""
-    live = (read.target.tensor for load in parts.values() for read in load.reads)
-    return {tensor.device for tensor in live if has_streams(tensor)}
-
-
 def _any_inference(parts: Mapping[str, PartLoad]) -> bool:
     """Return whether live tensors can be written only inside `torch.inference_mode`."""
-    entries = (value for load in parts.values() for value in load.entries.values())
-    return any(each.is_inference() for value in entries for each in _held(value))
-
-
-def _held(value: Any) -> Iterable[torch.Tensor]:
-    """Return this rank's plain tensors of an entry."""
-    if isinstance(value, ShardedTensor):
-        return [shard.tensor for shard in value.local_shards()]
-    return [value] if isinstance(value, torch.Tensor) else []
+    entries = [value for load in parts.values() for value in load.entries.values()]
+    held = (
+        [shard.tensor for shard in value.local_shards()] if isinstance(value, ShardedTensor) else [value]
+        for value in entries
+    )
+    return any(each.is_inference() for own in held for each in own if isinstance(each, torch.Tensor))
 
 
 def _inference_mode(*, wanted: bool) -> AbstractContextManager[object]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, groupby
-from typing import Any, Final, final
+from typing import Final, final
 
 from ckpt_core.commit import Catalog, Survey, describe, file_as_root, look_around, require_trusted
 from ckpt_core.disclosure import logger_of
@@ -27,8 +28,7 @@ from ckpt_core.errors import (
     failure_text,
 )
 from ckpt_core.loading._checkpoint import is_stock
-from ckpt_core.loading._load import Load, LoadRequest
-from ckpt_core.loading._overwritten import Overwritten, release
+from ckpt_core.loading._load import Load, LoadRequest, Overwritten
 from ckpt_core.names import MARKER, is_incomplete, is_trash, parse_step_name
 from ckpt_core.options import Verify, VerifyManifest
 from ckpt_core.root import Job
@@ -51,8 +51,6 @@ class Loaded:
 
     Attributes:
         info: the checkpoint, by its name in the nearest tier that has it.
-        saved: its content.
-        copy: the nearest copy that it was read from.
         storage: what its files were read from: several tiers if that copy lacks some.
         damaged: position of a tier -> problem of the copy there.
         nearest_name: of the copy in the nearest tier, be it damaged; "" without one.
@@ -84,7 +82,6 @@ class _PassedOver:
 
     Attributes:
         damaged: for each tier, name -> problem.
-        suspects: the files of the nearest tier that were found damaged.
         untrusted: place -> why it is not trusted.
     """
 
@@ -95,11 +92,7 @@ class _PassedOver:
 
 @final
 class Loader:
-    """The loads of one manager. Methods are collective unless they say otherwise.
-
-    Attributes:
-        overwritten: what failed loads have left in the live state.
-    """
+    """The loads of one manager. Methods are collective unless they say otherwise."""
 
     def __init__(
         self, job: Job, *, tiers: Sequence[Tier] = (), verify_manifest: VerifyManifest | None = None
@@ -131,14 +124,8 @@ class Loader:
         checkpoint is read from the nearest that has it, and what is damaged there from the next, before an
         older one is tried.
 
-        Args:
-            request: the options; its directory is ignored.
-            source: the live state to load into.
-            note_damaged: called with the names of checkpoints of the nearest tier that did not verify, and
-                their problems; those of other tiers are marked there.
-
-        Returns:
-            The loaded checkpoint; None if nothing has been committed.
+        `note_damaged` is called with the names of checkpoints of the nearest tier that did not verify, and
+        their problems; those of other tiers are marked there. Nothing is returned if nothing is committed.
 
         Raises:
             OverwrittenError: none could be loaded, and this load or one before has overwritten live tensors.
@@ -169,9 +156,7 @@ class Loader:
                     _logger.warning("%s; looking for a newer one", error)
                     continue
                 if note_damaged is not None:
-                    self._note(passed_over, note_damaged)
-                    if self._coordinator.is_coordinator:
-                        _mark_all_copies(self._tiers, union)
+                    self._mark(union, passed_over, note_damaged)
                 if loaded is None and (any(passed_over.damaged) or union.committed):
                     kind = UntrustedCheckpointError if passed_over.untrusted else CorruptCheckpointError
                     raise kind(_nothing_usable(self._url, union, passed_over))
@@ -261,21 +246,22 @@ class Loader:
 
     def _surveys(self) -> list[Survey | LoadError]:
         """List every tier; an error for each but the nearest that cannot be listed."""
-        coordinator, (nearest, *others) = self._coordinator, self._tiers
-        surveys: list[Survey | LoadError] = [nearest.survey_for_all(coordinator)]
-        what = "looking for checkpoints"
-        return [
-            *surveys,
-            *(coordinator.run_on_coordinator(partial(_listed, tier), what=what) for tier in others),
-        ]
+        nearest, *others = self._tiers
+
+        def listed(tier: Tier) -> Survey | LoadError:
+            try:
+                return tier.survey()
+            except OSError as error:
+                return LoadError(f"{tier.label} could not be listed: {failure_text(error)}")
+
+        surveys: list[Survey | LoadError] = [nearest.survey_for_all(self._coordinator)]
+        for tier in others:
+            find = partial(listed, tier)
+            surveys.append(self._coordinator.run_on_coordinator(find, what="looking for checkpoints"))
+        return surveys
 
     def _complete(self, surveys: Sequence[Survey | LoadError]) -> list[Survey]:
-        """Return the surveys if none may lack what is newest.
-
-        Raises:
-            LoadError: a tier could not be listed, or a marker in one not be read: there may be a newer
-                checkpoint than the others.
-        """
+        """Return the surveys if none may lack what is newest."""
         complete = [survey for survey in surveys if isinstance(survey, Survey)]
         for survey in surveys:
             if isinstance(survey, LoadError):
@@ -318,12 +304,7 @@ class Loader:
     def _candidates(
         self, surveys: Sequence[Survey], union: United, passed_over: _PassedOver
     ) -> Iterator[Held]:
-        """Yield the present lineage's checkpoints, newest first, but those marked as bad.
-
-        Raises:
-            IncompatibleCheckpointError: a possibly newer one was written by a newer version.
-            ArchivedError: a possibly newer one is in an archive.
-        """
+        """Yield the present lineage's checkpoints, newest first, but those marked as bad."""
         for tier, damaged in enumerate(passed_over.damaged):
             for name, problem in damaged.items():
                 self._report(tier, name, problem, step=parse_step_name(name))
@@ -340,8 +321,10 @@ class Loader:
                 _logger.warning("%s is marked as bad (%s) and is passed over", place, info.bad)
         self._refuse_newer(surveys, than=-1)
 
-    def _note(self, passed_over: _PassedOver, note_nearest: Callable[[Mapping[str, str]], None]) -> None:
-        """Record damage in each tier, for its later readers."""
+    def _mark(
+        self, union: United, passed_over: _PassedOver, note_nearest: Callable[[Mapping[str, str]], None]
+    ) -> None:
+        """Mark damage in each tier, and every copy of what is marked as bad."""
         if passed_over.damaged[0]:
             note_nearest(passed_over.damaged[0])
         if not self._coordinator.is_coordinator:
@@ -349,10 +332,20 @@ class Loader:
         for tier, damaged in zip(self._tiers[1:], passed_over.damaged[1:], strict=True):
             for name, problem in damaged.items():
                 _mark(tier, name, problem)
+        for held in union.everything:
+            for copy in held.copies if held.info.bad is not None else ():
+                if copy.info.bad is None and not copy.part:
+                    _mark(self._tiers[copy.tier], copy.info.name, str(held.info.bad), bad=True)
 
     def _note_parts(self, surveys: Sequence[Survey], loaded: Loaded | None) -> None:
         """Refuse to start afresh where parts of checkpoints are; log those passed over."""
-        for name, part in _parts(surveys):
+        parts = (
+            (name, error)
+            for survey in surveys
+            for name, error in sorted(survey.unreadable.items(), reverse=True)
+            if isinstance(error, PartialCheckpointError)
+        )
+        for name, part in parts:
             if loaded is None:
                 raise part.retold(
                     f"{self._url}/{name} is {part}. Nothing was loaded: start on the nodes that saved it, or "
@@ -380,7 +373,11 @@ class Loader:
         """Load a checkpoint from the nearest copy, what is damaged there from the next."""
         found = passed_over or _PassedOver([{} for _ in self._tiers])
         errors: list[CheckpointError] = []
-        for copies in _equal(held.copies):
+
+        def same(copy: TierCopy) -> tuple[str, str]:
+            return copy.info.name, copy.info.manifest_sha256
+
+        for copies in (list(equal) for _, equal in groupby(held.copies, key=same)):
             storages = [self._tiers[c.tier].reading(c.info, self._coordinator) for c in copies]
             reading = Reading(copies[0].info.name, storages, part=copies[0].part)
             there = True
@@ -388,16 +385,28 @@ class Loader:
                 copy = copies[reading.nearest]
                 one = replace(request, directory=copy.info.name, committed=copy.info)
                 try:
-                    with self._telemetry.span("load", **self._details(copy)):
+                    with self._telemetry.span(
+                        "load",
+                        step=copy.info.step,
+                        name=copy.info.name,
+                        size_bytes=copy.info.size_bytes,
+                        tier=self._tiers[copy.tier].label,
+                        rank=self._coordinator.rank,
+                    ):
                         saved = self._load_directory(one, source, reading.storage)
                 except (CorruptCheckpointError, UntrustedCheckpointError, CheckpointNotFoundError) as error:
-                    release(error)
+                    _release(error)
                     errors.append(error)
                     # Without a record the only copy's error is all there is to say.
                     noted = found if passed_over is not None or len(held.copies) > 1 else None
                     there = self._pass_over(copies, reading, error, noted)
                 else:
-                    damaged, near = _damage_of(held, found), held.copies[0].tier == 0
+                    near = held.copies[0].tier == 0
+                    damaged = {
+                        each.tier: found.damaged[each.tier][each.info.name]
+                        for each in held.copies
+                        if each.info.name in found.damaged[each.tier]
+                    }
                     further = [s for c, s in zip(copies, storages, strict=True) if c.tier]
                     return Loaded(
                         info=held.info,
@@ -410,13 +419,12 @@ class Loader:
                         # What else is damaged in a copy that was passed over as a whole is not known.
                         suspects=None if near and copy.tier else set(found.suspects),
                     )
-        raise _worst(errors)
+        # The nearest copy's error; one of damage before one of a prune.
+        raise next((e for e in errors if not isinstance(e, CheckpointNotFoundError)), errors[0])
 
-    def _load_directory(
-        self, request: LoadRequest, source: StateSource, storage: Storage | None = None
-    ) -> SavedState:
+    def _load_directory(self, request: LoadRequest, source: StateSource, storage: Storage) -> SavedState:
         """Load one checkpoint directory; tell damage from a prune meanwhile."""
-        job = self._job if storage is None else replace(self._job, storage=storage)
+        job = replace(self._job, storage=storage)
         place = f"{job.storage.url}/{request.directory}"
         try:
             request = replace(request, manifest_sha256=self._accepted(job.storage, request.directory))
@@ -436,7 +444,7 @@ class Loader:
         try:
             return Load(request, source, job, self.overwritten).run()
         except OverwrittenError as error:
-            release(error)
+            _release(error)
             if not error.damaged:
                 raise
             text = str(error)
@@ -446,7 +454,7 @@ class Loader:
         try:
             return Load(replace(request, verification=verification), source, job, self.overwritten).run()
         except OverwrittenError as error:
-            release(error)
+            _release(error)
             if error.damaged:
                 raise CorruptCheckpointError(str(error), failures=tuple(error.failures)) from error
             raise
@@ -487,7 +495,9 @@ class Loader:
             return there
         if isinstance(error, UntrustedCheckpointError):
             # Other jobs may trust it, so it is not marked.
-            noted.untrusted[self._place(nearest)] = error.why
+            name = nearest.info.name
+            url = self._tiers[nearest.tier].storage.url
+            noted.untrusted[name if len(self._tiers) == 1 else f"{url}/{name}"] = error.why
             self._report(
                 nearest.tier, nearest.info.name, error.why, step=nearest.info.step, what="not trusted"
             )
@@ -495,7 +505,7 @@ class Loader:
             for copy, of_copy in [(copies[each], listed) for each, listed in found.items()] or [
                 (nearest, [])
             ]:
-                problem = _shortened(of_copy) or str(error)
+                problem = "; ".join(map(str, of_copy[:_MOST_LISTED])) or str(error)
                 if not copy.tier:
                     noted.suspects.update(failure.path for failure in of_copy)
                 before = noted.damaged[copy.tier].get(copy.info.name)
@@ -510,15 +520,6 @@ class Loader:
         if self._coordinator.is_coordinator:
             url = self._tiers[tier].storage.url
             _logger.error("%s/%s is committed but %s (%s) and is passed over", url, name, what, problem)
-
-    def _details(self, copy: TierCopy) -> dict[str, Any]:
-        info = copy.info
-        own = {"step": info.step, "name": info.name, "size_bytes": info.size_bytes}
-        return {**own, "tier": self._tiers[copy.tier].label, "rank": self._coordinator.rank}
-
-    def _place(self, copy: TierCopy) -> str:
-        name = copy.info.name
-        return name if len(self._tiers) == 1 else f"{self._tiers[copy.tier].storage.url}/{name}"
 
 
 @contextmanager
@@ -565,14 +566,6 @@ def _log_newer(storage: Storage, step: int, survey: Survey) -> None:
             )  # fmt: skip
 
 
-def _mark_all_copies(tiers: Sequence[Tier], union: United) -> None:
-    """Mark every copy of a bad checkpoint: the tier with the mark may be lost."""
-    for held in union.everything:
-        for copy in held.copies if held.info.bad is not None else ():
-            if copy.info.bad is None and not copy.part:
-                _mark(tiers[copy.tier], copy.info.name, str(held.info.bad), bad=True)
-
-
 def _mark(tier: Tier, name: str, why: str, *, bad: bool = False) -> None:
     """Mark a copy for later readers of its tier; a failure is a warning."""
     catalog, what = Catalog(tier.storage), "bad" if bad else "damaged"
@@ -584,13 +577,6 @@ def _mark(tier: Tier, name: str, why: str, *, bad: bool = False) -> None:
         _logger.warning("%s/%s is %s, but could not be marked so: %s", tier.storage.url, name, what, error)
 
 
-def _listed(tier: Tier) -> Survey | LoadError:
-    try:
-        return tier.survey()
-    except OSError as error:
-        return LoadError(f"{tier.label} could not be listed: {failure_text(error)}")
-
-
 def _unreadable(survey: Survey) -> dict[str, str]:
     """List checkpoints with damaged markers; for others see `_refuse_newer`."""
     return {
@@ -598,14 +584,6 @@ def _unreadable(survey: Survey) -> dict[str, str]:
         for name, error in survey.unreadable.items()
         if not isinstance(error, ArchivedError | IncompatibleCheckpointError | PartialCheckpointError)
     }
-
-
-def _parts(surveys: Sequence[Survey]) -> Iterator[tuple[str, PartialCheckpointError]]:
-    """Yield checkpoints of which a tier has a part only, newest first."""
-    for survey in surveys:
-        for name, error in sorted(survey.unreadable.items(), reverse=True):
-            if isinstance(error, PartialCheckpointError):
-                yield name, error
 
 
 def _nothing_usable(url: str, union: United, passed_over: _PassedOver) -> str:
@@ -626,25 +604,6 @@ def _nothing_usable(url: str, union: United, passed_over: _PassedOver) -> str:
     return text + (f". An earlier run left {abandoned}, each to be loaded by its name" if abandoned else "")
 
 
-def _equal(copies: Sequence[TierCopy]) -> Iterator[Sequence[TierCopy]]:
-    """Divide copies into runs of equal ones: of the same name and manifest."""
-    for _, equal in groupby(copies, key=lambda copy: (copy.info.name, copy.info.manifest_sha256)):
-        yield list(equal)
-
-
-def _damage_of(held: Held, passed_over: _PassedOver) -> dict[int, str]:
-    return {
-        copy.tier: problem
-        for copy in held.copies
-        if (problem := passed_over.damaged[copy.tier].get(copy.info.name)) is not None
-    }
-
-
-def _worst(errors: Sequence[CheckpointError]) -> CheckpointError:
-    """Return the nearest copy's error; one of damage before one of a prune."""
-    return next((e for e in errors if not isinstance(e, CheckpointNotFoundError)), errors[0])
-
-
 def _archived(place: str, error: ArchivedError) -> ArchivedError:
     """Tell what an archived checkpoint means for a load."""
     return error.retold(
@@ -653,6 +612,10 @@ def _archived(place: str, error: ArchivedError) -> ArchivedError:
     )
 
 
-def _shortened(failures: Sequence[FileFailure]) -> str:
-    """Return the first few failures in one line."""
-    return "; ".join(str(failure) for failure in failures[:_MOST_LISTED])
+def _release(error: BaseException | None) -> None:
+    """Free the memory that an exception, and those before it, keep in their frames."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

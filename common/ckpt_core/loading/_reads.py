@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
 from typing import Any, Final, NamedTuple, final
 
@@ -114,8 +114,9 @@ class Reads:
     def relay(self, coordinator: Coordinator, engine: Engine, fetch: DeviceFetch | None = None) -> None:
         """Read and send this rank's buckets, and receive those of others. Collective.
 
-        Needs three buffers of the size of the largest buckets. A rank that cannot read goes on to send
-        buckets, which say so, and all others go on, too, so that no rank waits for one that never comes.
+        Its own are read one ahead of the broadcast. Needs three buffers of the size of the largest buckets.
+        A rank that cannot read goes on to send buckets, which say so, and all others go on, too, so that no
+        rank waits for one that never comes.
 
         Raises:
             CoordinationError: another rank could not read, or was lost.
@@ -123,13 +124,19 @@ class Reads:
         """
         if not self._buckets:
             return
-        sender, failures = _Sender(self._own, engine), dict[int, str]()
+        errors: list[Exception] = []
         error: Exception | None = None
-        inbox = _buffer(self._buckets)
+        failures: dict[int, str] = {}
+        own = self._own
+        inbox, buffers = _buffer(self._buckets), cycle([_buffer(own), _buffer(own[1:])])
         with ThreadPoolExecutor(1, thread_name_prefix="ckpt-read-ahead") as thread:
-            sender.begin(thread)
+            ahead = (thread.submit(_read, each, next(buffers), engine, errors) for each in own)
+            reading = next(ahead, None)
             for bucket in self._buckets:
-                buffer = sender.next(thread) if bucket.owner == self._rank else inbox[: bucket.size_bytes]
+                buffer = inbox
+                if bucket.owner == self._rank and reading is not None:
+                    buffer, reading = reading.result(), next(ahead, None)
+                buffer = buffer[: bucket.size_bytes]
                 at = bucket.members.index(bucket.owner)  # the tree begins at the owner
                 coordinator.broadcast_tensor(buffer, bucket.members[at:] + bucket.members[:at])
                 memory = _memory(buffer)
@@ -137,7 +144,7 @@ class Reads:
                     failures.setdefault(bucket.owner, text)
                 elif not failures and error is None:
                     error = _fill(bucket, memory, fetch)
-        if found := sender.error or error:
+        if found := next(iter(errors), error):
             raise found
         if failures:
             what = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
@@ -146,42 +153,30 @@ class Reads:
             )
 
 
-@final
-class _Sender:
-    """This rank's buckets, read one ahead of the broadcast."""
+def _read(bucket: Bucket, buffer: torch.Tensor, engine: Engine, errors: list[Exception]) -> torch.Tensor:
+    """Read a bucket, or put into it why this rank cannot."""
+    memory = _memory(buffer[: bucket.size_bytes])
+    if not errors:
+        try:
+            engine.fetch(
+                RangeRead(payload=read.payload, start=start, stop=stop, into=into)
+                for (read, start, stop), into in bucket.cut(memory)
+            )
+        except Exception as error:  # noqa: BLE001 - the bucket tells it to all; raised at the end
+            errors.append(error)
+    text = failure_text(errors[0]) if errors else ""
+    memory[-_ERROR_BYTES:] = text.encode(errors="replace")[:_ERROR_BYTES].ljust(_ERROR_BYTES, b"\0")
+    return buffer
 
-    def __init__(self, buckets: Sequence[Bucket], engine: Engine) -> None:
-        self._left = iter(buckets)
-        self._buffers = cycle([_buffer(buckets), _buffer(buckets[1:])])
-        self._engine = engine
-        self._reading: Future[torch.Tensor]
-        self.error: Exception | None = None
 
-    def begin(self, thread: ThreadPoolExecutor) -> None:
-        """Begin to read the next bucket, if there is one."""
-        bucket = next(self._left, None)
-        if bucket is not None:
-            self._reading = thread.submit(self._read, bucket, next(self._buffers)[: bucket.size_bytes])
-
-    def next(self, thread: ThreadPoolExecutor) -> torch.Tensor:
-        """Return the next bucket, valid until the next call; begin to read the one after."""
-        read = self._reading.result()
-        self.begin(thread)
-        return read
-
-    def _read(self, bucket: Bucket, buffer: torch.Tensor) -> torch.Tensor:
-        memory = _memory(buffer)
-        if self.error is None:
-            try:
-                self._engine.fetch(
-                    RangeRead(payload=read.payload, start=start, stop=stop, into=into)
-                    for (read, start, stop), into in bucket.cut(memory)
-                )
-            except Exception as error:  # noqa: BLE001 - the bucket tells it to all; raised at the end
-                self.error = error
-        text = "" if self.error is None else failure_text(self.error)
-        memory[-_ERROR_BYTES:] = text.encode(errors="replace")[:_ERROR_BYTES].ljust(_ERROR_BYTES, b"\0")
-        return buffer
+def _fill(bucket: Bucket, memory: memoryview, fetch: DeviceFetch | None) -> Exception | None:
+    """Copy a bucket into the tensors; return an error, so that nobody waits."""
+    try:
+        for cell, content in bucket.cut(memory):
+            cell.read.fill(cell.start, content, fetch)
+    except Exception as error:  # noqa: BLE001 - raised at the end
+        return error
+    return None
 
 
 def _common(
@@ -197,16 +192,6 @@ def _common(
     # All ranks must know if they cannot: a connection may be lost on this rank alone.
     can = coordinator.can_broadcast_tensors
     return common, {each: _vote(rank, each, reads) for each, reads in common.items()} if can else None
-
-
-def _fill(bucket: Bucket, memory: memoryview, fetch: DeviceFetch | None) -> Exception | None:
-    """Copy a bucket into the tensors; return an error, so that nobody waits."""
-    try:
-        for cell, content in bucket.cut(memory):
-            cell.read.fill(cell.start, content, fetch)
-    except Exception as error:  # noqa: BLE001 - raised at the end
-        return error
-    return None
 
 
 def alike(value: Any, world_size: int) -> tuple[int, ...]:
@@ -227,7 +212,8 @@ def alike(value: Any, world_size: int) -> tuple[int, ...]:
 
 def dealt(members: tuple[int, ...], reads: Sequence[TensorRead]) -> Iterator[Bucket]:
     """Divide reads among the members, in runs of about equal size, in buckets."""
-    total, done = sum(_size(read) for read in reads), 0
+    total = sum(read.target.byte_range[1] - read.target.byte_range[0] for read in reads)
+    done = 0
     runs: dict[int, list[Cell]] = {rank: [] for rank in members}
     for read in sorted(reads, key=_identity):
         cells = list(_cells(read))
@@ -256,11 +242,6 @@ def _cells(read: TensorRead) -> Iterator[Cell]:
         cut = min(stop, (start // REQUEST_BYTES + 1) * REQUEST_BYTES)
         yield Cell(read, start, cut)
         start = cut
-
-
-def _size(read: TensorRead) -> int:
-    start, stop = read.target.byte_range
-    return stop - start
 
 
 def _identity(read: TensorRead) -> tuple[str, int, str, tuple[int, int]]:

@@ -56,11 +56,7 @@ class Selection:
         strict: Any,
         cast: Any,  # as users give them
     ) -> Selection:
-        """Make a selection of a user's arguments.
-
-        Raises:
-            ConfigError: an argument is invalid; the message lists every offender.
-        """
+        """Make a selection of a user's arguments."""
         require(
             "load",
             None if items is None else _strings("items", items),

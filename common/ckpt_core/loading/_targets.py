@@ -9,15 +9,16 @@ from types import MappingProxyType
 from typing import Any, TypeAlias, cast, final
 
 import torch
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.checkpoint.utils import find_tensor_shard
 
 from ckpt_core._torch_internals import ShardedTensor, is_wrapped, own_part
 from ckpt_core.coordination import Coordinator
 from ckpt_core.dcp import (
     ChunkLocation,
-    SafeLoadPlanner,
-    StoredPiece,
+    Leaves,
     TensorRead,
     TensorTarget,
     WrapMismatchError,
@@ -25,6 +26,7 @@ from ckpt_core.dcp import (
     held_by_this_rank,
     is_expanded,
     kept_name,
+    load_value,
 )
 from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.loading._checkpoint import CheckpointPart
@@ -66,11 +68,7 @@ class Misfits:
         paths: Paths = MappingProxyType({}),
         cast: bool = False,
     ) -> list[str]:
-        """Record differences of flattened live entries from one part of the checkpoint.
-
-        Returns:
-            The live entries that cannot be loaded.
-        """
+        """Record how live entries differ; return those that cannot be loaded."""
         saved = metadata.state_dict_metadata
         missing = [key for key in target if key not in saved]
         problems = {
@@ -173,60 +171,25 @@ def _shorten(keys: Sequence[str]) -> str:
 
 @final
 @dataclass(frozen=True, slots=True)
-class _OddChunk:
-    """A chunk whose elements are not contiguous: torch rebuilds it as a whole."""
+class _Rebuilt:
+    """Chunks that torch rebuilds: of a wrapped tensor, or one not contiguous.
 
-    read: Callable[[], torch.Tensor]
-    item: ReadItem
-    target: torch.Tensor
-
-    def load(self) -> None:
-        source = self.read()
-        for dim, (offset, length) in enumerate(
-            zip(self.item.storage_offsets, self.item.lengths, strict=True)
-        ):
-            source = source.narrow(dim, offset, length)
-        self.target.copy_(source)
-
-
-@final
-@dataclass(slots=True)
-class _WrappedLoad:
-    """The load of one rank's part of a wrapped tensor."""
+    Attributes:
+        live: this rank's part of the tensor, or of one chunk of it.
+    """
 
     name: str
     live: torch.Tensor
-    _chunks: list[tuple[Callable[[], torch.Tensor], ReadItem]] = field(
-        default_factory=list[tuple[Callable[[], torch.Tensor], ReadItem]]
-    )
+    chunks: list[tuple[Callable[[], torch.Tensor], ReadItem]]
+    wrapped: bool = False
 
-    def add(self, read: Callable[[], torch.Tensor], item: ReadItem) -> None:
-        """Add a chunk that holds a part of it."""
-        self._chunks.append((read, item))
-
-    def check(self) -> None:
-        """Read, verify and compare, without changing anything."""
-        with torch.no_grad():
-            self._fillings()
-
-    def fill(self) -> None:
-        """Read what is stored into the live tensor."""
-        with torch.no_grad():
-            for target, source in self._fillings():
-                target.copy_(source)
-
-    def _fillings(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        pieces = [
-            StoredPiece(
-                stored=read(),
-                offsets=tuple(item.storage_offsets),
-                into=tuple(item.dest_offsets),
-                lengths=tuple(item.lengths),
-            )
-            for read, item in self._chunks
-        ]
+    def copies(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Read and compare what is stored; return copies, target and source."""
+        if not self.wrapped:
+            ((read, item),) = self.chunks
+            return [(self.live, _narrowed(read(), item.storage_offsets, item.lengths))]
         try:
-            return fillings(self.live, pieces)
+            return fillings(self.live, [(read(), item) for read, item in self.chunks])
         except WrapMismatchError as error:
             raise IncompatibleCheckpointError(
                 f"{self.name}: {error}. Nothing was loaded", mismatched=[self.name]
@@ -235,7 +198,7 @@ class _WrappedLoad:
 
 @final
 class PartLoad:
-    """The load of one part of the live state.
+    """The load of one part of the live state, flattened as DCP does.
 
     Attributes:
         target: nested: tensors to fill, and plain values, which `plan` sets.
@@ -243,44 +206,32 @@ class PartLoad:
         unlike: entries that are wrapped in the checkpoint or here but not in both, after `plan`; not loaded.
     """
 
-    def __init__(self, part: str, target: StateDict, planner: SafeLoadPlanner, metadata: Metadata) -> None:
-        self.target = target
+    def __init__(self, part: str, target: StateDict, metadata: Metadata, *, allow_pickle: bool) -> None:
+        self.target = dict(target)
         self.reads: list[TensorRead] = []
         self.unlike: dict[tuple[str | int, ...], bool] = {}
         self._part = part
-        self._planner = planner
         self._metadata = metadata
-        self._odd: list[_OddChunk] = []
-        self._wrapped: dict[MetadataIndex, _WrappedLoad] = {}
+        self._allow_pickle = allow_pickle
+        leaves = Leaves(self.target)
+        self.paths: dict[str, tuple[str | int, ...]] = leaves.by_name()
+        self.entries: dict[str, Any] = dict(zip(self.paths, leaves.values, strict=True))
+        self._rebuilt: list[_Rebuilt] = []
         self._kept: set[str] = set()
-
-    @classmethod
-    def of(cls, part: str, target: StateDict, metadata: Metadata, *, allow_pickle: bool) -> PartLoad:
-        """Make the load of a target, flattened as DCP does."""
-        planner = SafeLoadPlanner(allow_pickle=allow_pickle)
-        target = dict(target)
-        planner.set_up_planner(target, metadata, is_coordinator=False)
-        return cls(part, target, planner, metadata)
-
-    @property
-    def entries(self) -> dict[str, Any]:
-        """The live entries by DCP's flattened names."""
-        return self._planner.state_dict
-
-    @property
-    def paths(self) -> Mapping[str, tuple[str | int, ...]]:
-        """The paths of the live entries in the target."""
-        return self._planner.mappings
 
     def leave(self, keys: Collection[str]) -> None:
         """Exclude these entries; remove plain values among them from the target."""
         for key in keys:
-            if not isinstance(self._planner.state_dict.pop(key), torch.Tensor):
-                _remove(self.target, self._planner.mappings[key])
+            if not isinstance(self.entries.pop(key), torch.Tensor):
+                container, last = _container(self.target, self.paths[key]), self.paths[key][-1]
+                if isinstance(container, dict):
+                    del container[last]
+                else:
+                    container[last] = None
 
     def prefer_kept(self, rank: int) -> None:
         """Load the values that `rank` kept, where it did, instead of the lowest rank's."""
-        saved, live = self._metadata.state_dict_metadata, self._planner.state_dict
+        saved, live = self._metadata.state_dict_metadata, self.entries
         for key in list(live):
             own = kept_name(rank, key)
             if own not in saved:
@@ -292,48 +243,56 @@ class PartLoad:
                     continue  # this rank holds another part now
             del live[key]
             live[own] = value
-            self._planner.mappings[own] = self._planner.mappings[key]
+            self.paths[own] = self.paths[key]
             self._kept.add(own)
 
     def plan(self, contents: CheckpointPart, selection: Selection) -> None:
-        """Locate the chunks to read, and read the plain values."""
-        items = self._planner.create_local_plan().items
+        """Locate the chunks to read, and read the plain values.
+
+        Raises:
+            UnsafeCheckpointError: a value can be rebuilt by pickle only, which is not allowed.
+        """
+        items = create_default_local_load_plan(self.entries, self._metadata).items
         places = contents.find({item.storage_index for item in items})
+        wrapped: dict[MetadataIndex, _Rebuilt] = {}
         for item in items:
             place = places[item.storage_index]
             if item.type == LoadItemType.BYTE_IO:
-                self._plan_value(item, place, contents, selection)
+                key = item.dest_index.fqn
+                value = load_value(contents.read_entry(place), key, allow_pickle=self._allow_pickle)
+                path = self.paths[key]
+                lists_parameters = "param_groups" in path and path[-1] == "params"
+                container = _container(self.target, path)
+                container[path[-1]] = selection.renamed(value) if lists_parameters else value
             else:
-                self._plan_tensor(item, place, contents)
+                self._plan_tensor(item, place, contents, wrapped)
+        self._rebuilt += wrapped.values()
 
-    def _plan_value(
-        self, item: ReadItem, place: ChunkLocation, contents: CheckpointPart, selection: Selection
+    def _plan_tensor(
+        self,
+        item: ReadItem,
+        place: ChunkLocation,
+        contents: CheckpointPart,
+        wrapped: dict[MetadataIndex, _Rebuilt],
     ) -> None:
-        def renamed(path: tuple[str | int, ...], value: Any) -> Any:
-            lists_parameters = "param_groups" in path and path[-1] == "params"
-            return selection.renamed(value) if lists_parameters else value
-
-        self._planner.put_value(item.dest_index.fqn, contents.read_entry(place), renamed)
-
-    def _plan_tensor(self, item: ReadItem, place: ChunkLocation, contents: CheckpointPart) -> None:
         key = item.dest_index.fqn
+        name = f"{self._part}/{key}"
         own = own_part(self.entries[key])
+        chunk = partial(contents.read_chunk, place), item
         if is_wrapped(own) != place.wrapped:
             known: Paths = self._metadata.planner_data or {}
             self.unlike[tuple(known.get(key, (key,)))] = place.wrapped
+        elif place.wrapped:
+            wrapped.setdefault(item.dest_index, _Rebuilt(name, own, [], wrapped=True)).chunks.append(chunk)
             return
-        if place.wrapped:
-            load = self._wrapped.setdefault(item.dest_index, _WrappedLoad(f"{self._part}/{key}", own))
-            load.add(partial(contents.read_chunk, place), item)
-            return
-        target = self._planner.resolve_tensor(item).detach()
+        target = find_tensor_shard(self.entries[key], item.dest_index).detach()
+        target = _narrowed(target, item.dest_offsets, item.lengths)
         if place.payload is None or place.form is None:
-            self._odd.append(_OddChunk(partial(contents.read_chunk, place), item, target))
-            return
-        dtype, shape = place.form
-        part = TensorTarget(shape=shape, dtype=dtype, offsets=tuple(item.storage_offsets), tensor=target)
-        name = f"{self._part}/{key}"
-        self.reads.append(TensorRead(name=name, payload=place.payload, target=part))
+            self._rebuilt.append(_Rebuilt(name, target, [chunk]))
+        else:
+            dtype, shape = place.form
+            part = TensorTarget(shape=shape, dtype=dtype, offsets=tuple(item.storage_offsets), tensor=target)
+            self.reads.append(TensorRead(name=name, payload=place.payload, target=part))
 
     def common(self) -> Iterator[tuple[str, Any]]:
         """Yield the live entries that other ranks may hold, by the names of their reads."""
@@ -341,29 +300,27 @@ class PartLoad:
             if key not in self._kept and not isinstance(value, ShardedTensor):
                 yield f"{self._part}/{key}", value
 
-    def try_odd_chunks(self) -> None:
-        """Read and verify the chunks of `read_odd_chunks`, without changing anything."""
-        for each in self._odd:
-            each.read()
-        for load in self._wrapped.values():
-            load.check()
-
-    def read_odd_chunks(self) -> None:
-        """Read the chunks that are not contiguous, or wrapped, into their tensors."""
-        for each in self._odd:
-            each.load()
-        for load in self._wrapped.values():
-            load.fill()
+    def read_rebuilt(self, *, into_place: bool) -> None:
+        """Read and verify the chunks that torch rebuilds, into their tensors if wanted."""
+        with torch.no_grad():
+            for each in self._rebuilt:
+                for target, source in each.copies():
+                    if into_place:
+                        target.copy_(source)
 
 
-def _remove(container: Any, path: Sequence[str | int]) -> None:
-    """Remove a leaf from a nested target; in a list, it becomes None."""
+def _narrowed(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+        if length != tensor.size(dim):
+            tensor = tensor.narrow(dim, offset, length)
+    return tensor
+
+
+def _container(target: Any, path: Sequence[str | int]) -> Any:
+    """Return what holds a leaf of a nested target."""
     for step in path[:-1]:
-        container = container[step]
-    if isinstance(container, dict):
-        del container[path[-1]]
-    else:
-        container[path[-1]] = None
+        target = target[step]
+    return target
 
 
 def with_kinds(saved: SavedState, unlike: Mapping[str, Unlike]) -> SavedState:
@@ -384,22 +341,20 @@ def refuse_unlike(unlike: Mapping[str, Unlike], place: str) -> None:
     found = {".".join(map(str, path)): kind for of_part in unlike.values() for path, kind in of_part.items()}
     if not found:
         return
-    saved = [name for name, wrapped in found.items() if wrapped]
-    live = [name for name, wrapped in found.items() if not wrapped]
-    places = ((saved, "in the checkpoint", "here"), (live, "here", "in the checkpoint"))
-    listed = [text for each in places for text in _unlike_text(*each)]
+    listed: list[str] = []
+    for wrapped, place_of, other in (
+        (True, "in the checkpoint", "here"),
+        (False, "here", "in the checkpoint"),
+    ):
+        if names := [name for name, kind in found.items() if kind == wrapped]:
+            more = f" and {len(names) - _SHOWN_UNLIKE} more" if len(names) > _SHOWN_UNLIKE else ""
+            listed.append(
+                f"{', '.join(names[:_SHOWN_UNLIKE])}{more}: made of other tensors (quantised, for example) "
+                f"{place_of}, and at least in part plain {other}"
+            )
     raise IncompatibleCheckpointError(
         f"{place} does not fit the training state, and nothing was loaded: {'; '.join(listed)}. Quantise the "
         "model before the load as it was when it was saved. What an optimizer keeps quantised depends on the "
         "size of each rank's shard: load on as many ranks as saved",
         mismatched=sorted(found),
     )
-
-
-def _unlike_text(names: Sequence[str], place: str, other: str) -> Iterator[str]:
-    if names:
-        more = f" and {len(names) - _SHOWN_UNLIKE} more" if len(names) > _SHOWN_UNLIKE else ""
-        yield (
-            f"{', '.join(names[:_SHOWN_UNLIKE])}{more}: made of other tensors (quantised, for example) "
-            f"{place}, and at least in part plain {other}"
-        )

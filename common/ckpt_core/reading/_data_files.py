@@ -1,27 +1,85 @@
-"""The open data files of a checkpoint, and the bytes kept of them."""
+"""The open files of a checkpoint, memory to read into, and bytes kept."""
 
 from __future__ import annotations
 
+import mmap
 import sys
 import threading
 from bisect import bisect_right, insort
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Final, final
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Final, Protocol, final
 
-from ckpt_core.reading._buffers import allocate
-from ckpt_core.storage import RangeReader, SpreadReader, Storage
+from ckpt_core.reading._requests import MAX_TAKE_BYTES, REQUEST_BYTES
+from ckpt_core.storage import ALIGNMENT, RangeReader, SpreadReader, Storage
 
+_LARGE_BYTES: Final = MAX_TAKE_BYTES + 2 * REQUEST_BYTES + ALIGNMENT
+_LARGE_BUFFERS: Final = 4
 _SLAB_BYTES: Final = 64 << 20
 _MAX_OPEN: Final = 128
 """With more files, each is closed when a pass has finished with it, to save descriptors."""
 
 
-@final
-class KeptMemory:
-    """The memory for kept bytes of all files together, of bounded size.
+class Lender(Protocol):
+    """Memory that reading threads borrow."""
 
-    In large pages where the system has them: touching small ones costs more than the copy.
+    def lend(self, offset: int, size_bytes: int) -> AbstractContextManager[memoryview]:
+        """Lend memory for bytes at `offset` in a file."""
+        ...
+
+
+@final
+class Buffers:
+    """A pool of memory for reading threads.
+
+    One small buffer for each thread, and four large ones for all threads, which wait for a free one: at most
+    12 * 8 MiB + 4 * 40 MiB for 12 threads. Pages that were never written take no memory.
+    """
+
+    def __init__(self, small_bytes: int = REQUEST_BYTES) -> None:
+        self._small_bytes = small_bytes
+        self._small: list[memoryview] = []
+        self._large: list[memoryview] = []
+        self._large_free = threading.BoundedSemaphore(_LARGE_BUFFERS)
+
+    @contextmanager
+    def lend(self, offset: int, size_bytes: int) -> Generator[memoryview]:
+        """Lend memory for bytes at `offset` in a file, with the same alignment to a page."""
+        skew = offset % ALIGNMENT
+        if size_bytes <= self._small_bytes:
+            with _lent(self._small, self._small_bytes + ALIGNMENT) as buffer:
+                yield buffer[skew : skew + size_bytes]
+        else:
+            with self._large_free, _lent(self._large, _LARGE_BYTES) as buffer:
+                yield buffer[skew : skew + size_bytes]
+
+
+@contextmanager
+def _lent(free: list[memoryview], size_bytes: int) -> Generator[memoryview]:
+    # The last one returned is the likeliest to be in a cache. `pop` and `append` are atomic.
+    try:
+        buffer = free.pop()
+    except IndexError:
+        buffer = _allocate(size_bytes)
+    try:
+        yield buffer
+    finally:
+        free.append(buffer)
+
+
+def _allocate(size_bytes: int) -> memoryview:
+    """Return new page-aligned memory, in large pages where the system has them."""
+    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)
+
+
+@final
+class _KeptMemory:
+    """Memory of bounded size for the kept bytes of all files together.
+
+    In slabs, for large pages: touching small ones costs more than the copy.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -36,7 +94,7 @@ class KeptMemory:
                 return None
             self._remaining -= size_bytes
             if size_bytes > len(self._slab):
-                self._slab = allocate(max(size_bytes, _SLAB_BYTES))
+                self._slab = _allocate(max(size_bytes, _SLAB_BYTES))
             taken, self._slab = self._slab[:size_bytes], self._slab[size_bytes:]
             return taken
 
@@ -48,7 +106,7 @@ class DataFile:
     Concurrency: all methods may be called from several threads; `close` while no thread reads.
     """
 
-    def __init__(self, storage: Storage, key: str, memory: KeptMemory | None) -> None:
+    def __init__(self, storage: Storage, key: str, memory: _KeptMemory | None) -> None:
         self._storage = storage
         self._key = key
         self._memory = memory
@@ -138,15 +196,15 @@ class DataFile:
 
 @final
 class DataFiles:
-    """All files of one checkpoint, and the number of bytes requested from them.
+    """All files of one checkpoint.
 
-    Concurrency: `at` and `done` may be called from several threads during a pass.
+    Concurrency: `at` and `served` may be called from several threads during a pass.
     """
 
     def __init__(self, storage: Storage, directory: str, keep_bytes: int) -> None:
         self._storage = storage
         self._prefix = f"{directory}/" if directory else ""
-        self._memory = None if storage.rereads_from_memory else KeptMemory(keep_bytes)
+        self._memory = None if storage.rereads_from_memory else _KeptMemory(keep_bytes)
         self._files: dict[str, DataFile] = {}
         self._remaining: dict[str, int] = {}
         self._guard = threading.Lock()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections import Counter
+import threading
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,17 +15,14 @@ from typing import Final, Self, final
 from ckpt_core.crew import run_all
 from ckpt_core.errors import CorruptCheckpointError, FileFailure
 from ckpt_core.formats.checksums import combine_crc32, crc32
-from ckpt_core.reading._buffers import Buffers, Lender
-from ckpt_core.reading._data_files import DataFile, DataFiles
-from ckpt_core.reading._findings import VerifyReport
-from ckpt_core.reading._payloads import Payload, RangeRead
+from ckpt_core.reading._data_files import Buffers, DataFile, DataFiles, Lender
 from ckpt_core.reading._requests import (
     MEMORY_LIMITS,
     NETWORK_LIMITS,
-    Order,
+    Payload,
     Piece,
+    RangeRead,
     Request,
-    check_destinations,
     is_comparable_alone,
     pieces_of,
     plan_fetch,
@@ -34,8 +32,13 @@ from ckpt_core.storage import ForeignFileError, Storage
 
 _LOCAL_THREADS: Final = 4
 _REMOTE_THREADS: Final = 12
+_ROUNDS: Final = 2
+"""How many of the largest requests into place each thread gets at least."""
+_MOST_IN_PLACE_BYTES: Final = 64 << 20
 _KEEP_BYTES: Final = 256 << 20
 _TRIES: Final = 2
+_MAX_NAMED: Final = 3
+"""The most ranges or tensors that one problem lists; a lost file has thousands."""
 
 
 @final
@@ -82,7 +85,7 @@ class Engine:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
+        self._files.close()
 
     @property
     def bytes_read(self) -> int:
@@ -112,16 +115,19 @@ class Engine:
         Raises:
             OSError: storage failed; that says nothing about the checkpoint.
         """
+        ranges = list(ranges)
         if on_arrival and not self._rereads:
             self._on_arrival = True
-            ranges = list(ranges)
             # A byte of every file, so that what is archived or denied fails first.
             paths = {each.payload.path for each in ranges if each.payload.size_bytes}
-            self._run([Request(path, 0, 1, ()) for path in paths], self._probe)
-            ranges = (each for each in ranges if not is_comparable_alone(each.payload))
-        ranges = ranges if twin_of is None else list(ranges)
+            probe = [memoryview(bytearray(1))]
+            self._run(
+                [Request(path, 0, 1, ()) for path in paths],
+                lambda request, file: file.read(request.start, probe),
+            )
+            ranges = [each for each in ranges if not is_comparable_alone(each.payload)]
         report = self._verified(ranges)
-        failures = report.report()
+        failures = report.failures()
         if twin_of is None or not failures:
             return failures
         return self._verify_twins([each for each in ranges if report.concerns(each.payload)], report, twin_of)
@@ -139,13 +145,22 @@ class Engine:
             EOFError: a file has become shorter; the message names it.
             OSError: storage failed; the error names the file.
         """
-        ranges = [self._whole(each) for each in ranges] if self._instead else list(ranges)
-        check_destinations(ranges)
+        ranges = list(ranges)
+        for each in ranges:
+            each.check_destination()
+        if self._instead:
+            ranges = [
+                each if whole is None else replace(each, payload=whole)
+                for each in ranges
+                for whole in [self._instead.get((each.payload.path, each.payload.offset))]
+            ]
         for each in ranges:
             if each.take is not None and each.start == each.stop:
                 each.take(memoryview(bytearray()))
-        if self._reads_in_place:
-            self._limits = self._limits.shared_by(self._threads, sum(each.size_bytes for each in ranges))
+        if self._reads_in_place:  # few requests, with work for every thread
+            share = sum(each.size_bytes for each in ranges) // (_ROUNDS * self._threads)
+            most = min(max(share, self._limits.spread_bytes), _MOST_IN_PLACE_BYTES)
+            self._limits = self._limits._replace(direct_bytes=most, spread_bytes=most)
         self._files.begin({each.payload.path: 0 for each in ranges})
         requests = plan_fetch(
             ranges,
@@ -157,10 +172,6 @@ class Engine:
         )
         self._run(requests, partial(self._deliver, lender or self._buffers))
 
-    def close(self) -> None:
-        """Close all files and drop kept bytes; harmless when repeated."""
-        self._files.close()
-
     def _run(self, requests: Sequence[Request], serve: Callable[[Request, DataFile], None]) -> None:
         """Serve the requests of a pass on several threads, and close finished files."""
         self._files.begin(Counter(request.path for request in requests))
@@ -171,16 +182,11 @@ class Engine:
 
         run_all(work, requests, self._threads)
 
-    def _probe(self, request: Request, file: DataFile) -> None:
-        file.read(request.start, [memoryview(bytearray(1))])
-
-    def _verified(self, ranges: Iterable[RangeRead]) -> VerifyReport:
+    def _verified(self, ranges: Iterable[RangeRead]) -> _VerifyReport:
         """Read and compare what ranges touch, in buffers."""
         self._has_verified = True
-        report = VerifyReport()
-        pieces, bare = pieces_of(ranges)
-        for payload in bare:
-            report.add_unverifiable(payload)
+        report = _VerifyReport()
+        pieces, report.unverifiable = pieces_of(ranges)
         large = [piece for piece in pieces if len(piece.steps) > 1]
         for piece in large:
             for step in piece.steps:
@@ -196,9 +202,9 @@ class Engine:
                 report.add_changed(piece, found)
         return report
 
-    def _check(self, report: VerifyReport, request: Request, file: DataFile) -> None:
+    def _check(self, report: _VerifyReport, request: Request, file: DataFile) -> None:
         """Serve one request of the first pass: record damage, raise any other error."""
-        if report.is_missing(request.path):
+        if request.path in report.missing:
             return
         size = request.stop - request.start
         room = file.room(request.start, size)
@@ -208,7 +214,7 @@ class Engine:
                 changed = self._read(request, file, [buffer], lambda piece: piece.crc32)
         except (FileNotFoundError, ForeignFileError) as error:
             is_foreign = isinstance(error, ForeignFileError)
-            report.add_missing(request.path, str(error.strerror) if is_foreign else "missing")
+            report.missing[request.path] = str(error.strerror) if is_foreign else "missing"
         except (EOFError, OSError) as error:
             # A block that the device cannot read is lost; any other error may be temporary.
             if isinstance(error, OSError) and error.errno != errno.EIO:
@@ -221,18 +227,16 @@ class Engine:
                 file.keep(request.start, room)
 
     def _narrow_down(
-        self, report: VerifyReport, request: Request, file: DataFile, error: EOFError | OSError
+        self, report: _VerifyReport, request: Request, file: DataFile, error: EOFError | OSError
     ) -> None:
         """Read each piece by itself, so that readable ones are not reported."""
         if len(request.orders) > 1:
             for order in request.orders:
                 self._check(report, Request(request.path, order.start, order.stop, [order]), file)
-            return
-        (piece,) = request.orders[0].pieces
-        if isinstance(error, OSError):
-            report.add_unreadable(piece, error)
+        elif isinstance(error, OSError):
+            report.add(request.orders[0].pieces[0], "unreadable", f"cannot be read: {error}")
         else:
-            report.add_cut(piece, file.size_bytes)
+            report.add_cut(request.orders[0].pieces[0], file.size_bytes)
 
     def _deliver(self, lender: Lender, request: Request, file: DataFile) -> None:
         """Serve one request of the second pass.
@@ -254,11 +258,14 @@ class Engine:
                     order.take(content)
 
     def _read_intact(self, request: Request, file: DataFile, buffers: Sequence[memoryview]) -> None:
-        if changed := self._read(request, file, buffers, self._expected):
-            report = VerifyReport()
+        def expected(piece: Piece) -> int | None:
+            return self._steps.get(piece.identity) if piece.crc32 is None else piece.crc32
+
+        if changed := self._read(request, file, buffers, expected):
+            report = _VerifyReport()
             for piece, found in changed:
-                report.add_changed(piece._replace(crc32=self._expected(piece)), found)
-            failures = report.report()
+                report.add_changed(piece._replace(crc32=expected(piece)), found)
+            failures = report.failures()
             raise CorruptCheckpointError(
                 f"{failures[0]}; it was read {_TRIES} times. The storage is failing, or another program "
                 "writes to this checkpoint",
@@ -283,8 +290,10 @@ class Engine:
             file.read(request.start, buffers)
             changed = []
             for order in request.orders:
+                memory, at = (order.into, order.start) if request.direct else (buffers[0], request.start)
                 for piece in order.pieces:
-                    found = crc32(_bytes_of(piece, order, request, buffers))
+                    assert memory is not None
+                    found = crc32(memory[piece.file_start - at : piece.file_stop - at])
                     known = expected(piece)
                     if known is None:
                         self._steps[piece.identity] = found
@@ -294,14 +303,11 @@ class Engine:
                 break
         return changed
 
-    def _expected(self, piece: Piece) -> int | None:
-        return self._steps.get(piece.identity) if piece.crc32 is None else piece.crc32
-
     def _verify_twins(
-        self, damaged: Sequence[RangeRead], report: VerifyReport, twin_of: Callable[[str], str | None]
+        self, damaged: Sequence[RangeRead], report: _VerifyReport, twin_of: Callable[[str], str | None]
     ) -> list[FileFailure]:
         """Compare damaged payloads in the twins of their files; see `verify`."""
-        failures = report.report()
+        failures = report.failures()
         twins = {path: twin_of(path) for path in {each.payload.path for each in damaged}}
         moved = [
             replace(each, payload=replace(each.payload, path=twin))
@@ -309,24 +315,81 @@ class Engine:
             if (twin := twins[each.payload.path]) is not None
         ]
         second = self._verified(moved)
-        without = report.has_unverifiable or None in twins.values()
+        without = report.unverifiable or None in twins.values()
         if without or any(second.concerns(each.payload) for each in moved):
-            return failures + second.report()
+            return failures + second.failures()
         for each, instead in zip(damaged, moved, strict=True):
             self._instead[each.payload.path, each.payload.offset] = instead.payload
         return [replace(failure, twin=str(twins[failure.path])) for failure in failures]
 
-    def _whole(self, read: RangeRead) -> RangeRead:
-        """Return a read with its payload where it is whole."""
-        instead = self._instead.get((read.payload.path, read.payload.offset))
-        return read if instead is None else replace(read, payload=instead)
+
+@final
+class _VerifyReport:
+    """The problems found by all threads: one per tensor, or per lost or short file."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self.missing: dict[str, str] = {}
+        self.unverifiable: list[Payload] = []
+        self._payloads: set[tuple[str, int]] = set()
+        self._sizes: dict[str, int] = {}
+        self._cut: defaultdict[str, list[Piece]] = defaultdict(list)
+        self._damage: defaultdict[tuple[str, int, str], list[tuple[Piece, str]]] = defaultdict(list)
+
+    def add_cut(self, piece: Piece, file_bytes: int) -> None:
+        """Record that the file ends before the piece does."""
+        with self._guard:
+            self._payloads.add((piece.payload.path, piece.payload.offset))
+            self._sizes[piece.payload.path] = file_bytes
+            self._cut[piece.payload.path].append(piece)
+
+    def add_changed(self, piece: Piece, found: int) -> None:
+        """Record that the piece differs from what was saved."""
+        saved = f"{piece.crc32:08x} was saved"
+        self.add(piece, "changed", f"differ from those that were saved: CRC-32 is {found:08x}, {saved}")
+
+    def add(self, piece: Piece, kind: str, text: str) -> None:
+        """Record that there is something wrong with the bytes of the piece."""
+        with self._guard:
+            self._payloads.add((piece.payload.path, piece.payload.offset))
+            self._damage[piece.payload.path, piece.payload.offset, kind].append((piece, text))
+
+    def concerns(self, payload: Payload) -> bool:
+        """Return whether a problem of that payload, or of its whole file, was recorded."""
+        return payload.path in self.missing or (payload.path, payload.offset) in self._payloads
+
+    def failures(self) -> list[FileFailure]:
+        """Return all failures, by path and position in the file."""
+        found = [(path, -1, problem) for path, problem in self.missing.items()]
+        found += [(path, -1, self._cut_text(path)) for path in self._cut if path not in self.missing]
+        found += [
+            (p.path, p.offset, f"cannot be verified: tensor {p.key!r} has no checksum")
+            for p in self.unverifiable
+        ]
+        for (path, offset, _), damages in self._damage.items():
+            if path not in self.missing:
+                damages.sort(key=lambda damage: damage[0].start)
+                runs: list[tuple[int, int]] = []
+                for piece, _ in damages:
+                    joins = runs and piece.file_start <= runs[-1][1]
+                    start = runs.pop()[0] if joins else piece.file_start
+                    runs.append((start, piece.file_stop))
+                listed = _few([f"{start} to {stop}" for start, stop in runs])
+                key, text = damages[0][0].payload.key, damages[0][1]
+                found.append((path, offset, f"tensor {key!r}: bytes {listed} of the file {text}"))
+        return [FileFailure(path=path, problem=problem) for path, _, problem in sorted(found)]
+
+    def _cut_text(self, path: str) -> str:
+        pieces = sorted(self._cut[path], key=lambda piece: piece.file_start)
+        keys = list(dict.fromkeys(piece.payload.key for piece in pieces))
+        missing = max(piece.file_stop for piece in pieces) - self._sizes[path]
+        end = f"ends {missing} bytes too early" if missing > 0 else "became shorter while it was read"
+        return f"{end}: of {_few([repr(key) for key in keys])} not everything is there"
 
 
-def _bytes_of(piece: Piece, order: Order, request: Request, buffers: Sequence[memoryview]) -> memoryview:
-    """Return where the bytes of a piece are, once its request has been read."""
-    memory, at = (order.into, order.start) if request.direct else (buffers[0], request.start)
-    assert memory is not None
-    return memory[piece.file_start - at : piece.file_stop - at]
+def _few(names: Sequence[str]) -> str:
+    rest = len(names) - _MAX_NAMED
+    return ", ".join(names[:_MAX_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _cpus() -> int:

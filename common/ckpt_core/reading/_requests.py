@@ -1,16 +1,95 @@
-"""Requests: neighbouring ranges of a file in one read, at most a buffer long."""
+"""What is read, in requests: neighbouring ranges of a file in one."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, final
 
-from ckpt_core.reading._buffers import NETWORK_REQUEST_BYTES, REQUEST_BYTES
-from ckpt_core.reading._payloads import MAX_TAKE_BYTES, Payload, RangeRead
+REQUEST_BYTES: Final = 4 << 20
+"""Largest request that goes through a buffer, except for a range with `take`."""
+MAX_TAKE_BYTES: Final = 32 << 20
+"""Longest range that `take` can get; longer ones are read directly into place, or taken in parts."""
+_NETWORK_REQUEST_BYTES: Final = 8 << 20
 
-_ROUNDS: Final = 2
-_MOST_IN_PLACE_BYTES: Final = 64 << 20
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Payload:
+    """The raw bytes of one tensor chunk in a data file.
+
+    Attributes:
+        path: POSIX-relative to the checkpoint directory.
+        key: DCP's flattened name, for errors.
+        offset: position of the first byte in the file.
+        size_bytes: its length.
+        crc32: CRC-32 of the whole payload; None if it cannot be verified as a whole.
+        block_bytes: size of the blocks with a checksum each; the last may be shorter.
+        block_crcs: CRC-32s of the blocks, so that a part can be verified; empty if there are none.
+    """
+
+    path: str
+    key: str
+    offset: int
+    size_bytes: int
+    crc32: int | None
+    block_bytes: int = 1 << 20
+    block_crcs: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        if self.block_crcs and len(self.block_crcs) != -(-self.size_bytes // self.block_bytes):
+            raise ValueError(
+                f"{self.path}: {self.key!r} has {len(self.block_crcs)} block checksums, which does not fit "
+                f"{self.size_bytes} bytes in blocks of {self.block_bytes}"
+            )
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RangeRead:
+    """Bytes `start` to `stop` of a payload, with a destination unless verified.
+
+    Attributes:
+        into: writable contiguous memory of exactly `stop - start` bytes, which is read into directly.
+        take: without `into`, called with the bytes, on a reading thread, once for each `RangeRead`. The bytes
+            are valid during the call only. At most `MAX_TAKE_BYTES`.
+    """
+
+    payload: Payload
+    start: int
+    stop: int
+    into: memoryview | None = None
+    take: Callable[[memoryview], None] | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.stop <= self.payload.size_bytes:
+            raise ValueError(
+                f"bytes {self.start} to {self.stop} of {self.payload.key!r} are not inside its payload of "
+                f"{self.payload.size_bytes} bytes"
+            )
+        into = self.into
+        if into is not None and (into.readonly or not into.c_contiguous or into.nbytes != self.size_bytes):
+            raise ValueError(
+                f"the memory for bytes {self.start} to {self.stop} of {self.payload.key!r} must be writable, "
+                f"contiguous and {self.size_bytes} bytes long; it has {into.nbytes}"
+            )
+
+    @property
+    def size_bytes(self) -> int:
+        """The length of the range."""
+        return self.stop - self.start
+
+    def check_destination(self) -> None:
+        """Check that the range has exactly one destination."""
+        where = f"bytes {self.start} to {self.stop} of {self.payload.key!r}"
+        if (self.into is None) == (self.take is None):
+            raise ValueError(f"{where}: give either `into` or `take` as their destination")
+        if self.take is not None and self.size_bytes > MAX_TAKE_BYTES:
+            raise ValueError(
+                f"{where} are too many for one `take`; take them in parts of {MAX_TAKE_BYTES} bytes"
+            )
 
 
 class Limits(NamedTuple):
@@ -27,11 +106,6 @@ class Limits(NamedTuple):
     spread_bytes: int
     """Largest request that is read directly into several places; 0 for none."""
 
-    def shared_by(self, threads: int, total_bytes: int) -> Limits:
-        """Return the limits for few requests into place, with work for every thread."""
-        most = min(max(total_bytes // (_ROUNDS * threads), self.spread_bytes), _MOST_IN_PLACE_BYTES)
-        return self._replace(direct_bytes=most, spread_bytes=most)
-
 
 MEMORY_LIMITS: Final = Limits(
     gap_bytes=16 << 10,
@@ -43,9 +117,9 @@ MEMORY_LIMITS: Final = Limits(
 """Where a request costs microseconds. The gap covers a zip header, not a small tensor of another rank."""
 NETWORK_LIMITS: Final = Limits(
     gap_bytes=64 << 10,
-    copied_bytes=1 << 20,
-    verified_bytes=NETWORK_REQUEST_BYTES,
-    direct_bytes=NETWORK_REQUEST_BYTES,
+    copied_bytes=0,
+    verified_bytes=_NETWORK_REQUEST_BYTES,
+    direct_bytes=_NETWORK_REQUEST_BYTES,
     spread_bytes=16 << 20,
 )
 """Where a request costs milliseconds, and its client may need as much memory as it asks for."""
@@ -107,10 +181,7 @@ class Order(NamedTuple):
 
 
 class Request(NamedTuple):
-    """Bytes `start` to `stop` of a file, read in one call.
-
-    `direct`: into the places of its orders.
-    """
+    """Bytes `start` to `stop` of a file, read in one call; if `direct`, into place."""
 
     path: str
     start: int
@@ -139,44 +210,38 @@ def is_comparable_alone(payload: Payload) -> bool:
 
 def pieces_of(ranges: Iterable[RangeRead]) -> tuple[list[Piece], list[Payload]]:
     """Return every checksummed piece that a range touches, once; and payloads without."""
-    payloads: dict[tuple[str, int, int, int], tuple[Payload, list[tuple[int, int]]]] = {}
+    payloads: dict[tuple[str, int, int, int | None], tuple[Payload, list[tuple[int, int]]]] = {}
     for each in ranges:
         payload = each.payload
         # The payload itself is no key: all its block checksums would be hashed.
-        crc32 = -1 if payload.crc32 is None else payload.crc32
-        identity = payload.path, payload.offset, payload.size_bytes, crc32
+        identity = payload.path, payload.offset, payload.size_bytes, payload.crc32
         if each.start < each.stop:
             payloads.setdefault(identity, (payload, []))[1].append((each.start, each.stop))
     found: list[Piece] = []
     bare: list[Payload] = []
     for payload, spans in payloads.values():
-        if payload.block_crcs or payload.crc32 is not None:
-            found.extend(_around(payload, spans))
-        else:
-            bare.append(payload)
+        size, end, next_block = payload.block_bytes, payload.size_bytes, 0
+        if not payload.block_crcs:
+            if payload.crc32 is None:
+                bare.append(payload)
+            else:
+                found.append(Piece(payload, 0, end, payload.crc32))
+            continue
+        for start, stop in sorted(spans):
+            last = -(-stop // size)
+            found += [
+                Piece(payload, at * size, min((at + 1) * size, end), payload.block_crcs[at])
+                for at in range(max(next_block, start // size), last)
+            ]
+            next_block = max(next_block, last)
     return found, bare
-
-
-def _around(payload: Payload, spans: Iterable[tuple[int, int]]) -> Iterator[Piece]:
-    """Yield the pieces of a payload that some of the spans touch, once each, in order."""
-    if not payload.block_crcs:
-        yield Piece(payload, 0, payload.size_bytes, payload.crc32)
-        return
-    size, end = payload.block_bytes, payload.size_bytes
-    next_block = 0
-    for start, stop in sorted(spans):
-        last = -(-stop // size)
-        for block in range(max(next_block, start // size), last):
-            yield Piece(payload, block * size, min((block + 1) * size, end), payload.block_crcs[block])
-        next_block = max(next_block, last)
 
 
 def plan_verify(pieces: Iterable[Piece], limits: Limits) -> list[Request]:
     """Plan to read every piece once."""
-    files: dict[str, list[Order]] = {}
+    files: defaultdict[str, list[Order]] = defaultdict(list)
     for piece in pieces:
-        orders = (Order(step.file_start, step.file_stop, (step,)) for step in piece.steps)
-        files.setdefault(piece.payload.path, []).extend(orders)
+        files[piece.payload.path] += [Order(step.file_start, step.file_stop, (step,)) for step in piece.steps]
     return [
         request
         for path, orders in sorted(files.items())
@@ -202,46 +267,28 @@ def plan_fetch(
         is_held: whether bytes of a file are in memory, and known to be intact.
     """
     requests: list[Request] = []
-    for path, in_file in _by_path(ranges):
-        copied: list[Order] = []
-        spread: list[Order] = []
-        for order in (order for each in in_file for order in _orders(each, limits, compared, in_place)):
+    copied: defaultdict[str, list[Order]] = defaultdict(list)
+    direct: defaultdict[str, list[Order]] = defaultdict(list)
+    for each in ranges:
+        path = each.payload.path
+        for order in _orders(each, limits, compared, in_place) if each.start < each.stop else ():
             if order.pieces and is_held(path, order.first, order.last):
                 alone = order._replace(start=order.first, stop=order.last, pieces=())
-                requests.append(_direct_if_alone(Request(path, alone.start, alone.stop, [alone])))
-            elif not order.is_whole or (order.pieces and not in_place):
-                copied.append(order)
-            elif limits.spread_bytes:
-                spread.append(order)
-            elif order.stop - order.start > limits.copied_bytes:
-                requests.append(Request(path, order.start, order.stop, [order], direct=True))
+                requests += _joined(path, [alone], 0, 0)
+            elif (
+                order.is_whole
+                and (in_place or not order.pieces)
+                and (order.stop - order.start > limits.copied_bytes)
+            ):
+                direct[path].append(order)
             else:
-                copied.append(order)
-        requests.extend(map(_direct_if_alone, _joined(path, copied, limits.gap_bytes, REQUEST_BYTES)))
-        requests.extend(_spread(path, spread, limits))
+                copied[path].append(order)
+    for path, orders in copied.items():
+        requests += _joined(path, orders, limits.gap_bytes, REQUEST_BYTES)
+    for path, orders in direct.items():
+        requests += _joined(path, orders, limits.gap_bytes, limits.spread_bytes, direct=True)
     # All kinds in file order, which is fastest on disks.
     return sorted(requests, key=itemgetter(0, 1))
-
-
-def check_destinations(ranges: Iterable[RangeRead]) -> None:
-    """Check that every range has exactly one destination."""
-    for each in ranges:
-        where = f"bytes {each.start} to {each.stop} of {each.payload.key!r}"
-        if (each.into is None) == (each.take is None):
-            raise ValueError(f"{where}: give either `into` or `take` as their destination")
-        if each.take is not None and each.size_bytes > MAX_TAKE_BYTES:
-            raise ValueError(
-                f"{where} are too many for one `take`; take them in parts of {MAX_TAKE_BYTES} bytes"
-            )
-
-
-def _by_path(ranges: Iterable[RangeRead]) -> list[tuple[str, list[RangeRead]]]:
-    """Group non-empty ranges by file, sorted by path."""
-    files: dict[str, list[RangeRead]] = {}
-    for each in ranges:
-        if each.start < each.stop:
-            files.setdefault(each.payload.path, []).append(each)
-    return sorted(files.items())
 
 
 def _orders(read: RangeRead, limits: Limits, compared: bool, in_place: bool) -> Iterator[Order]:  # noqa: FBT001
@@ -276,44 +323,31 @@ def _runs(
         if run and not (inside and piece.file_stop - run[0].file_start <= most):
             yield run[0].file_start, run[-1].file_stop, run
             run = []
-        run.append(piece)
-        if not inside:
-            yield piece.file_start, piece.file_stop, run
-            run = []
+        if inside:
+            run.append(piece)
+        else:
+            yield piece.file_start, piece.file_stop, [piece]
     if run:
         yield run[0].file_start, run[-1].file_stop, run
 
 
-def _joined(path: str, orders: Iterable[Order], gap_bytes: int, most_bytes: int) -> Iterator[Request]:
-    """Yield the requests for the orders of one file, through buffers."""
-    pending: list[Order] = []
-    start = stop = 0
-    for order in sorted(orders, key=itemgetter(0)):
-        if pending and (order.start - stop > gap_bytes or order.stop - start > most_bytes):
-            yield Request(path, start, stop, pending)
-            pending = []
-        if not pending:
-            start = stop = order.start
-        stop = max(stop, order.stop)
-        pending.append(order)
-    if pending:
-        yield Request(path, start, stop, pending)
+def _joined(
+    path: str, orders: Iterable[Order], gap_bytes: int, most_bytes: int, *, direct: bool = False
+) -> Iterator[Request]:
+    """Yield the requests for the orders of one file, through buffers or into place."""
 
+    def request() -> Request:
+        alone = len(run) == 1 and run[0].is_whole and not run[0].pieces
+        return Request(path, run[0].start, stop, run, direct or alone)
 
-def _spread(path: str, orders: Sequence[Order], limits: Limits) -> Iterator[Request]:
-    """Yield requests that read neighbours directly into place, each into its own."""
     run: list[Order] = []
+    stop = 0
     for order in sorted(orders, key=itemgetter(0)):
-        gap = order.start - run[-1].stop if run else 0
-        if run and not (0 <= gap <= limits.gap_bytes and order.stop - run[0].start <= limits.spread_bytes):
-            yield Request(path, run[0].start, run[-1].stop, run, direct=True)
+        gap = order.start - stop
+        if run and (gap > gap_bytes or order.stop - run[0].start > most_bytes or (direct and gap < 0)):
+            yield request()
             run = []
+        stop = max(stop, order.stop) if run else order.stop
         run.append(order)
     if run:
-        yield Request(path, run[0].start, run[-1].stop, run, direct=True)
-
-
-def _direct_if_alone(request: Request) -> Request:
-    """Read directly into place, if nothing else is to be filled or compared."""
-    alone = len(request.orders) == 1 and request.orders[0].is_whole and not request.orders[0].pieces
-    return request._replace(direct=True) if alone else request
+        yield request()

@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from ckpt_core import CheckpointManager
 from ckpt_core._torch_internals import inner_tensors
-from ckpt_core.dcp import Image, ImageLayout, StoredPiece, WrapMismatchError, fillings, load_chunk
+from ckpt_core.dcp import Image, ImageLayout, WrapMismatchError, fillings, load_chunk
 from ckpt_core.dcp._fingerprints import Fingerprints, sample
 from ckpt_core.dcp._image import specs_of
 from ckpt_core.dcp._leaves import Kinds, check_kind
@@ -158,7 +159,17 @@ def filled_from(live: Blocks, *stored: tuple[Blocks, int, int, int]) -> None:
     """Fill rows: each stored one has (tensor, its first row, the live one's, how many)."""
     width = live.shape[1]
     pieces = [
-        StoredPiece(stored=each, offsets=(start, 0), into=(into, 0), lengths=(rows, width))
+        (
+            each,
+            ReadItem(
+                LoadItemType.TENSOR,
+                MetadataIndex("live"),
+                torch.Size((into, 0)),
+                MetadataIndex("stored"),
+                torch.Size((start, 0)),
+                torch.Size((rows, width)),
+            ),
+        )
         for each, start, into, rows in stored
     ]
     with torch.no_grad():
