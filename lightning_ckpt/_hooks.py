@@ -109,7 +109,7 @@ class LifeCycle(AsModelCheckpoint):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         del trainer, pl_module, batch_idx
         if self._session is not None and self._session.pacing is not None:
-            self._session.pacing.counts.note(batch)
+            self._session.pacing.note_tokens(batch)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Finish staged copies first: averaging callbacks exchange weights now."""

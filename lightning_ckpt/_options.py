@@ -6,11 +6,11 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, Never, TypedDict, Unpack, cast, final
+from typing import Any, Literal, Never, TypeAlias, TypedDict, Unpack, cast, final
 
 from fsspec.registry import known_implementations
 
@@ -36,9 +36,11 @@ from ckpt_core.state import Contents, Override, contents_problem
 from ckpt_core.storage import Storage, open_storage
 from ckpt_core.telemetry import Log, NumbersSink, Sink
 from ckpt_core.tiers import read_through
-from ckpt_core.validation import boolean, location, require
+from ckpt_core.validation import boolean, function, imported, integer, location, require
 from ckpt_core.vocabulary import OPTIONS, instead_of_option
-from lightning_ckpt.loops import TokensInBatch, tokens_in_batch
+
+TokensInBatch: TypeAlias = Callable[[Any], int]
+"""Returns the number of tokens in a batch of this rank."""
 
 _NAMED_BY_STEP = "checkpoints are called step-000000500, and `ckpt ls` shows their metrics"
 _NOTHING = {
@@ -231,6 +233,15 @@ class Configured:
         )
         if "tokens" in needed_counts(self.settings.options.save) and tokens is None:
             raise ConfigError(_UNCOUNTED)
+
+
+def tokens_in_batch(given: int | TokensInBatch | str | None) -> int | TokensInBatch | None:
+    """Return the option `tokens=`, validated."""
+    if given is None or (isinstance(given, int) and integer("tokens", given, minimum=1) is None):
+        return given
+    number = isinstance(given, int | float)
+    require("tokens", integer("tokens", given, minimum=1) if number else function("tokens", given))
+    return imported("tokens", given)  # type: ignore[arg-type]
 
 
 # LightningCLI takes the words of a `ModelCheckpoint` and of others from YAML: they get the same advice there.

@@ -25,8 +25,8 @@ from lightning_ckpt._roots import Roots
 from lightning_ckpt._state import LightningState, LoadedCheckpoint, by_number
 from lightning_ckpt.loops import (
     DataResume,
+    Fit,
     Measured,
-    Running,
     position_in,
     requeue,
     requeue_signal,
@@ -58,7 +58,7 @@ class Session:
         self.pacing: Pacing | None = None
         self.preempted = False
         self._roots = Roots(settings, partial(_log, trainer))
-        self._training: Running | None = None
+        self._training: Fit | None = None
         self._module: Any = None
         self.is_running = False
         self._error: BaseException | None = None
@@ -83,7 +83,7 @@ class Session:
         for each in self._shadowed:
             # It looks for free names, and would give that of a save in flight again.
             shadow(each, {"file_exists": partial(self._file_exists, type(each).file_exists, each)})
-        self._training = Running(self.trainer)
+        self._training = Fit(self.trainer)
         if self.settings.root is not None:
             self._roots.training = True
             self.pacing = Pacing(self._training, self.settings, self._roots)
@@ -126,7 +126,7 @@ class Session:
         self._roots.save(
             place.root,
             step,
-            LightningState(self.trainer, checkpoint, running=self._training, contents=self.settings.contents),
+            LightningState(self.trainer, checkpoint, fit=self._training, contents=self.settings.contents),
             name=place.name,
             metrics=measured.at(step),
             reason="asked for by path",
@@ -212,7 +212,7 @@ class Session:
 
     def take_part(self) -> None:
         if self._training is not None:
-            self._training.loops.listener = self.pacing
+            self._training.listener = self.pacing
 
     def begin_training(self) -> None:
         """Finish a resume, right before the first batch is drawn."""
@@ -220,7 +220,7 @@ class Session:
             unwrap_optimizer(optimizer)
         training, loaded = self._training, self.loaded
         if self._data is not None:
-            held = training is not None and training.loops.holds_iterators
+            held = training is not None and training.holds_iterators
             self._data.finish(iterators_are_new=self._data.has_prepared or held)
         if training is not None:
             same_ranks = loaded is not None and loaded.saved.world_size == self.trainer.world_size
@@ -241,7 +241,7 @@ class Session:
         if self.pacing is not None:
             self.pacing.failed(error)
         if self._training is not None:
-            self._training.loops.failed()
+            self._training.failed()
 
     def finish(self) -> None:
         """Wait for saves in flight, while the process group is still there."""

@@ -37,7 +37,7 @@ from ckpt_core.types import CapturedState, SavedEntries, SavedState
 from lightning_ckpt.loops import (
     POSITIONS,
     PREFETCHED,
-    Running,
+    Fit,
     configuration_of,
     positions,
     positions_in_samples,
@@ -77,7 +77,7 @@ class LoadedCheckpoint:
         prefetched: batches to train on before the loader's next.
         positions: in the loaders; empty in checkpoints of others.
         ended_epoch: whether it was saved when an epoch's last batch was done.
-        training: what `Running` saved; None of saves outside a training.
+        training: what `Fit` saved; None of saves outside a training.
         base: names of weights that are not in it, because the model has them.
         gradients: those of an open accumulation window; None of a save between windows.
     """
@@ -114,7 +114,7 @@ class LightningState:
 
     Args:
         checkpoint: what Lightning has collected already; collected on demand if None.
-        running: what a fit changes besides; None outside a fit.
+        fit: what it changes besides; None outside a fit.
         has_optimizers: whether the strategy has its optimizers, to load into.
     """
 
@@ -123,13 +123,13 @@ class LightningState:
         trainer: Any,
         checkpoint: Mapping[str, Any] | None = None,
         *,
-        running: Running | None = None,
+        fit: Fit | None = None,
         has_optimizers: bool = True,
         contents: Contents | None = None,
     ) -> None:
         self._trainer = trainer
         self._checkpoint = checkpoint
-        self._running = running
+        self._fit = fit
         self._has_optimizers = has_optimizers
         self._contents: Contents | None = contents
         self._base = frozenset[str]()
@@ -145,7 +145,7 @@ class LightningState:
         self.change = change
 
     def capture(self) -> CapturedState:
-        return capture(self._trainer, self._collected(), self._running, self._contents)
+        return capture(self._trainer, self._collected(), self._fit, self._contents)
 
     def unstorable(self) -> list[str]:
         """Return advice on callbacks and hooks whose state cannot be stored."""
@@ -369,7 +369,7 @@ def _ended_epoch(checkpoint: Mapping[str, Any]) -> bool:
 
 
 def capture(
-    trainer: Any, checkpoint: Mapping[str, Any], running: Running | None, contents: Contents | None
+    trainer: Any, checkpoint: Mapping[str, Any], fit: Fit | None, contents: Contents | None
 ) -> CapturedState:
     """Convert the dictionary that Lightning collected on this rank.
 
@@ -383,9 +383,9 @@ def capture(
     optimizers = rest.pop("optimizer_states", [])
     if any(optimizers):  # the state of Lightning's mock is empty
         tree[OPTIMIZER] = _one_or_several(optimizers)
-    per_rank = _take_position(trainer, rest, running)
-    if running is not None and (loaders := trainer.fit_loop._combined_loader) is not None:
-        tell_of_hidden(loaders.flattened, running.untold)
+    per_rank = _take_position(trainer, rest, fit)
+    if fit is not None and (loaders := trainer.fit_loop._combined_loader) is not None:
+        tell_of_hidden(loaders.flattened, fit.untold)
     if "lr_schedulers" in rest:
         rest["lr_schedulers"] = [function_free(state) for state in rest["lr_schedulers"]]
     large: dict[str, torch.Tensor] = {}
@@ -394,13 +394,13 @@ def capture(
         tree[LARGE] = large
     if POSITIONS in per_rank:
         small[POSITIONS] = per_rank[POSITIONS]
-    if running is not None and (holders := running.holders()):
+    if fit is not None and (holders := fit.holders()):
         tree[GRADIENTS], small[GRADIENTS] = Gradients(model=model, optimizers=holders).capture()
     own = {f"{PREFIX}{key}" for key in ("callbacks", _datamodule_key(trainer))}
     per_rank |= {key: value for key, value in small.items() if key in own}
     # Last: a loader may draw from the global generator when asked for its state.
     per_rank[RNG] = rng_state()
-    if running is not None and (training := running.capture()) is not None:
+    if fit is not None and (training := fit.capture()) is not None:
         per_rank[TRAINING] = training
         small[TRAINING] = {**training, "metrics": {"callback": training["metrics"]["callback"]}}
     trained_by = trainer.strategy.optimizers
@@ -422,14 +422,14 @@ def _one_or_several(states: list[Any]) -> Any:
     return states[0] if len(states) == 1 else {str(index): state for index, state in enumerate(states)}
 
 
-def _take_position(trainer: Any, rest: dict[str, Any], running: Running | None) -> dict[str, Any]:
+def _take_position(trainer: Any, rest: dict[str, Any], fit: Fit | None) -> dict[str, Any]:
     """Take the position in the data out of the loops: every rank has its own."""
     fit_loop = dict(rest["loops"]["fit_loop"])
     fit_loop["state_dict"] = {
         key: value for key, value in fit_loop.get("state_dict", {}).items() if key != "combined_loader"
     }
     rest["loops"] = {**rest["loops"], "fit_loop": fit_loop}
-    return positions(trainer.fit_loop, in_hand=0 if running is None else running.loops.in_hand)
+    return positions(trainer.fit_loop, in_hand=0 if fit is None else fit.in_hand)
 
 
 def unstorable(checkpoint: Mapping[str, Any]) -> list[str]:
