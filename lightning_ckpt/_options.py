@@ -156,7 +156,7 @@ class Configured:
         options = "".join(f"\n        {name}: {text}" for name, text in CheckpointOptions.described().items())
         cls.__doc__ = f"{cls.__doc__}{blank}{own}{options}{raises}{ending}"
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - every argument is one that LightningCLI shows and YAML may set
         self,
         dirpath: str | Path | Storage | None = None,
         *,

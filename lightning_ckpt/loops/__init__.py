@@ -4,6 +4,8 @@ from lightning_ckpt.loops._fit import Fit, Measured
 from lightning_ckpt.loops._positions import (
     POSITIONS,
     PREFETCHED,
+    RNG,
+    SEED,
     DataResume,
     configuration_of,
     position_in,
@@ -23,6 +25,8 @@ from lightning_ckpt.loops._takeover import (
 __all__ = [
     "POSITIONS",
     "PREFETCHED",
+    "RNG",
+    "SEED",
     "DataResume",
     "Fit",
     "Measured",
