@@ -12,12 +12,11 @@ from typing import Any, ClassVar
 from fsspec.core import url_to_fs
 
 from ckpt_core.errors import ConfigError
-from lightning_ckpt._ckpt_path import chosen
+from lightning_ckpt._ckpt_path import chosen, read_our_directories
 from lightning_ckpt._committed import AsModelCheckpoint, committed_of
 from lightning_ckpt._options import Configured, Settings, missing_attribute
 from lightning_ckpt._session import Session
 from lightning_ckpt._strategy import attach
-from lightning_ckpt._weights import read_our_directories
 
 
 class LifeCycle(AsModelCheckpoint):
@@ -109,7 +108,7 @@ class LifeCycle(AsModelCheckpoint):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         del trainer, pl_module, batch_idx
         if self._session is not None and self._session.pacing is not None:
-            self._session.pacing.counts.note(batch)
+            self._session.pacing.note_tokens(batch)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Finish staged copies first: averaging callbacks exchange weights now."""

@@ -6,11 +6,11 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, Never, TypedDict, Unpack, cast, final
+from typing import Any, TypeAlias, TypedDict, Unpack, cast, final, get_type_hints
 
 from fsspec.registry import known_implementations
 
@@ -19,26 +19,17 @@ from ckpt_core.coordination import Coordinator
 from ckpt_core.errors import ConfigError
 from ckpt_core.hosting import RunRoot, ranking
 from ckpt_core.manager import CheckpointManager
-from ckpt_core.options import (
-    BackPressure,
-    CheckpointOptions,
-    Checksums,
-    OnDivergence,
-    OnError,
-    SignManifest,
-    Staging,
-    Upload,
-    Verify,
-    VerifyManifest,
-)
-from ckpt_core.retention import Abandoned, KeepBest, RetentionPolicy
+from ckpt_core.options import CheckpointOptions, Upload, signature_with_options
+from ckpt_core.retention import KeepBest, RetentionPolicy
 from ckpt_core.state import Contents, Override, contents_problem
 from ckpt_core.storage import Storage, open_storage
 from ckpt_core.telemetry import Log, NumbersSink, Sink
 from ckpt_core.tiers import read_through
-from ckpt_core.validation import boolean, location, require
+from ckpt_core.validation import boolean, function, imported, integer, location, require
 from ckpt_core.vocabulary import OPTIONS, instead_of_option
-from lightning_ckpt.loops import TokensInBatch, tokens_in_batch
+
+TokensInBatch: TypeAlias = Callable[[Any], int]
+"""Returns the number of tokens in a batch of this rank."""
 
 _NAMED_BY_STEP = "checkpoints are called step-000000500, and `ckpt ls` shows their metrics"
 _NOTHING = {
@@ -165,46 +156,20 @@ class Configured:
         options = "".join(f"\n        {name}: {text}" for name, text in CheckpointOptions.described().items())
         cls.__doc__ = f"{cls.__doc__}{blank}{own}{options}{raises}{ending}"
 
-    # Every argument is one that LightningCLI shows and YAML may set.
-    def __init__(  # noqa: PLR0913
+    def __init__(  # noqa: PLR0913 - every argument is one that LightningCLI shows and YAML may set
         self,
         dirpath: str | Path | Storage | None = None,
         *,
-        save: SavePolicy | dict[str, Any] | list[Any] | None = None,
-        keep: RetentionPolicy | dict[str, Any] | list[Any] | None = None,
-        upload: Upload | str | dict[str, Any] | list[Any] | None = None,
         save_last: bool = True,
         tokens: int | TokensInBatch | str | None = None,
         override: dict[str, Any] | None = None,
         contents: Contents | None = None,
-        abandoned: Abandoned = "keep",
-        back_pressure: BackPressure = "wait",
-        arenas: int = 1,
-        staging_memory: int | str | None = None,
-        write_bandwidth: float | str | None = None,
-        headroom: float | str | None = None,
-        staging: Staging = "blocking",
-        reject_non_finite: bool = False,
-        on_error: OnError = "raise",
-        on_divergence: OnDivergence = "refuse",
-        checksum: Checksums = "crc32",
-        replicas: int = 1,
-        sign_manifest: SignManifest | str | None = None,
-        verify_manifest: VerifyManifest | str | None = None,
-        verify: Verify | bool | None = None,
-        read_once: bool = True,
-        allow_pickle: bool = False,
-        deadline_seconds: float = 1800.0,
-        job_name: str | None = None,
-        journal: bool = True,
-        storage_options: dict[str, Any] | None = None,
         sinks: Sequence[Sink] = (),
         log_costs: bool = True,
-        on_exception: Literal["save"] | None = None,
-        **words: Never,
+        **options: Any,
     ) -> None:
-        given = {**locals(), "storage_options": storage_options or {}}
         known = inspect.signature(type(self)).parameters
+        words = {name: value for name, value in options.items() if name not in known}
         require(type(self).__name__, *advice(words, known))
         require(
             type(self).__name__,
@@ -212,19 +177,20 @@ class Configured:
             boolean("save_last", save_last),
             boolean("log_costs", log_costs),
             contents_problem(contents),
+            _problem_of_tokens(tokens),
         )
-        if dirpath is None and not (save is None and keep is None and upload is None):
+        if dirpath is None and any(options.get(name) is not None for name in ("save", "keep", "upload")):
             raise ConfigError("save=, keep= and upload= need dirpath=, the run's directory or URL")
         change = Override.of(override)
         if dirpath is None and change:
             raise ConfigError("override= needs dirpath=, the directory or URL of the run that it changes")
-        values = {each.name: given[each.name] for each in fields(CheckpointOptions)}
+        given = {**options, "storage_options": options.get("storage_options") or {}}
         self.settings = Settings(
             own=None if dirpath is None else RunRoot.of(dirpath),
-            options=CheckpointOptions.from_mapping(values),
+            options=CheckpointOptions.from_mapping(given),
             save_last=save_last,
             sinks=sinks,
-            tokens=tokens_in_batch(tokens),
+            tokens=tokens if tokens is None or isinstance(tokens, int) else imported("tokens", tokens),
             override=change,
             contents=contents,
             log_costs=log_costs,
@@ -233,12 +199,46 @@ class Configured:
             raise ConfigError(_UNCOUNTED)
 
 
-# LightningCLI takes the words of a `ModelCheckpoint` and of others from YAML: they get the same advice there.
-_own = inspect.signature(Configured.__init__).parameters
-_others = [each for each in OPTIONS if each not in _own]
-_theirs = dict.fromkeys((*_KEPT, *_SAVED, *_RENAMED, *_NOTHING, *_others), Any)
-_words = cast("Any", TypedDict)("Words", _theirs, total=False)
-Configured.__init__.__annotations__["words"] = cast("Any", Unpack)[_words]
+def _problem_of_tokens(given: Any) -> str | None:
+    if given is None or not isinstance(given, int | float):
+        return None if given is None else function("tokens", given)
+    return integer("tokens", given, minimum=1)
+
+
+def _show_options() -> None:
+    """Give the constructor every option, for LightningCLI; with types as YAML writes them.
+
+    It also takes the words of a `ModelCheckpoint` and of others from YAML, which get the same advice there.
+    """
+    make: Any = Configured.__init__
+    own = signature_with_options(make).parameters.values()
+    plain = dict[str, Any] | list[Any] | None
+    types = {
+        **get_type_hints(CheckpointOptions),
+        **get_type_hints(make),
+        "save": SavePolicy | plain,
+        "keep": RetentionPolicy | plain,
+        "upload": Upload | str | plain,
+        "storage_options": dict[str, Any] | None,
+    }
+    defaults = {"storage_options": None}
+    shown = [
+        each.replace(annotation=types[each.name], default=defaults.get(each.name, each.default))
+        for each in own
+    ]
+    names = (*_KEPT, *_SAVED, *_RENAMED, *_NOTHING, *OPTIONS)
+    words = {name: Any for name in names if name not in types}
+    further = cast("Any", Unpack)[cast("Any", TypedDict)("Words", words, total=False)]
+    make.__signature__ = inspect.Signature(
+        [
+            inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+            *shown,
+            inspect.Parameter("words", inspect.Parameter.VAR_KEYWORD, annotation=further),
+        ]
+    )
+
+
+_show_options()
 
 
 def advice(given: Mapping[str, Any], known: Collection[str]) -> list[str]:

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from secrets import token_hex
 from typing import Any, Final, final
 
 from torch.utils.data import IterableDataset
 
-from ckpt_core.cadence import needed_counts, preemptions
+from ckpt_core.cadence import Counts, needed_counts, preemptions
 from ckpt_core.disclosure import logger_of
 from ckpt_core.names import run_name, step_name
+from ckpt_core.saving import SaveHandle
 from ckpt_core.state import load_rng_state, rng_state
 from ckpt_core.types import CheckpointInfo
+from ckpt_core.validation import integer, plain_integer, require
 from lightning_ckpt._committed import Announcements
 from lightning_ckpt._options import Settings
 from lightning_ckpt._roots import Roots
 from lightning_ckpt._state import LightningState
-from lightning_ckpt.loops import (
-    Evaluations,
-    Running,
-    SignalTakeover,
-    TrainingCounts,
-    job_note,
-    requeue_signal,
-)
+from lightning_ckpt.loops import Fit, SignalTakeover, job_note, requeue_signal
 
 _logger = logger_of(__name__)
 _LAST_STEP = "last step"
@@ -34,7 +30,6 @@ _BEST = "best"
 _UNKNOWN: Final = -1
 _warned_of: Final = set[str]()
 """The roots for which this process has warned of a fit that continues from nothing."""
-_NEVER_LEFT_OUT = {_LAST_STEP, _BEST}
 _FOLLOWED_BY_TRAINING = {"on_train_batch_end", "on_validation_end"}
 """Hooks after which no averaging callback changes weights before `Session.settle` is called again."""
 
@@ -49,17 +44,15 @@ class Pacing:
         is_to_requeue: whether SLURM is to start this job again once the root is free.
     """
 
-    def __init__(self, running: Running, settings: Settings, roots: Roots) -> None:
-        self._running = running
-        self._loops = running.loops
-        self._trainer = trainer = running.loops.trainer
+    def __init__(self, fit: Fit, settings: Settings, roots: Roots) -> None:
+        self._fit = fit
+        self._trainer = trainer = fit.trainer
         self._settings = settings
         self._root = str(settings.root)
         self._roots = roots
         policy = settings.options.save
-        self.counts = TrainingCounts(
-            running, settings.tokens, roots.all_reduce_max, needed=bool(needed_counts(policy))
-        )
+        self._counts_needed = bool(needed_counts(policy))
+        self._new_tokens = 0
         self._requeue_signal = requeue_signal(trainer)
         names = {name for each in preemptions(policy) for name in each.signals}
         self._signals = SignalTakeover(trainer._signal_connector, names, self._requeue_signal)
@@ -69,11 +62,11 @@ class Pacing:
         self._looks = self._cut_short = False
         self._before: tuple[dict[str, Any], dict[str, Any]] = {}, {}
         self._announcements = Announcements(trainer, settings)
-        self._evaluations = Evaluations(trainer, settings.bests, running.measured, roots.once)
+        self._unlogged = list(settings.bests)
+        self._earlier = frozenset[str]()
+        self._newest: tuple[CheckpointInfo, SaveHandle] | None = None
         self._begun_at = self._seen_step = -1
-        self._stepped = False
-        self._left = False
-        self._evaluated = False
+        self._stepped = self._left = self._evaluated = False
         self._total_steps: int | None = None
         self._saved_step: int | None = None
         self._deferred: str | None = None
@@ -86,7 +79,7 @@ class Pacing:
         # What a resumed run makes up for may be a validation that is worth a save of the same step.
         self._begun_at = self._trainer.global_step
         self._total_steps = _total_steps(self._trainer)
-        self._seen_step = -1 if self._loops.makes_up else self._begun_at
+        self._seen_step = -1 if self._fit.makes_up else self._begun_at
         self._saved_step = origin = self._roots.take_up(self._root)
         if origin is None or self._settings.bests:
             committed = self._roots.once(self._manager.checkpoints)
@@ -94,10 +87,12 @@ class Pacing:
                 if self._trainer.is_global_zero:
                     _warn_of_abandoned(self._root, committed)
                 self._manager.start_afresh()
-            self._evaluations.begin([i for i in committed if origin is not None and i.step <= origin])
-        self._manager.due(**self.counts.now())
+            self._earlier = frozenset(i.name for i in committed if origin is None or i.step > origin)
+        self._manager.due(**self._counts())
         if self.preempted:
             self._stop()
+
+    # Between steps, called by `Fit`.
 
     def after_batch(self) -> None:
         """Leave before a validation that is due if a preemption was announced."""
@@ -108,26 +103,15 @@ class Pacing:
             return
         self._seen_step = step
         self._evaluated = False
-        self._evaluations.note_step(step)
+        self._fit.measured.note(self._trainer._logger_connector._callback_metrics, step)
         if fit_loop.epoch_loop._should_check_val_fx(fit_loop._data_fetcher):
             self._manager.due()
             if self.preempted:
                 self._leave_before_validation()
 
-    def before_save_by_path(self, root: str) -> None:
-        """Decide on this step first, for a save to the same root would count as its save.
-
-        A `ModelCheckpoint` saves in hooks of the batch, and deletes its checkpoints by a rule of its own.
-        """
-        step = self._trainer.global_step
-        if not self._loops.in_hand:
-            self.counts.add_up()
-        if root == self._root and step > 0:
-            self._deferred = self._deferred or self._reason(step)
-
     def before_validation(self) -> None:
         """Prepare for a validation; look where all ranks can leave it at the same batch."""
-        self._evaluations.note()
+        self._measure()
         trainer = self._trainer
         self._looks = self._listens and not trainer.fit_loop._should_accumulate()
         if self._looks:
@@ -156,13 +140,12 @@ class Pacing:
             rng, self._trainer._logger_connector._callback_metrics = self._before
             load_rng_state(rng)
             self._leave_before_validation()
-        self._looks, self._evaluated = False, True
-        self._evaluations.note()
-        self._evaluations.complain()
+        self._looks = False
+        self._note_evaluation()
 
     def _leave_before_validation(self) -> None:
         """Save, and leave the validation of this step to the resume."""
-        self._loops.validation_is_due = True
+        self._fit.validation_is_due = True
         reason = self._reason(self._trainer.global_step)
         if reason is not None:
             self._save(reason)
@@ -170,8 +153,8 @@ class Pacing:
 
     def after_step(self) -> None:
         """Save if it is time: after an optimizer step, never while accumulating."""
-        if self._stepped and not self._loops.epoch_is_over:
-            self._save_if_due(self._seen_step)
+        if self._stepped and not self._fit.epoch_is_over:
+            self._save_if_due()
             self._leave_if_preempted()
 
     def before_epoch_end(self) -> None:
@@ -182,32 +165,18 @@ class Pacing:
 
     def after_epoch(self) -> None:
         """Save if it is time, at the end of an epoch that has not been left early."""
-        self._evaluated = True
-        self._evaluations.note()
-        self._evaluations.complain()
+        self._note_evaluation()
         self._total_steps = _total_steps(self._trainer)
-        if self._loops.epoch_is_over and self._stepped:
-            self._save_if_due(self._seen_step)
+        if self._fit.epoch_is_over and self._stepped:
+            self._save_if_due()
             self._roots.settle()
             if self.preempted:
                 self._stop()
 
-    def _save_if_due(self, step: int) -> None:
-        reason = self._reason(step) or self._deferred
-        if reason is not None:
-            self._save(reason)
-        elif self._evaluated and not self.preempted and self._evaluations.among_best():
-            self._save(_BEST)
-        if self._settings.options.on_exception is not None:
-            self.counts.add_up()
-            metrics, state = self._evaluations.note(), self._state()
-            self._manager.note_step(step, state, metrics=metrics, annotations=job_note())
+    # At the end, called by `Session`.
 
     def failed(self, error: BaseException) -> None:
         self._manager.save_last_step(error)
-
-    def _state(self) -> LightningState:
-        return LightningState(self._trainer, running=self._running, contents=self._settings.contents)
 
     def end(self) -> None:
         """Save the last step of a training that has ended; look for a preemption."""
@@ -228,36 +197,59 @@ class Pacing:
     def finish(self) -> None:
         self._signals.give_back()
 
+    # Saves.
+
+    def before_save_by_path(self, root: str) -> None:
+        """Decide on this step first, for a save to the same root would count as its save.
+
+        A `ModelCheckpoint` saves in hooks of the batch, and deletes its checkpoints by a rule of its own.
+        """
+        step = self._trainer.global_step
+        if not self._fit.in_hand:
+            self._add_up()
+        if root == self._root and step > 0:
+            self._deferred = self._deferred or self._reason(step)
+
+    def _save_if_due(self) -> None:
+        step = self._seen_step
+        reason = self._reason(step) or self._deferred
+        if reason is not None:
+            self._save(reason)
+        elif self._evaluated and not self.preempted and self._is_among_best():
+            self._save(_BEST)
+        if self._settings.options.on_exception is not None:
+            self._add_up()
+            metrics = self._measure()
+            self._manager.note_step(step, self._state(), metrics=metrics, annotations=job_note())
+
     def _reason(self, step: int) -> str | None:
-        reason = self._manager.due(step, total_steps=self._total_steps, **self.counts.now())
+        reason = self._manager.due(step, total_steps=self._total_steps, **self._counts())
         if step in {self._saved_step, self._begun_at}:
             return None
-        if reason is None and self._settings.save_last and self._loops.ends_at(step):
+        if reason is None and self._settings.save_last and self._fit.ends_at(step):
             return _LAST_STEP
         return reason
 
     def _save(self, reason: str) -> None:
         step = self._trainer.global_step
-        self.counts.add_up()
-        if reason in _NEVER_LEFT_OUT:
+        self._add_up()
+        if reason in {_LAST_STEP, _BEST}:
             self._manager.wait()  # so that it is not skipped
         self._deferred = None
-        self._running.left = self.preempted
+        self._fit.left = self.preempted
         # Saved already, perhaps by the run before, but without the metric that it is to be kept for.
         again = step == self._saved_step
-        metrics = self._evaluations.note()
-        handle = self._roots.save(
-            self._root,
-            step,
-            self._state(),
-            name=self._roots.once(lambda: run_name(step_name(step), token_hex(4))) if again else None,
-            metrics=metrics,
-            reason=reason,
-        )
+        name = self._roots.once(lambda: run_name(step_name(step), token_hex(4))) if again else None
+        metrics = self._measure()
+        handle = self._roots.save(self._root, step, self._state(), name=name, metrics=metrics, reason=reason)
         if handle is not None:
             self._saved_step = step
-            self._evaluations.saved(handle, metrics)
+            info = CheckpointInfo(step=step, name=handle.name, created=handle.created, metrics=metrics)
+            self._newest = info, handle
             self._announcements.saved(handle)
+
+    def _state(self) -> LightningState:
+        return LightningState(self._trainer, fit=self._fit, contents=self._settings.contents)
 
     def _leave_if_preempted(self) -> None:
         """End training here, without what Lightning would do next."""
@@ -270,7 +262,108 @@ class Pacing:
         self._roots.settle()
         if not self._trainer.should_stop:
             _logger.warning("preempted: training stops after step %d", self._trainer.global_step)
-        self._loops.stop()
+        self._fit.stop()
+
+    # Counts and metrics.
+
+    def note_tokens(self, batch: Any) -> None:
+        found = self._settings.tokens
+        if isinstance(found, int):
+            self._new_tokens += found
+        elif found is not None:
+            tokens = plain_integer(found(batch))
+            wrong = integer("the number of a batch", tokens, minimum=0)
+            require("the function given as tokens=", wrong)
+            self._new_tokens += tokens
+
+    def _counts(self) -> Counts:
+        """Return the epochs and tokens of all ranks; nothing for a policy that needs none."""
+        if not self._counts_needed:
+            return {}
+        self._add_up()
+        progress = self._trainer.fit_loop.epoch_progress.current
+        # Of an epoch's last batch it is decided before Lightning counts the epoch.
+        epochs = progress.started if self._fit.epoch_is_over else progress.processed
+        return {"epochs": epochs, "tokens": self._fit.tokens}
+
+    def _add_up(self) -> None:
+        """Add up the tokens of all ranks; those that ranks share count once.
+
+        Collective where a function counts, for then ranks may differ.
+        """
+        trainer, new = self._trainer, self._new_tokens
+        self._new_tokens = 0
+        ranks = int(trainer.world_size)
+        sampler: dict[str, Any] = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
+        replicas = int(sampler.get("num_replicas", ranks))  # fewer under tensor parallelism
+        if ranks > 1 and callable(self._settings.tokens):
+            of_ranks = [new if rank == trainer.global_rank else 0 for rank in range(ranks)]
+            self._fit.tokens += sum(self._roots.all_reduce_max(of_ranks)) * replicas // ranks
+        else:
+            self._fit.tokens += new * replicas
+
+    def _measure(self) -> dict[str, float]:
+        """Note what was measured until now; return the metrics of the present step."""
+        step = self._trainer.global_step
+        self._fit.measured.note(self._trainer.callback_metrics, step)
+        return self._fit.measured.at(step)
+
+    def _is_among_best(self) -> bool:
+        """Return whether retention would keep the present step for an unsaved metric.
+
+        Collective: only the coordinator's answer counts, for its metrics are stored.
+        """
+        if not self._settings.bests:
+            return False
+        step, metrics = self._trainer.global_step, self._measure()
+
+        def wanted() -> bool:
+            found = {i.name: i for i in self._manager.checkpoints() if i.name not in self._earlier}
+            known = {}
+            if self._newest is not None:
+                info, handle = self._newest
+                known = info.metrics if info.step == step else {}
+                if not handle.done():
+                    found[info.name] = info
+            others = [each for each in found.values() if each.step != step and each.damaged is None]
+            candidate = CheckpointInfo(step=step, name="", created=0.0, metrics=metrics)
+            return step > 0 and any(
+                metrics.get(policy.metric) != known.get(policy.metric)
+                and step in policy.keep([*others, candidate], 0.0)
+                for policy in self._settings.bests
+            )
+
+        return self._roots.once(wanted)
+
+    def _note_evaluation(self) -> None:
+        """Note what was measured; warn, once, of ranking metrics that are not logged."""
+        self._evaluated = True
+        self._measure()
+        if not self._unlogged:
+            return
+        results = self._trainer.fit_loop.epoch_loop._results.values()
+        with_epoch = {
+            name
+            for meta in (each.meta for each in results)
+            if meta.on_epoch
+            for name in (meta.name, meta.forked_name(on_step=False))
+        }
+        logged = self._trainer.callback_metrics.keys()
+        judged = [each for each in self._unlogged if each.metric not in with_epoch]
+        self._unlogged = [each for each in self._unlogged if each not in judged]
+        missing = sorted({each.metric for each in judged} - logged)
+        if missing and self._trainer.is_global_zero:
+            _logger.warning("%s", _complaint(missing, logged))
+
+
+def _complaint(missing: Sequence[str], logged: Collection[str]) -> str:
+    hints = [match for name in missing for match in difflib.get_close_matches(name, logged, n=1)]
+    meant = f" Did you mean {', '.join(map(repr, hints))}?" if hints else ""
+    return (
+        f"keep= ranks checkpoints by {', '.join(map(repr, missing))}, which has not been logged. "
+        f"Logged are: {', '.join(sorted(logged)) or 'none'}.{meant} Until it is, no checkpoint is the best, "
+        "and none is kept for it: correct keep=, or log it with self.log()"
+    )
 
 
 def _sizes(loop: Any) -> tuple[int, int, int]:

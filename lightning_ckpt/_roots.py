@@ -45,12 +45,12 @@ class Roots(ManagersByRoot):
         self.training = False
         self._settings = settings
         self._log = log
-        self._written: set[str] = set()
+        self._written = set[str]()
         self._accepted = set[CheckpointPath]()
         self._newest: SaveHandle | None = None
         self._origins: dict[str, tuple[int, str]] = {}
         self._saved: list[tuple[str, SaveHandle]] = []
-        self._taken_up: set[str] = set()
+        self._taken_up = set[str]()
 
     def _opened(self, root: str, coordinator: Coordinator) -> CheckpointManager:
         return self._settings.manager(root, coordinator, training=self.training, log=self._log)
@@ -98,7 +98,11 @@ class Roots(ManagersByRoot):
     ) -> SaveHandle | None:
         manager = self.at(root)
         self.wait(but=manager)
-        self._find_origin(root, step)
+        if root != self._settings.root and root not in self._taken_up | self._origins.keys():
+            # The host names what is there: continue from the newest.
+            latest = self.once(manager.latest)
+            if latest is not None and latest.step <= step:
+                self._origins[root] = latest.step, latest.name
         self.take_up(root)
         noted = {"reason": reason, **job_note()}
         try:
@@ -123,14 +127,6 @@ class Roots(ManagersByRoot):
             return os.path.lexists(str(place))
         # The host's own client may have cached the listing from before the commit.
         return self._settings.storage_at(place.root).exists(f"{place.name}/{MARKER}")
-
-    def _find_origin(self, root: str, step: int) -> None:
-        """Continue from the newest checkpoint of a root where the host names them."""
-        if root == self._settings.root or root in self._taken_up or root in self._origins:
-            return
-        latest = self.once(self.at(root).latest)
-        if latest is not None and latest.step <= step:
-            self._origins[root] = latest.step, latest.name
 
     def settle(self) -> None:
         for manager in self:

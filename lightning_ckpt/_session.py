@@ -16,17 +16,17 @@ from ckpt_core.errors import (
     IncompatibleCheckpointError,
 )
 from ckpt_core.hosting import CheckpointPath, Kind, shadow
-from ckpt_core.state import Gradients, Override, unwrap_optimizer
+from ckpt_core.state import Gradients, unwrap_optimizer
 from lightning_ckpt._ckpt_path import kind_at, load_stock, path_of, refuse_unjudged
 from lightning_ckpt._committed import AsModelCheckpoint
 from lightning_ckpt._options import Settings
 from lightning_ckpt._pacing import Pacing, weights_may_change
 from lightning_ckpt._roots import Roots
-from lightning_ckpt._state import LightningState, LoadedCheckpoint, by_number
+from lightning_ckpt._state import LightningState, by_number
 from lightning_ckpt.loops import (
     DataResume,
+    Fit,
     Measured,
-    Running,
     position_in,
     requeue,
     requeue_signal,
@@ -45,6 +45,10 @@ class Session:
     It lives as long as the Trainer; `start` and `finish` delimit each fit, validate, test or predict.
 
     Concurrency: the thread that trains, on every rank alike, except `remove` (coordinator only).
+
+    Attributes:
+        loaded: the checkpoint that this run was given; None without one.
+        origin: it in words, for the user.
     """
 
     def __init__(self, trainer: Any, settings: Settings) -> None:
@@ -53,17 +57,15 @@ class Session:
             settings = replace(settings, options=replace(settings.options, save=policy))
         self.trainer = trainer
         self.settings = settings
-        self.loaded: LoadedCheckpoint | None = None
+        self.loaded: LightningState | None = None
         self.origin: str | None = None
         self.pacing: Pacing | None = None
-        self.preempted = False
+        self.preempted = self.is_running = False
         self._roots = Roots(settings, partial(_log, trainer))
-        self._training: Running | None = None
+        self._fit: Fit | None = None
         self._module: Any = None
-        self.is_running = False
         self._error: BaseException | None = None
         self._data: DataResume | None = None
-        self._change: Override | None = None
         self._shadowed: list[Any] = []
 
     def __reduce__(self) -> Any:
@@ -72,61 +74,58 @@ class Session:
 
     def start(self, stage: str) -> None:
         self.is_running, self._error = True, None
-        self.loaded = self.origin = self.pacing = self._data = self._change = self._training = None
+        self.loaded = self.origin = self.pacing = self._data = self._fit = None
         if stage != "fit" or self.trainer.fast_dev_run:
             return
-        self._shadowed = [
-            each
-            for each in self.trainer.checkpoint_callbacks
-            if hasattr(each, "file_exists") and not isinstance(each, AsModelCheckpoint)
-        ]
-        for each in self._shadowed:
-            # It looks for free names, and would give that of a save in flight again.
-            shadow(each, {"file_exists": partial(self._file_exists, type(each).file_exists, each)})
-        self._training = Running(self.trainer)
+        for each in self.trainer.checkpoint_callbacks:
+            if hasattr(each, "file_exists") and not isinstance(each, AsModelCheckpoint):
+                # It looks for free names, and would give that of a save in flight again.
+                shadow(each, {"file_exists": partial(self._file_exists, type(each).file_exists, each)})
+                self._shadowed.append(each)
+        self._fit = Fit(self.trainer)
         if self.settings.root is not None:
             self._roots.training = True
-            self.pacing = Pacing(self._training, self.settings, self._roots)
+            self.pacing = Pacing(self._fit, self.settings, self._roots)
 
     def choose(self, ckpt_path: str | None) -> None:
-        self._require_same_choice(ckpt_path)
-        if self._training is None:
-            return
-        if ckpt_path is None:  # also a second fit of the same Trainer: its optimizers are new
-            _require_no_change(self.settings)
-        self._forget_other_training(ckpt_path)
-
-    def _require_same_choice(self, ckpt_path: str | None) -> None:
-        """Refuse a checkpoint that only some ranks have found.
+        """Begin a run with a checkpoint; refuse one that only some ranks have found.
 
         Those would wait for the others to load it.
         """
-        if self.trainer.world_size > 1 and not self._roots.same([int(ckpt_path is None)]):
+        trainer = self.trainer
+        if trainer.world_size > 1 and not self._roots.same([int(ckpt_path is None)]):
             found = "no checkpoint" if ckpt_path is None else ckpt_path
             raise ConfigError(
-                f"rank {self.trainer.global_rank} of {self.trainer.world_size} is to begin with {found}, "
+                f"rank {trainer.global_rank} of {trainer.world_size} is to begin with {found}, "
                 "others are not: every rank must see the same directory, on storage that all of them share, "
                 "and be given the same ckpt_path"
             )
-
-    def _forget_other_training(self, ckpt_path: str | None) -> None:
-        """Forget earlier fits unless this one continues with the same module."""
-        module = self.trainer.lightning_module
+        if self._fit is None:
+            return
+        # A second fit of the same Trainer resumes nothing, too: its optimizers are new.
+        if ckpt_path is None and self.settings.override:
+            raise ConfigError(
+                "override= changes a training midway, and this fit resumes nothing: call fit(..., "
+                f'ckpt_path="last"), and check that {self.settings.root} has checkpoints; or begin with '
+                "these values in the script and without override="
+            )
+        # Earlier fits are forgotten unless this one continues with the same module.
+        module = trainer.lightning_module
         same = self._module is module and ckpt_path is None
-        self._roots.forget(beyond=self.trainer.global_step if same else -1)
+        self._roots.forget(beyond=trainer.global_step if same else -1)
         self._module = module
 
     def save(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
         place = path_of(self._roots.once(lambda: os.fspath(path)))
         step = self.trainer.global_step
-        measured = Measured() if self._training is None else self._training.measured
+        measured = Measured() if self._fit is None else self._fit.measured
         measured.note(self.trainer.callback_metrics, step)
         if self.pacing is not None:
             self.pacing.before_save_by_path(place.root)
         self._roots.save(
             place.root,
             step,
-            LightningState(self.trainer, checkpoint, running=self._training, contents=self.settings.contents),
+            LightningState(self.trainer, checkpoint, fit=self._fit, contents=self.settings.contents),
             name=place.name,
             metrics=measured.at(step),
             reason="asked for by path",
@@ -146,38 +145,30 @@ class Session:
         has_optimizers: bool,
     ) -> dict[str, Any]:
         """Read a checkpoint; return what Lightning loads. A root means its newest."""
-        text = self._roots.once(lambda: os.fspath(path))
-        self._roots.wait()
-        kind = self._roots.once(lambda: kind_at(text, self.settings.readable_at))
-        if kind is Kind.STOCK:
-            refuse_unjudged(text, self.settings.options, host="Lightning")
-            if self.pacing is not None and self.settings.override:
-                raise _no_change_of(text, self.settings)
-            trusted = trusted or self.settings.options.allow_pickle
-            strategy = type(self.trainer.strategy)
-            return load_stock(text, stock, strategy, trusted=trusted, once=self._roots.once)
+        settings, roots = self.settings, self._roots
+        text = roots.once(lambda: os.fspath(path))
+        roots.wait()
+        kind = roots.once(lambda: kind_at(text, settings.readable_at))
+        place = None if kind is Kind.STOCK else path_of(text, kind)
+        is_own = self.pacing is not None and place is not None and place.root == settings.root
+        if self.pacing is not None and not is_own:
+            _refuse_override(settings, text if place is None else str(place))
+        if place is None:
+            refuse_unjudged(text, settings.options, host="Lightning")
+            trusted = trusted or settings.options.allow_pickle
+            return load_stock(text, stock, type(self.trainer.strategy), trusted=trusted, once=roots.once)
         if not has_optimizers:
             _convert_early(self.trainer.strategy)
-        place = path_of(text, kind)
-        state = LightningState(self.trainer, has_optimizers=has_optimizers, contents=self.settings.contents)
-        self._load(place, state)
-        if state.loaded is None:
-            raise CheckpointNotFoundError(f"{text} holds no checkpoint any more; was it pruned just now?")
-        self._change = state.change
-        self.loaded = loaded = state.loaded
-        self._data = DataResume(self.trainer, loaded)
-        if self._training is not None and loaded.training is not None:
-            self._training.resume(loaded.training, ended_epoch=loaded.ended_epoch)
-        saved = loaded.saved
-        self.origin = f"Restored step {saved.step} of {place.root} (checkpoint {saved.name})"
-        return state.loaded.checkpoint
+        state = LightningState(self.trainer, has_optimizers=has_optimizers, contents=settings.contents)
+        self._read(place, state, is_own=is_own)
+        self.loaded = state
+        self._data = DataResume(self.trainer, state)
+        if self._fit is not None and state.training is not None:
+            self._fit.resume(state.training, ended_epoch=state.ended_epoch)
+        return state.checkpoint
 
-    def _load(self, place: CheckpointPath, state: LightningState) -> None:
-        manager = self._roots.at(place.root)
-        is_own = self.pacing is not None and place.root == self.settings.root
-        change = self.settings.override.values if self.pacing is not None else {}
-        if change and not is_own:
-            raise _no_change_of(str(place), self.settings)
+    def _read(self, place: CheckpointPath, state: LightningState, *, is_own: bool) -> None:
+        manager, change = self._roots.at(place.root), self.settings.override.values if is_own else {}
         try:
             if not place.name and is_own:
                 manager.resume(state, override=change)
@@ -185,10 +176,11 @@ class Session:
                 manager.load(state, name=place.name or None, override=change)
         except IncompatibleCheckpointError as error:
             raise in_lightnings_words(error, str(place), state.refusal) from error
-        if state.loaded is not None and self.trainer.state.fn == "fit":
-            saved = state.loaded.saved
-            if saved.step is not None:
-                self._roots.resumed(manager, CheckpointPath(place.root, saved.name), saved.step)
+        if (saved := state.saved) is None:
+            raise CheckpointNotFoundError(f"{place} holds no checkpoint any more; was it pruned just now?")
+        if self.trainer.state.fn == "fit" and saved.step is not None:
+            self._roots.resumed(manager, CheckpointPath(place.root, saved.name), saved.step)
+        self.origin = f"Restored step {saved.step} of {place.root} (checkpoint {saved.name})"
 
     def _file_exists(self, stock: Callable[..., bool], callback: Any, path: str, trainer: Any) -> bool:
         there = stock(callback, path, trainer)
@@ -202,8 +194,8 @@ class Session:
         if self.trainer.state.fn != "fit":
             return
         position_in(loader)  # which tracks it from now on
-        if self.trainer.training and self._training is not None and self.trainer.is_global_zero:
-            tell_of_hidden([loader], self._training.untold)
+        if self.trainer.training and self._fit is not None and self.trainer.is_global_zero:
+            tell_of_hidden([loader], self._fit.untold)
         if self._data is not None:
             self._data.prepare(loader)
 
@@ -211,27 +203,26 @@ class Session:
         self._roots.settle()
 
     def take_part(self) -> None:
-        if self._training is not None:
-            self._training.loops.listener = self.pacing
+        if self._fit is not None:
+            self._fit.listener = self.pacing
 
     def begin_training(self) -> None:
         """Finish a resume, right before the first batch is drawn."""
-        for optimizer in self.trainer.strategy.optimizers:
-            unwrap_optimizer(optimizer)
-        training, loaded = self._training, self.loaded
+        strategy, fit, loaded = self.trainer.strategy, self._fit, self.loaded
+        optimizers = [unwrap_optimizer(each) for each in strategy.optimizers]
         if self._data is not None:
-            held = training is not None and training.loops.holds_iterators
+            held = fit is not None and fit.holds_iterators
             self._data.finish(iterators_are_new=self._data.has_prepared or held)
-        if training is not None:
-            same_ranks = loaded is not None and loaded.saved.world_size == self.trainer.world_size
-            training.begin(None if loaded is None else loaded.training, same_ranks=same_ranks)
+        if fit is not None:
+            saved = None if loaded is None else loaded.saved
+            same = saved is not None and saved.world_size == self.trainer.world_size
+            fit.begin(None if loaded is None else loaded.training, same_ranks=same)
         if loaded is not None and loaded.gradients is not None:
-            strategy = self.trainer.strategy
-            Gradients(model=strategy.model, optimizers=strategy.optimizers).put_back(loaded.gradients)
-        if self._change is not None:
-            optimizers = map(unwrap_optimizer, self.trainer.strategy.optimizers)
+            gradients = Gradients(model=strategy.model, optimizers=strategy.optimizers)
+            gradients.put_back(loaded.gradients)
+        if loaded is not None and loaded.change is not None:
             schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
-            self._change.apply(by_number(optimizers), schedulers)
+            loaded.change.apply(by_number(optimizers), schedulers)
         if self.pacing is not None:
             self.pacing.begin()
 
@@ -240,8 +231,8 @@ class Session:
         self._error = error
         if self.pacing is not None:
             self.pacing.failed(error)
-        if self._training is not None:
-            self._training.loops.failed()
+        if self._fit is not None:
+            self._fit.failed()
 
     def finish(self) -> None:
         """Wait for saves in flight, while the process group is still there."""
@@ -249,8 +240,8 @@ class Session:
         while self._shadowed:
             vars(self._shadowed.pop()).pop("file_exists", None)
         pacing, self.pacing = self.pacing, None
-        if self._training is not None:
-            self._training.release()
+        if self._fit is not None:
+            self._fit.release()
         try:
             self._close(pacing)
         except CheckpointError as failure:
@@ -325,21 +316,12 @@ def refuse_hidden_shards(strategy: Any) -> None:
         )
 
 
-def _require_no_change(settings: Settings) -> None:
-    """Refuse to change hyperparameters of a training that begins."""
+def _refuse_override(settings: Settings, place: str) -> None:
     if settings.override:
         raise ConfigError(
-            f"override= changes a training midway, and this fit resumes nothing: call fit(..., "
-            f'ckpt_path="last"), and check that {settings.root} has checkpoints; or begin with '
-            "these values in the script and without override="
+            f"override= changes the training in {settings.root}, and is recorded there as a branch; {place} "
+            "is of another: give that as dirpath=, or leave override= out"
         )
-
-
-def _no_change_of(place: str, settings: Settings) -> ConfigError:
-    return ConfigError(
-        f"override= changes the training in {settings.root}, and is recorded there as a branch; {place} is "
-        "of another: give that as dirpath=, or leave override= out"
-    )
 
 
 def _log(trainer: Any, numbers: Mapping[str, float], step: int) -> None:

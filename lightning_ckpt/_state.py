@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar, cast, final
 
 import torch
@@ -38,7 +38,9 @@ from ckpt_core.types import CapturedState, SavedEntries, SavedState
 from lightning_ckpt.loops import (
     POSITIONS,
     PREFETCHED,
-    Running,
+    RNG,
+    SEED,
+    Fit,
     configuration_of,
     positions,
     positions_in_samples,
@@ -58,48 +60,12 @@ PREFIX = "lightning."
 
 TRAINING = "lightning.training"
 _CORES = {"state_dict", "optimizer_states", "callbacks"}
-RNG = "rng"
-SEED = "rng_seed"
 
 _logger = logger_of(__name__)
 _LOAD_HOOK = "on_load_checkpoint"
 _MARK = "$tensor"
 _SMALL_BYTES = 1 << 16
 _T = TypeVar("_T")
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoadedCheckpoint:
-    """A checkpoint that was read, for Lightning to load in its own order.
-
-    Attributes:
-        checkpoint: the dictionary that Lightning and its hooks expect.
-        prefetched: batches to train on before the loader's next.
-        positions: in the loaders; empty in checkpoints of others.
-        ended_epoch: whether it was saved when an epoch's last batch was done.
-        training: what `Running` saved; None of saves outside a training.
-        base: names of weights that are not in it, because the model has them.
-        gradients: those of an open accumulation window; None of a save between windows.
-    """
-
-    checkpoint: dict[str, Any]
-    saved: SavedState
-    prefetched: Sequence[Any]
-    positions: Mapping[str, Any]
-    ended_epoch: bool
-    training: Mapping[str, Any] | None
-    base: frozenset[str] = frozenset()
-    gradients: Mapping[str, Any] | None = None
-
-    @property
-    def rng(self) -> Mapping[str, Any] | None:
-        return cast("Mapping[str, Any] | None", self.saved.per_rank.get(RNG))
-
-    @property
-    def seed(self) -> int | None:
-        """The seed to derive the generators of other ranks from."""
-        return cast("int | None", self.saved.shared.get(SEED))
 
 
 @final
@@ -112,32 +78,47 @@ class LightningState(StateSource):
     Attributes:
         refusal: why nothing could be: the model or an optimizer is not of the checkpoint's kind.
         change: hyperparameters to change, once optimizers and schedulers are loaded; None for no change.
+        saved: the checkpoint that was read, which the attributes after it are of; None before.
+        checkpoint: the dictionary that Lightning and its hooks expect.
+        prefetched: batches to train on before the loader's next.
+        positions: in the loaders; empty in checkpoints of others.
+        ended_epoch: whether it was saved when an epoch's last batch was done.
+        training: what `Fit` saved; None of saves outside a training.
+        base: names of weights that are not in it, because the model has them.
+        gradients: those of an open accumulation window; None of a save between windows.
 
     Args:
         checkpoint: what Lightning has collected already; collected on demand if None.
-        running: what a fit changes besides; None outside a fit.
+        fit: what it changes besides; None outside a fit.
         has_optimizers: whether the strategy has its optimizers, to load into.
     """
+
+    checkpoint: dict[str, Any]
+    prefetched: Sequence[Any]
+    positions: Mapping[str, Any]
+    ended_epoch: bool
+    training: Mapping[str, Any] | None
+    gradients: Mapping[str, Any] | None
 
     def __init__(
         self,
         trainer: Any,
         checkpoint: Mapping[str, Any] | None = None,
         *,
-        running: Running | None = None,
+        fit: Fit | None = None,
         has_optimizers: bool = True,
         contents: Contents | None = None,
     ) -> None:
         self._trainer = trainer
-        self._checkpoint = checkpoint
-        self._running = running
+        self._given = checkpoint
+        self._fit = fit
         self._has_optimizers = has_optimizers
         self._contents: Contents | None = contents
-        self._base = frozenset[str]()
-        self.loaded: LoadedCheckpoint | None = None
+        self._wanted = Override()
+        self.base = frozenset[str]()
+        self.saved: SavedState | None = None
         self.refusal: IncompatibleCheckpointError | None = None
         self.change: Override | None = None
-        self._wanted = Override()
 
     def check_override(self, change: Override) -> None:
         self._wanted = change
@@ -146,76 +127,127 @@ class LightningState(StateSource):
         self.change = change
 
     def capture(self) -> CapturedState:
-        return capture(self._trainer, self._collected(), self._running, self._contents)
+        """Convert the dictionary that Lightning collected on this rank.
+
+        Callbacks and the data module may differ between ranks, which Lightning ignores: their state is kept
+        per rank, and rank 0's also for ranks that are added later.
+        """
+        trainer, fit = self._trainer, self._fit
+        rest = dict(self._collected())
+        model, trained_by = trainer.strategy.model, trainer.strategy.optimizers
+        weights, bases = saved_part(model, rest.pop("state_dict"), self._contents, place=MODEL)
+        tree: dict[str, Any] = {MODEL: weights}
+        optimizers = rest.pop("optimizer_states", [])
+        if any(optimizers):  # the state of Lightning's mock is empty
+            tree[OPTIMIZER] = by_number(optimizers) if len(optimizers) > 1 else optimizers[0]
+        # The position in the data is taken out of the loops: every rank has its own.
+        loop = dict(rest["loops"]["fit_loop"])
+        loop["state_dict"] = {k: v for k, v in loop.get("state_dict", {}).items() if k != "combined_loader"}
+        rest["loops"] = {**rest["loops"], "fit_loop": loop}
+        per_rank = positions(trainer.fit_loop, in_hand=0 if fit is None else fit.in_hand)
+        if fit is not None and (loaders := trainer.fit_loop._combined_loader) is not None:
+            tell_of_hidden(loaders.flattened, fit.untold)
+        if "lr_schedulers" in rest:
+            rest["lr_schedulers"] = [function_free(state) for state in rest["lr_schedulers"]]
+        large: dict[str, torch.Tensor] = {}
+        small = {f"{PREFIX}{key}": hoist(value, str(key), large) for key, value in rest.items()}
+        if large:
+            tree[LARGE] = large
+        if POSITIONS in per_rank:
+            small[POSITIONS] = per_rank[POSITIONS]
+        if fit is not None and (holders := fit.holders()):
+            tree[GRADIENTS], small[GRADIENTS] = Gradients(model=model, optimizers=holders).capture()
+        datamodule = "" if trainer.datamodule is None else type(trainer.datamodule).__qualname__
+        own = {f"{PREFIX}{key}" for key in ("callbacks", datamodule)}
+        per_rank |= {key: value for key, value in small.items() if key in own}
+        # Last: a loader may draw from the global generator when asked for its state.
+        per_rank[RNG] = rng_state()
+        if fit is not None and (training := fit.capture()) is not None:
+            per_rank[TRAINING] = training
+            small[TRAINING] = {**training, "metrics": {"callback": training["metrics"]["callback"]}}
+        return CapturedState(
+            sharded={PART: tree},
+            per_rank=per_rank,
+            shared={**small, **bases, SEED: rng_seed(per_rank[RNG])},
+            alike=list(bases),
+            local=local_buffers(model, tree[MODEL]),
+            stable=stable_tensors(model, trained_by),
+            optimizers=trained_by,
+            positions=positions_in_samples(trainer.fit_loop, per_rank.get(POSITIONS)),
+            configuration=lambda: configuration_of(trainer),
+        )
+
+    def _collected(self) -> Mapping[str, Any]:
+        found = self._given
+        if found is None:
+            found = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        return cast("Mapping[str, Any]", found)
 
     def unstorable(self) -> list[str]:
         """Return advice on callbacks and hooks whose state cannot be stored."""
-        return unstorable(self._collected())
-
-    def _collected(self) -> Mapping[str, Any]:
-        checkpoint = self._checkpoint
-        if checkpoint is None:
-            checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        return cast("Mapping[str, Any]", checkpoint)
+        collected = self._collected()
+        callbacks = collected.get("callbacks", {}).items()
+        parts = {f"the state of callback {key}": state for key, state in callbacks}
+        parts |= {f"{key!r} in the checkpoint": each for key, each in collected.items() if key not in _CORES}
+        return [
+            f"{what} cannot be stored: {problem}. Leave it out of state_dict() or on_save_checkpoint(), or "
+            f"make plain data of it. Other objects are stored as pickles: to load them, give {ALLOW_PICKLE}"
+            for what, value in parts.items()
+            if (problem := _problem_of(value)) is not None
+        ]
 
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
         try:
-            return self._target(saved)
+            return {PART: self._target(saved)}
         except IncompatibleCheckpointError as error:
             self.refusal = error
             raise
 
-    def _target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
+    def _target(self, saved: SavedState) -> dict[str, Any]:
         entries = saved.sharded.get(PART, {})
-        strict = saved.strict and self._trainer.lightning_module.strict_loading
-        model = self._trainer.strategy.model
-        self._base = supplied(model, replace(saved, strict=strict), self._contents, place=MODEL)
+        strategy, module = self._trainer.strategy, self._trainer.lightning_module
+        strict = saved.strict and module.strict_loading
+        self.base = supplied(strategy.model, replace(saved, strict=strict), self._contents, place=MODEL)
         tree: dict[str, Any] = {MODEL: self._model_target(under(entries, MODEL))}
         if large := under(entries, LARGE):
-            tree[LARGE] = template(self._shards(large), large)
-        optimizers = under(entries, OPTIMIZER)
-        if optimizers and self._trainer.state.fn == "fit":
+            # Averaging callbacks keep copies of sharded weights, by their names.
+            live = model_state(strategy.model)
+            twins = {str(path[0]): live.get(str(path[0]).rpartition("/")[2]) for path in large}
+            shards = {path: _unlike(each) for path, each in twins.items() if isinstance(each, DTensor)}
+            tree[LARGE] = template(shards, large)
+        if self._trainer.state.fn != "fit":
+            return tree
+        if optimizers := under(entries, OPTIMIZER):
             tree[OPTIMIZER] = self._optimizer_target(optimizers)
-        if GRADIENTS in saved.shared and self._trainer.state.fn == "fit":
-            tree[GRADIENTS] = self._gradients_target(under(entries, GRADIENTS), saved)
-        return {PART: tree}
-
-    def _gradients_target(self, entries: SavedEntries, saved: SavedState) -> dict[str, Any]:
-        """Return memory for gradients; none if ranks that are gone had their own."""
-        strategy = self._trainer.strategy
-        optimizers = strategy.optimizers if self._has_optimizers else ()
-        try:
-            gradients = Gradients(model=strategy.model, optimizers=optimizers)
-            return gradients.target(entries, saved.shared[GRADIENTS])
-        except IncompatibleCheckpointError as error:
-            _logger.warning("the gradients of %s are left out: %s", saved.name, error)
-            return {}
+        if GRADIENTS in saved.shared:
+            gradients = Gradients(
+                model=strategy.model, optimizers=strategy.optimizers if self._has_optimizers else ()
+            )
+            try:
+                tree[GRADIENTS] = gradients.target(under(entries, GRADIENTS), saved.shared[GRADIENTS])
+            except IncompatibleCheckpointError as error:  # ranks that are gone had their own
+                _logger.warning("the gradients of %s are left out: %s", saved.name, error)
+                tree[GRADIENTS] = {}
+        return tree
 
     def _model_target(self, saved: SavedEntries) -> dict[str, Any]:
-        strategy, module = self._trainer.strategy, self._trainer.lightning_module
-        if _changes_on_load(module):
-            live = model_state(strategy.model)
+        model, module = self._trainer.strategy.model, self._trainer.lightning_module
+        stock = next(cls for cls in type(module).__mro__ if cls.__name__ == "LightningModule")
+        if getattr(type(module), _LOAD_HOOK) is not getattr(stock, _LOAD_HOOK):
             # Its own memory: the hook may drop or change what must not have reached the model by then.
-            return template({name: _unlike(value) for name, value in live.items()}, saved)
+            return template({name: _unlike(value) for name, value in model_state(model).items()}, saved)
         if module.strict_loading:
-            return model_target(strategy.model, saved, base=self._base)
-        live = model_state(strategy.model)
-        wanted = {path: entry for path, entry in saved.items() if path[0] in live}
-        return template(live, wanted)
-
-    def _shards(self, large: SavedEntries) -> dict[str, Any]:
-        """Allocate shards for what averaging callbacks keep of sharded weights."""
-        live = model_state(self._trainer.strategy.model)
-        names = {path[0]: str(path[0]).rpartition("/")[2] for path in large}
-        found = {str(path): live.get(name) for path, name in names.items()}
-        return {path: _unlike(value) for path, value in found.items() if isinstance(value, DTensor)}
+            return model_target(model, saved, base=self.base)
+        live = model_state(model)
+        return template(live, {path: entry for path, entry in saved.items() if path[0] in live})
 
     def _optimizer_target(self, saved: SavedEntries) -> dict[str, Any]:
         strategy = self._trainer.strategy
         if not self._has_optimizers:
             return template({}, saved)
-        several = _indices(saved)
-        _check_number(strategy, len(several or [0]))
+        names = {str(path[0]) for path in saved}
+        several = sorted(names, key=int) if all(name.isdecimal() for name in names) else []
+        _check_number(strategy, len(several) or 1)
         if not several:
             return optimizer_target(strategy.model, strategy.optimizers[0], saved)
         return {
@@ -230,7 +262,7 @@ class LightningState(StateSource):
         self._wanted.check(by_number(state["param_groups"] for state in states))
         if OPTIMIZER in tree and self._has_optimizers:
             try:
-                check_optimizers(self._trainer.strategy, _as_list(tree[OPTIMIZER]))
+                check_optimizers(self._trainer.strategy, states)
             except IncompatibleCheckpointError as error:
                 self.refusal = error
                 raise
@@ -238,35 +270,29 @@ class LightningState(StateSource):
 
     def apply(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Sequence[str]:
         tree = loaded[PART]
-        checkpoint = plain_items(saved, tree.get(LARGE, {}))
+        self.saved, self.gradients = saved, tree.get(GRADIENTS)
+        self.checkpoint = checkpoint = plain_items(saved, tree.get(LARGE, {}))
         checkpoint["state_dict"] = dict(tree[MODEL])
         if OPTIMIZER in tree:
             checkpoint["optimizer_states"] = _as_list(tree[OPTIMIZER])
-        ended_epoch = _ended_epoch(checkpoint)
-        fits = saved.world_size in {None, self._trainer.world_size}
-        mid_epoch = fits and not ended_epoch
-        self.loaded = LoadedCheckpoint(
-            checkpoint=checkpoint,
-            saved=saved,
-            prefetched=saved.per_rank.get(PREFETCHED, ()) if mid_epoch else (),
-            positions=saved.per_rank.get(POSITIONS) or saved.shared.get(POSITIONS, {}),
-            ended_epoch=ended_epoch,
-            training=saved.per_rank.get(TRAINING) or saved.shared.get(TRAINING),
-            base=self._base,
-            gradients=tree.get(GRADIENTS),
-        )
-        return self._tell(fits=fits)
-
-    def _tell(self, *, fits: bool) -> Sequence[str]:
-        loaded = cast("LoadedCheckpoint", self.loaded)
-        saved = loaded.saved
-        if fits:
+        fit_loop = checkpoint.get("loops", {}).get("fit_loop", {})
+        progress = fit_loop.get("epoch_loop.batch_progress", {"is_last_batch": False})
+        current = progress.get("current", {})
+        done = current.get("processed") == current.get("ready")
+        self.ended_epoch = bool(progress["is_last_batch"] and done)
+        self.positions = saved.per_rank.get(POSITIONS) or saved.shared.get(POSITIONS, {})
+        self.training = saved.per_rank.get(TRAINING) or saved.shared.get(TRAINING)
+        self.prefetched = ()
+        ranks = self._trainer.world_size
+        if saved.world_size in {None, ranks}:
+            if not self.ended_epoch:
+                self.prefetched = saved.per_rank.get(PREFETCHED, ())
             return ()
         note = (
-            f"{saved.name} was saved by {saved.world_size} ranks and there are {self._trainer.world_size} "
+            f"{saved.name} was saved by {saved.world_size} ranks and there are {ranks} "
             "now: random numbers go on as far as ranks correspond"
         )
-        if not loaded.positions and not loaded.ended_epoch:
+        if not self.positions and not self.ended_epoch:
             note += (
                 ", and the position in the data is not resumed, so some samples of this epoch will be seen "
                 "twice or not at all"
@@ -308,7 +334,10 @@ class NewMemory(StateSource):
 
 
 def by_number(optimizers: Iterable[_T]) -> dict[str, _T]:
-    """Return what belongs to optimizers under their names in a checkpoint."""
+    """Return what belongs to optimizers under their names in a checkpoint.
+
+    As `TrainState` names them, so that each reads the other's.
+    """
     found = list(optimizers)
     return {"" if len(found) == 1 else str(number): each for number, each in enumerate(found)}
 
@@ -328,20 +357,9 @@ def _check_number(strategy: Any, saved: int) -> None:
         )
 
 
-def _changes_on_load(module: Any) -> bool:
-    stock = next(cls for cls in type(module).__mro__ if cls.__name__ == "LightningModule")
-    return getattr(type(module), _LOAD_HOOK) is not getattr(stock, _LOAD_HOOK)
-
-
 def _unlike(value: Any) -> Any:
     """Allocate memory of the same kind, so that the live tensor stays as it is."""
     return empty_like(value, value.dtype) if isinstance(value, torch.Tensor) else value
-
-
-def _indices(saved: SavedEntries) -> list[str]:
-    """Return the names of several optimizers in order; none for a single one."""
-    first = {str(path[0]) for path in saved}
-    return sorted(first, key=int) if all(name.isdecimal() for name in first) else []
 
 
 def _as_list(optimizers: Mapping[str, Any]) -> list[Any]:
@@ -362,90 +380,6 @@ def plain_items(saved: SavedState, large: Mapping[str, torch.Tensor]) -> dict[st
     return {**version, "epoch": 0, "global_step": saved.step or 0, "lr_schedulers": [], **own}
 
 
-def _ended_epoch(checkpoint: Mapping[str, Any]) -> bool:
-    fit_loop = checkpoint.get("loops", {}).get("fit_loop", {})
-    progress = fit_loop.get("epoch_loop.batch_progress", {"is_last_batch": False})
-    current = progress.get("current", {})
-    return bool(progress["is_last_batch"] and current.get("processed") == current.get("ready"))
-
-
-def capture(
-    trainer: Any, checkpoint: Mapping[str, Any], running: Running | None, contents: Contents | None
-) -> CapturedState:
-    """Convert the dictionary that Lightning collected on this rank.
-
-    Callbacks and the data module may differ between ranks, which Lightning ignores: their state is kept per
-    rank, and rank 0's also for ranks that are added later.
-    """
-    rest = dict(checkpoint)
-    model = trainer.strategy.model
-    saved, bases = saved_part(model, rest.pop("state_dict"), contents, place=MODEL)
-    tree: dict[str, Any] = {MODEL: saved}
-    optimizers = rest.pop("optimizer_states", [])
-    if any(optimizers):  # the state of Lightning's mock is empty
-        tree[OPTIMIZER] = _one_or_several(optimizers)
-    per_rank = _take_position(trainer, rest, running)
-    if running is not None and (loaders := trainer.fit_loop._combined_loader) is not None:
-        tell_of_hidden(loaders.flattened, running.untold)
-    if "lr_schedulers" in rest:
-        rest["lr_schedulers"] = [function_free(state) for state in rest["lr_schedulers"]]
-    large: dict[str, torch.Tensor] = {}
-    small = {f"{PREFIX}{key}": hoist(value, str(key), large) for key, value in rest.items()}
-    if large:
-        tree[LARGE] = large
-    if POSITIONS in per_rank:
-        small[POSITIONS] = per_rank[POSITIONS]
-    if running is not None and (holders := running.holders()):
-        tree[GRADIENTS], small[GRADIENTS] = Gradients(model=model, optimizers=holders).capture()
-    own = {f"{PREFIX}{key}" for key in ("callbacks", _datamodule_key(trainer))}
-    per_rank |= {key: value for key, value in small.items() if key in own}
-    # Last: a loader may draw from the global generator when asked for its state.
-    per_rank[RNG] = rng_state()
-    if running is not None and (training := running.capture()) is not None:
-        per_rank[TRAINING] = training
-        small[TRAINING] = {**training, "metrics": {"callback": training["metrics"]["callback"]}}
-    trained_by = trainer.strategy.optimizers
-    return CapturedState(
-        sharded={PART: tree},
-        per_rank=per_rank,
-        shared={**small, **bases, SEED: rng_seed(per_rank[RNG])},
-        alike=list(bases),
-        local=local_buffers(model, tree[MODEL]),
-        stable=stable_tensors(model, trained_by),
-        optimizers=trained_by,
-        positions=positions_in_samples(trainer.fit_loop, per_rank.get(POSITIONS)),
-        configuration=lambda: configuration_of(trainer),
-    )
-
-
-def _one_or_several(states: list[Any]) -> Any:
-    """Name optimizers as `TrainState` does, so that each reads the other's."""
-    return states[0] if len(states) == 1 else {str(index): state for index, state in enumerate(states)}
-
-
-def _take_position(trainer: Any, rest: dict[str, Any], running: Running | None) -> dict[str, Any]:
-    """Take the position in the data out of the loops: every rank has its own."""
-    fit_loop = dict(rest["loops"]["fit_loop"])
-    fit_loop["state_dict"] = {
-        key: value for key, value in fit_loop.get("state_dict", {}).items() if key != "combined_loader"
-    }
-    rest["loops"] = {**rest["loops"], "fit_loop": fit_loop}
-    return positions(trainer.fit_loop, in_hand=0 if running is None else running.loops.in_hand)
-
-
-def unstorable(checkpoint: Mapping[str, Any]) -> list[str]:
-    """Return advice on callbacks and hooks whose state cannot be stored."""
-    parts = {f"the state of callback {key}": state for key, state in checkpoint.get("callbacks", {}).items()}
-    parts |= {f"{key!r} in the checkpoint": value for key, value in checkpoint.items() if key not in _CORES}
-    problems = ((what, _problem_of(value)) for what, value in parts.items())
-    return [
-        f"{what} cannot be stored: {problem}. Leave it out of state_dict() or on_save_checkpoint(), or make "
-        f"plain data of it. Other objects are stored as pickles: to load them, give {ALLOW_PICKLE}"
-        for what, problem in problems
-        if problem is not None
-    ]
-
-
 def _problem_of(value: Any) -> str | None:
     try:
         encode(hoist(value, "", {}))
@@ -457,13 +391,11 @@ def _problem_of(value: Any) -> str | None:
     return None
 
 
-def _datamodule_key(trainer: Any) -> str:
-    return "" if trainer.datamodule is None else type(trainer.datamodule).__qualname__
-
-
 def hoist(value: Any, path: str, found: dict[str, torch.Tensor]) -> Any:
     """Replace every large tensor by a reference; put tensors into `found` by path."""
-    if _is_large(value):
+    # A DTensor or ShardedTensor is a shard on every rank, whatever its size.
+    plain = type(value) in {torch.Tensor, torch.nn.Parameter}
+    if isinstance(value, torch.Tensor) and not (plain and value.nbytes <= _SMALL_BYTES):
         found[path] = value
         return {_MARK: path}
     return _rebuild(value, lambda each, key: hoist(each, f"{path}/{key}", found))
@@ -473,13 +405,6 @@ def plant(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if isinstance(value, dict) and value.keys() == {_MARK}:
         return tensors[value[_MARK]]
     return _rebuild(value, lambda each, _: plant(each, tensors))
-
-
-def _is_large(value: Any) -> bool:
-    if not isinstance(value, torch.Tensor):
-        return False
-    # A DTensor or ShardedTensor is a shard on every rank, whatever its size.
-    return type(value) not in {torch.Tensor, torch.nn.Parameter} or value.nbytes > _SMALL_BYTES
 
 
 def _rebuild(value: Any, convert: Callable[[Any, Any], Any]) -> Any:

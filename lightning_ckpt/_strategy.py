@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
@@ -34,16 +34,8 @@ def attach(strategy: Any, session: Session | None) -> None:
         strategy.__class__ = _attached_class(type(strategy))
 
 
-_attached_classes: dict[type[Any], type[Any]] = {}
-
-
+@cache
 def _attached_class(stock: type[Any]) -> type[Any]:
-    if stock not in _attached_classes:
-        _attached_classes[stock] = _subclass(stock)
-    return _attached_classes[stock]
-
-
-def _subclass(stock: type[Any]) -> type[Any]:
     names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, _MARK: stock}
     return type(stock.__name__, (stock,), {**names, **_OVERRIDES})
 
@@ -66,11 +58,15 @@ def _session(strategy: Any) -> Session | None:
     return session
 
 
-def _lets_lightning_load_optimizers(strategy: Any) -> bool:
-    session = _session(strategy)
-    if session is None or session.loaded is None:
-        return bool(_stock(strategy).lightning_restore_optimizer)
-    return _trains(strategy.optimizers) or bool(session.loaded.checkpoint.get("optimizer_states"))
+def _ours(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a method the session; without one, call the stock method of its name."""
+
+    def call(self: Any, *arguments: Any, **options: Any) -> Any:
+        if (session := _session(self)) is None:
+            return getattr(_stock(self), method.__name__)(*arguments, **options)
+        return method(self, session, *arguments, **options)
+
+    return call
 
 
 def _trains(optimizers: Sequence[Any]) -> bool:
@@ -86,8 +82,15 @@ def launcher(self: Any) -> Any:
     return _stock(self).launcher
 
 
-def lightning_module_state_dict(self: Any) -> dict[str, Any]:
-    return _stock(self).lightning_module_state_dict() if _session(self) is None else model_state(self.model)
+def lightning_restore_optimizer(self: Any) -> bool:
+    session = _session(self)
+    if session is None or session.loaded is None:
+        return bool(_stock(self).lightning_restore_optimizer)
+    return _trains(self.optimizers) or bool(session.loaded.checkpoint.get("optimizer_states"))
+
+
+def lightning_module_state_dict(self: Any, _session: Session) -> dict[str, Any]:
+    return model_state(self.model)
 
 
 def optimizer_state_of(self: Any, optimizer: Any) -> dict[str, Any]:
@@ -97,15 +100,12 @@ def optimizer_state_of(self: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def save_checkpoint(
-    self: Any,
+    _self: Any,
+    session: Session,
     checkpoint: dict[str, Any],
     filepath: str | os.PathLike[str],
     storage_options: Any | None = None,
 ) -> None:
-    session = _session(self)
-    if session is None:
-        _stock(self).save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-        return
     if storage_options is not None:
         raise ConfigError("give storage_options= to ShardedCheckpoint, not to save_checkpoint()")
     session.save(checkpoint, filepath)
@@ -113,32 +113,32 @@ def save_checkpoint(
 
 def load_checkpoint(
     self: Any,
+    session: Session,
     checkpoint_path: str | os.PathLike[str],
     weights_only: bool | None = None,  # noqa: FBT001 - Lightning's signature
 ) -> dict[str, Any]:
-    session = _session(self)
-    stock = partial(_stock(self).load_checkpoint, checkpoint_path)
-    if session is None:
-        return dict(stock(weights_only=weights_only))
     return session.load(
         checkpoint_path,
-        stock,
+        partial(_stock(self).load_checkpoint, checkpoint_path),
         trusted=weights_only is False,
         has_optimizers=self.restore_checkpoint_after_setup,
     )
 
 
-def load_model_state_dict(self: Any, checkpoint: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001, FBT002 - Lightning's signature
-    session = _session(self)
-    if session is None or session.loaded is None:
+def load_model_state_dict(
+    self: Any,
+    session: Session,
+    checkpoint: Mapping[str, Any],
+    strict: bool = True,  # noqa: FBT001, FBT002 - Lightning's signature
+) -> None:
+    if session.loaded is None:
         _stock(self).load_model_state_dict(checkpoint, strict=strict)
     else:
         load_model_state(self.model, checkpoint["state_dict"], strict=strict, base=session.loaded.base)
 
 
-def load_optimizer_state_dict(self: Any, checkpoint: Mapping[str, Any]) -> None:
-    session = _session(self)
-    if session is None or session.loaded is None:
+def load_optimizer_state_dict(self: Any, session: Session, checkpoint: Mapping[str, Any]) -> None:
+    if session.loaded is None or session.loaded.saved is None:
         _stock(self).load_optimizer_state_dict(checkpoint)
         return
     states = checkpoint["optimizer_states"]
@@ -151,56 +151,41 @@ def load_optimizer_state_dict(self: Any, checkpoint: Mapping[str, Any]) -> None:
         load_optimizer_state(self.model, optimizer, state)
 
 
-def remove_checkpoint(self: Any, filepath: str | os.PathLike[str]) -> None:
-    session = _session(self)
-
-    def remove_file() -> None:
-        _stock(self).remove_checkpoint(filepath)
-
-    if session is None:
-        remove_file()
-    elif self.is_global_zero:
-        session.remove(filepath, remove_file)
+def remove_checkpoint(self: Any, session: Session, filepath: str | os.PathLike[str]) -> None:
+    if self.is_global_zero:
+        session.remove(filepath, partial(_stock(self).remove_checkpoint, filepath))
 
 
-def process_dataloader(self: Any, dataloader: Any) -> Any:
+def process_dataloader(self: Any, session: Session, dataloader: Any) -> Any:
     """Process the loader; tell its samplers the resumed epoch before they shuffle."""
     loader = _stock(self).process_dataloader(dataloader)
-    session = _session(self)
-    if session is not None:
-        session.prepare_loader(loader)
+    session.prepare_loader(loader)
     return loader
 
 
-def on_train_start(self: Any) -> None:
+def on_train_start(self: Any, session: Session) -> None:
     """Start training; load the exact position last, when random numbers are final."""
     _stock(self).on_train_start()
-    session = _session(self)
-    if session is not None:
-        session.begin_training()
+    session.begin_training()
 
 
-def teardown(self: Any) -> None:
-    session = _session(self)
+def teardown(self: Any, session: Session) -> None:
     try:
-        if session is not None:
-            session.finish()
+        session.finish()
     finally:
         _stock(self).teardown()
 
 
 _OVERRIDES: dict[str, Callable[..., Any] | property] = {
     "launcher": property(launcher),
-    "lightning_restore_optimizer": property(_lets_lightning_load_optimizers),
-    "lightning_module_state_dict": lightning_module_state_dict,
+    "lightning_restore_optimizer": property(lightning_restore_optimizer),
     "optimizer_state": optimizer_state_of,
-    "save_checkpoint": save_checkpoint,
-    "load_checkpoint": load_checkpoint,
-    "load_model_state_dict": load_model_state_dict,
-    "load_optimizer_state_dict": load_optimizer_state_dict,
-    "remove_checkpoint": remove_checkpoint,
-    "process_dataloader": process_dataloader,
-    "on_train_start": on_train_start,
-    "teardown": teardown,
     "__reduce_ex__": reduce_to_stock,
+    **{
+        each.__name__: _ours(each)
+        for each in (
+            *(lightning_module_state_dict, save_checkpoint, load_checkpoint, load_model_state_dict),
+            *(load_optimizer_state_dict, remove_checkpoint, process_dataloader, on_train_start, teardown),
+        )
+    },
 }

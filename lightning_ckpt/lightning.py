@@ -12,8 +12,8 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_ckpt._ckpt_path import read_our_directories
 from lightning_ckpt._hooks import CheckpointHooks, PluginHooks, PluginOptions
-from lightning_ckpt._weights import read_our_directories
 
 __all__ = ["ShardedCheckpoint", "ShardedCheckpointIO", "load_from_checkpoint"]
 

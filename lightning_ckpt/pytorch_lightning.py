@@ -12,8 +12,8 @@ from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.strategies import Strategy
 from pytorch_lightning.utilities import rank_zero_info
 
+from lightning_ckpt._ckpt_path import read_our_directories
 from lightning_ckpt._hooks import CheckpointHooks, PluginHooks, PluginOptions
-from lightning_ckpt._weights import read_our_directories
 
 __all__ = ["ShardedCheckpoint", "ShardedCheckpointIO", "load_from_checkpoint"]
 

@@ -32,7 +32,7 @@ from lightning_ckpt._hooks import PluginOptions
 from lightning_ckpt._options import Settings
 from lightning_ckpt._session import refuse_hidden_shards
 from lightning_ckpt._state import NewMemory
-from lightning_ckpt.fabric._state import FabricState, Filters, Parts, everything
+from lightning_ckpt.fabric._state import FabricState, Filters, everything
 
 LAST: Final = "last"
 """The path that stands for the newest checkpoint of the root that verifies."""
@@ -71,7 +71,12 @@ def setup_fabric(
         ConfigError: an option is wrong, or the strategy hides its state.
     """
     package = _package_of(fabric)
-    _refuse_plugin(fabric)
+    with suppress(NotImplementedError):  # sharded strategies have none
+        if isinstance(fabric.strategy.checkpoint_io, PluginOptions):
+            raise ConfigError(
+                "ShardedCheckpointIO serves a Trainer: make the Fabric without it, and give its options to "
+                "setup_fabric()"
+            )
     refuse_hidden_shards(fabric.strategy)
     sinks: Sequence[Sink] = options.pop("sinks", ())
     contents: Contents | None = options.pop("contents", None)
@@ -105,15 +110,6 @@ def _package_of(fabric: Any) -> str:
         f"setup_fabric() takes a Fabric, not a {type(fabric).__name__}; for a Trainer there is the callback "
         "lightning_ckpt.ShardedCheckpoint"
     )
-
-
-def _refuse_plugin(fabric: Any) -> None:
-    with suppress(NotImplementedError):  # sharded strategies have none
-        if isinstance(fabric.strategy.checkpoint_io, PluginOptions):
-            raise ConfigError(
-                "ShardedCheckpointIO serves a Trainer: make the Fabric without it, and give its options to "
-                "setup_fabric()"
-            )
 
 
 _SHADOWED: Final = ("save", "load", "load_raw", "setup_dataloaders")
@@ -313,13 +309,13 @@ class FabricCheckpoints:
         return manager
 
     def _source(self, state: Mapping[str, Any], filters: Filters | None = None) -> FabricState:
-        parts = Parts.of(self._unwrap(dict(state)))
-        if parts.optimizers and self._asks:
+        source = FabricState(self._unwrap(dict(state)), filters=filters, contents=self._settings.contents)
+        if source.optimizers and self._asks:
             how = 'fabric.save(path, {..., "loader": loader}), and the same to fabric.load'
-            self._asks = self._asks - 1 if not parts.loaders and tell_of_missing(how) else 0
-        counts = {key: getattr(state[key], _COUNTER, None) for key in parts.loaders}
-        iterations = {key: count for key, count in counts.items() if count is not None}
-        return FabricState(parts, filters=filters, iterations=iterations, contents=self._settings.contents)
+            self._asks = self._asks - 1 if not source.loaders and tell_of_missing(how) else 0
+        counts = {key: getattr(state[key], _COUNTER, None) for key in source.loaders}
+        source.iterations = {key: count for key, count in counts.items() if count is not None}
+        return source
 
     def _step_of(self, state: Mapping[str, Any], root: str, manager: CheckpointManager) -> int:
         """Return the step in a state, else one more than that of the last save there."""
@@ -340,15 +336,14 @@ class FabricCheckpoints:
             memory = NewMemory()
             manager.load(memory, name=place.name or None)
             return everything(memory)
-        parts = Parts.of(self._unwrap(dict(state)))
-        source = FabricState(parts, rng=bool(parts.optimizers), contents=self._settings.contents)
-        if parts.optimizers and strict and not place.name and place.root == self._settings.root:
+        source = FabricState(self._unwrap(dict(state)), rng=None, contents=self._settings.contents)
+        if source.optimizers and strict and not place.name and place.root == self._settings.root:
             manager.resume(source)
         else:
             manager.load(source, name=place.name or None, strict=strict)
-        if parts.optimizers and strict:
+        if source.optimizers and strict:
             self._managers.loaded(manager)
-        state.update({key: plain.value for key, plain in parts.plain.items()})
+        state.update({key: plain.value for key, plain in source.plain.items()})
         for key, epoch in source.epochs.items():
             if hasattr(loader := state.get(key), _COUNTER):
                 setattr(loader, _COUNTER, epoch)

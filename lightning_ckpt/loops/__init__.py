@@ -1,15 +1,11 @@
-"""Lightning's training loops: positions, running values, and preemptions."""
+"""Lightning's training loops: a fit, its position in the data, and preemptions."""
 
-from lightning_ckpt.loops._measured import (
-    Evaluations,
-    Measured,
-    TokensInBatch,
-    TrainingCounts,
-    tokens_in_batch,
-)
+from lightning_ckpt.loops._fit import Fit, Measured
 from lightning_ckpt.loops._positions import (
     POSITIONS,
     PREFETCHED,
+    RNG,
+    SEED,
     DataResume,
     configuration_of,
     position_in,
@@ -17,7 +13,6 @@ from lightning_ckpt.loops._positions import (
     positions_in_samples,
     tell_of_hidden,
 )
-from lightning_ckpt.loops._running import Running
 from lightning_ckpt.loops._takeover import (
     SignalTakeover,
     continues,
@@ -30,13 +25,12 @@ from lightning_ckpt.loops._takeover import (
 __all__ = [
     "POSITIONS",
     "PREFETCHED",
+    "RNG",
+    "SEED",
     "DataResume",
-    "Evaluations",
+    "Fit",
     "Measured",
-    "Running",
     "SignalTakeover",
-    "TokensInBatch",
-    "TrainingCounts",
     "configuration_of",
     "continues",
     "job_note",
@@ -46,6 +40,5 @@ __all__ = [
     "requeue",
     "requeue_signal",
     "tell_of_hidden",
-    "tokens_in_batch",
     "with_requeue",
 ]

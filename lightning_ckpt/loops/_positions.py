@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, cast, final
 
 from torch.utils.data import DataLoader
 
 from ckpt_core.data import LoaderPosition, hidden_position, track
 from ckpt_core.disclosure import logger_of
 from ckpt_core.state import NotEncodableError, derive_rng, encode, load_rng_state
-from ckpt_core.types import DataPosition
+from ckpt_core.types import DataPosition, SavedState
 
 if TYPE_CHECKING:
-    from lightning_ckpt._state import LoadedCheckpoint
+    from lightning_ckpt._state import LightningState
 
 POSITIONS: Final = "lightning.positions"
 PREFETCHED: Final = "lightning.prefetched"
+RNG: Final = "rng"
+SEED: Final = "rng_seed"
 _TRAINING, _VALIDATION = "training", "validation"
 _OF_TRAINER = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "precision")
 
@@ -120,11 +122,15 @@ class DataResume:
 
     A loader goes on from its position when its next iterator is made, which draws nothing from the global
     generators if the epoch has begun; and everything as usual if a new one begins.
+
+    Args:
+        loaded: the checkpoint that was read.
     """
 
-    def __init__(self, trainer: Any, loaded: LoadedCheckpoint) -> None:
+    def __init__(self, trainer: Any, loaded: LightningState) -> None:
         self._trainer = trainer
         self._loaded = loaded
+        self._saved = cast("SavedState", loaded.saved)
         self._prepared: dict[str, int] = {_TRAINING: 0, _VALIDATION: 0}
         self._dealt: dict[int, tuple[int, int]] = {}
         self._finished = False
@@ -162,7 +168,7 @@ class DataResume:
                     type(loader).__name__,
                 )
             return
-        same_ranks = self._loaded.saved.world_size in {None, self._trainer.world_size}
+        same_ranks = self._saved.world_size in {None, self._trainer.world_size}
         for note in position.restore(state, same_ranks=same_ranks):
             if self._trainer.is_global_zero:
                 _logger.warning("%s", note)
@@ -173,68 +179,56 @@ class DataResume:
 
     def finish(self, *, iterators_are_new: bool) -> None:
         """Go on right before the first batch."""
-        fit_loop = self._trainer.fit_loop
-        fetcher = fit_loop._data_fetcher
+        loaded, fit_loop = self._loaded, self._trainer.fit_loop
+        fetcher, combined = fit_loop._data_fetcher, fit_loop._combined_loader
         # Lightning's own restart makes no iterators for the epoch after one whose end had begun.
-        training, epochs = self._loaded.training, fit_loop.epoch_progress.current
-        begins = self._loaded.ended_epoch and epochs.processed == epochs.started
-        begins = begins and (training is None or training["following"] is None)
+        epochs = fit_loop.epoch_progress.current
+        begins = loaded.ended_epoch and epochs.processed == epochs.started
+        begins = begins and (loaded.training is None or loaded.training["following"] is None)
         if fetcher is not None and not iterators_are_new:
-            for loader in fit_loop._combined_loader.flattened:
+            for loader in combined.flattened:
                 self.prepare(loader)
             if not begins:
                 fit_loop._load_combined_loader_states()
                 iter(fetcher)
-        if self._loaded.prefetched and fetcher is not None:
-            fetcher.batches[:0] = self._loaded.prefetched
+        if loaded.prefetched and fetcher is not None:
+            fetcher.batches[:0] = loaded.prefetched
         self._finished = True
-        self._note_consumed()
+        consumed = loaded.positions.get("consumed")
+        if combined is not None and consumed and not loaded.ended_epoch:
+            combined._iterator._consumed = list(consumed)
         self._count_batches()
         self._load_rng()
         if begins and fetcher is not None:
             vars(fit_loop).pop("_load_combined_loader_states", None)
             iter(fetcher)
 
-    def _note_consumed(self) -> None:
-        combined = self._trainer.fit_loop._combined_loader
-        consumed = self._loaded.positions.get("consumed")
-        if combined is not None and consumed and not self._loaded.ended_epoch:
-            combined._iterator._consumed = list(consumed)
-
     def _count_batches(self) -> None:
         """Count batches as if the present ranks had made those before."""
         fit_loop = self._trainer.fit_loop
         progress, batches = fit_loop.epoch_loop.batch_progress.current, fit_loop.max_batches
-        if batches == math.inf:
+        if batches == math.inf or not (self._loaded.ended_epoch or self._dealt):
             return
-        if self._loaded.ended_epoch:
-            done = batches
-        elif self._dealt:
-            done = self._done_of(batches)
-        else:
-            return
+        done = batches
+        if not self._loaded.ended_epoch:
+            # The epoch ends with the last batch dealt.
+            combined = fit_loop._combined_loader
+            lengths = {number: len(combined.flattened[number]) for number in self._dealt}
+            decides = min if combined._mode == "min_size" else max
+            number = decides(lengths, key=lengths.__getitem__)
+            dealt, rest = self._dealt[number]
+            done = int(min(batches, max(0, batches - rest if batches == lengths[number] else dealt)))
         unfinished = progress.ready - progress.completed
         progress.ready = progress.started = progress.processed = done
         progress.completed = done - unfinished
 
-    def _done_of(self, batches: int) -> int:
-        """Return after how many batches the epoch ends with the last one dealt."""
-        combined = self._trainer.fit_loop._combined_loader
-        lengths = {number: len(combined.flattened[number]) for number in self._dealt}
-        decides = min if combined._mode == "min_size" else max
-        number = decides(lengths, key=lengths.__getitem__)
-        done, rest = self._dealt[number]
-        left = batches - rest if batches == lengths[number] else done
-        return int(min(batches, max(0, left)))
-
     def _load_rng(self) -> None:
-        notes: list[str] = []
-        if self._loaded.rng is not None:
-            notes += load_rng_state(self._loaded.rng)
-        elif self._loaded.seed is not None:
-            derive_rng(self._loaded.seed, self._trainer.global_rank)
-        for note in notes:
-            _logger.warning("%s", note)
+        state, seed = self._saved.per_rank.get(RNG), self._saved.shared.get(SEED)
+        if state is not None:
+            for note in load_rng_state(state):
+                _logger.warning("%s", note)
+        elif seed is not None:  # of other ranks
+            derive_rng(seed, self._trainer.global_rank)
 
 
 def _set_sampler_epoch(trainer: Any, loader: Any) -> None:
