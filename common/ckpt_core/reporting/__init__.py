@@ -4,7 +4,7 @@
 `page` is one self-contained HTML page of it.
 """
 
-from ckpt_core.reporting._gathering import Report, report_of
+from ckpt_core.reporting._facts import Report, report_of
 from ckpt_core.reporting._page import page
 from ckpt_core.reporting._sections import Section, sections, why_kept
 

@@ -9,20 +9,12 @@ from typing import Any, Final, final
 
 from ckpt_core.journal import MOST_STEPS
 from ckpt_core.options import bytes_text
-from ckpt_core.reporting._gathering import Balance, Report, RunFacts
-from ckpt_core.reporting._texts import at_least, moment, seconds_text, share_text
+from ckpt_core.reporting._facts import Balance, Report, committed, moment, seconds_text, share_text
 
 _MOST_ROWS: Final = 20
 _MOST_RULES: Final = 40
 _MOST_SHOWN: Final = 6
 _ENDS: Final = {"end": "ended", "preempted": "preempted", "unclean": "unclean", "": "no end known"}
-_LABELS: Final = {
-    "stall_seconds": "stall",
-    "slowdown_seconds": "slowdown",
-    "durable_seconds": "durable",
-    "uploaded_seconds": "uploaded",
-    "size_bytes": "size",
-}
 
 
 @final
@@ -32,6 +24,10 @@ class Section:
 
     Attributes:
         key: which picture belongs to it.
+        title: its heading.
+        lines: sentences above the table.
+        columns: the heads of the table.
+        rows: its cells.
         figures: the first column of those that are aligned to the right.
     """
 
@@ -48,7 +44,7 @@ def sections(report: Report) -> list[Section]:
     found = [
         Section("advice", "Advice", report.advice),
         _goodput(report.balance),
-        _runs(report.runs),
+        _runs(report),
         _costs(report),
         _cadence(report),
         _failures(report),
@@ -61,33 +57,69 @@ def sections(report: Report) -> list[Section]:
 
 def headline(report: Report) -> list[tuple[str, str]]:
     """Return the few figures at the top: a label, and what it is."""
-    saves = [each for each in report.events["save"] if each.get("outcome") == "committed"]
-    stall, durable = report.spreads.get("stall_seconds"), report.spreads.get("durable_seconds")
+    medians = {
+        name: seconds_text(report.spreads[name].median if name in report.spreads else None)
+        for name in ("stall_seconds", "durable_seconds")
+    }
     return [
         ("goodput", _goodput_text(report.balance)),
-        ("saves", f"{len(saves):,}"),
-        ("stall, median", seconds_text(None if stall is None else stall.median)),
-        ("durable, median", seconds_text(None if durable is None else durable.median)),
-        ("lost work", at_least(seconds_text(report.balance.lost), exact=report.balance.exact)),
+        ("saves", f"{len(committed(report.events)):,}"),
+        ("stall, median", medians["stall_seconds"]),
+        ("durable, median", medians["durable_seconds"]),
+        ("lost work", _at_least(seconds_text(report.balance.lost), exact=report.balance.exact)),
         ("in the root", bytes_text(sum(each.size_bytes for each in report.checkpoints))),
     ]
 
 
 def parts_of(balance: Balance) -> list[tuple[str, float]]:
     """Return where time went, in seconds; together it is all that is known of it."""
-    taken = [
+    useful = balance.covered - balance.stall - balance.slowdown - balance.lost
+    return [
+        ("training that counts", max(0.0, useful)),
         ("stall", balance.stall),
         ("slowdown", balance.slowdown),
         ("lost work" if balance.exact else "lost work, at least", balance.lost),
         ("loads", balance.loading),
     ]
-    useful = balance.covered - balance.stall - balance.slowdown - balance.lost
-    return [("training that counts", max(0.0, useful)), *taken]
+
+
+def why_kept(events: Iterable[Mapping[str, Any]]) -> dict[int, list[str]]:
+    """Return the reasons for which each step stayed in the root at its last prune.
+
+    Args:
+        events: records of the journal, the oldest first.
+    """
+    found: dict[int, list[str]] = defaultdict(list)
+    pruned = [each for each in events if each.get("kind") == "retention" and _tier(each) == "root"]
+    for reason, steps in (pruned[-1].get("kept") or {} if pruned else {}).items():
+        for step in steps:
+            found[step].append(reason)
+    return found
 
 
 def _goodput_text(balance: Balance) -> str:
     known = balance.exact or balance.goodput is None
     return f"{'' if known else 'at most '}{share_text(balance.goodput)}"
+
+
+def _at_least(text: str, *, exact: bool) -> str:
+    return text if exact else f"at least {text}"
+
+
+def _count(number: int | None) -> str:
+    return "?" if number is None else f"{number:,}"
+
+
+def _newest(things: Sequence[Any]) -> Sequence[Any]:
+    return things[-_MOST_ROWS:][::-1]
+
+
+def _more(things: Sequence[object]) -> str:
+    return f"; the newest {_MOST_ROWS}:" if len(things) > _MOST_ROWS else ""
+
+
+def _counted(texts: Iterable[Any]) -> str:
+    return ", ".join(f"{count:,} {text}" for text, count in Counter(texts).most_common())
 
 
 def _goodput(balance: Balance) -> Section:
@@ -106,8 +138,8 @@ def _goodput(balance: Balance) -> Section:
     return Section("goodput", "Goodput", lines, ("PART", "TIME", "SHARE"), rows)
 
 
-def _runs(runs: Sequence[RunFacts]) -> Section:
-    ends = Counter(_ENDS.get(run.end, run.end) for run in runs)
+def _runs(report: Report) -> Section:
+    runs = report.runs
     rows = [
         (
             run.run[:12],
@@ -115,19 +147,15 @@ def _runs(runs: Sequence[RunFacts]) -> Section:
             moment(run.begin),
             moment(run.until),
             "?" if run.first_step is None else f"{run.first_step:,} - {run.last_step:,}",
-            at_least(seconds_text(run.seconds), exact=run.exact or run.seconds is None),
-            at_least(f"{run.lost_steps:,}", exact=run.exact),
-            at_least(seconds_text(run.lost_seconds), exact=run.exact),
+            _at_least(seconds_text(run.seconds), exact=run.exact or run.seconds is None),
+            _at_least(f"{run.lost_steps:,}", exact=run.exact),
+            _at_least(seconds_text(run.lost_seconds), exact=run.exact),
         )
-        for run in runs[-_MOST_ROWS:][::-1]
+        for run in _newest(runs)
     ]
-    lines = [", ".join(f"{count:,} {end}" for end, count in ends.most_common()) + _more(runs)] if runs else []
+    lines = [_counted(_ENDS.get(run.end, run.end) for run in runs) + _more(runs)] if runs else []
     columns = ("RUN", "END", "FROM (UTC)", "LAST SIGN (UTC)", "STEPS", "TRAINING", "LOST STEPS", "LOST")
     return Section("runs", "Runs", lines, columns, rows, figures=2)
-
-
-def _more(things: Sequence[object]) -> str:
-    return f"; the newest {_MOST_ROWS}:" if len(things) > _MOST_ROWS else ""
 
 
 def _costs(report: Report) -> Section:
@@ -135,11 +163,9 @@ def _costs(report: Report) -> Section:
     for name, spread in report.spreads.items():
         text = bytes_text if name == "size_bytes" else seconds_text
         figures = (spread.least, spread.median, spread.p95, spread.most, spread.total)
-        rows.append((_LABELS[name], f"{spread.count:,}", *map(text, figures)))
-    outcomes = Counter(str(each.get("outcome")) for each in report.events["save"])
-    lines = (
-        [", ".join(f"{count:,} {outcome}" for outcome, count in outcomes.most_common())] if outcomes else []
-    )
+        rows.append((name.rpartition("_")[0], f"{spread.count:,}", *map(text, figures)))
+    saves = report.events["save"]
+    lines = [_counted(each.get("outcome") for each in saves)] if saves else []
     columns = ("MEASURE", "SAVES", "LEAST", "MEDIAN", "95 %", "MOST", "IN ALL")
     return Section("costs", "What saves cost", lines, columns, rows)
 
@@ -167,29 +193,25 @@ def _cadence(report: Report) -> Section:
             seconds_text(each.get("mtbf_seconds")),
             str(each.get("mtbf_source") or ""),
         )
-        for each in report.events["cadence"][-_MOST_ROWS:][::-1]
+        for each in _newest(report.events["cadence"])
     ]
     columns = ("DECIDED (UTC)", "RULE", "INTERVAL", "MTBF", "FROM")
     return Section("cadence", "When to save", lines, columns, rows, figures=9)
 
 
 def _failures(report: Report) -> Section:
-    found = [
-        (each["time"], kind, each)
-        for kind in ("save", "load", "upload")
-        for each in report.events[kind]
-        if each.get("outcome") not in {"committed", "done"}
-    ]
-    found.sort(key=lambda each: each[0])
+    of_kind = [each for kind in ("save", "load", "upload") for each in report.events[kind]]
+    found = [each for each in of_kind if each.get("outcome") not in {"committed", "done"}]
+    found.sort(key=lambda each: each["time"])
     rows = [
         (
-            moment(time),
-            kind,
-            "?" if each.get("step") is None else f"{each['step']:,}",
+            moment(each["time"]),
+            each["kind"],
+            _count(each.get("step")),
             str(each.get("outcome")),
             str(each.get("error") or ""),
         )
-        for time, kind, each in found[-_MOST_ROWS:][::-1]
+        for each in _newest(found)
     ]
     lines = [f"{len(found):,} in all{_more(found)}"] if found else []
     columns = ("TIME (UTC)", "WHAT", "STEP", "OUTCOME", "WHY")
@@ -204,17 +226,14 @@ def _retention(report: Report) -> Section:
         entry[1] += each.get("size_bytes") or 0
     ordered = sorted(why.items(), key=lambda item: -item[1][1])
     rows = [(tier, "deleted", reason, f"{n:,}", bytes_text(size)) for (tier, reason), (n, size) in ordered]
-    total = sum(size for _, (_, size) in ordered)
-    lines = [f"{sum(n for _, (n, _) in ordered):,} deleted, {bytes_text(total)}."] if ordered else []
-    newest = {_tier(each): each for each in report.events["retention"]}
-    for tier, each in newest.items():
-        kept: dict[str, list[int]] = each.get("kept") or {}
+    counts = [sum(column) for column in zip(*why.values(), strict=True)]
+    lines = [f"{counts[0]:,} deleted, {bytes_text(counts[1])}."] if counts else []
+    for tier, each in {_tier(each): each for each in report.events["retention"]}.items():
         lines.append(f"Kept in {tier} at its last prune, {moment(each['time'])}: by the rules below.")
-        for reason, steps in kept.items():
+        for reason, steps in (each.get("kept") or {}).items():
             count = f"{len(steps):,}" if len(steps) < MOST_STEPS else f"{MOST_STEPS} or more"
-            newest_steps = " ".join(f"{step:,}" for step in steps[-_MOST_SHOWN:])
-            shown = newest_steps if len(steps) <= _MOST_SHOWN else f"… {newest_steps}"
-            rows.append((tier, "kept", reason, count, shown))
+            shown = " ".join(f"{step:,}" for step in steps[-_MOST_SHOWN:])
+            rows.append((tier, "kept", reason, count, f"{'… ' * (len(steps) > _MOST_SHOWN)}{shown}"))
     columns = ("TIER", "WHAT", "WHY", "CHECKPOINTS", "SIZE OR STEPS")
     return Section("retention", "What retention did", lines, columns, rows[:_MOST_RULES], figures=3)
 
@@ -232,8 +251,7 @@ def _checkpoints(report: Report) -> Section:
         "pinned": [i for i in infos if i.pinned is not None],
     }
     counted = "".join(f", {len(named):,} {state}" for state, named in states.items() if named)
-    size = bytes_text(sum(info.size_bytes for info in infos))
-    why = why_kept(report.events["retention"])
+    size, why = bytes_text(sum(info.size_bytes for info in infos)), why_kept(report.events["retention"])
     rows = [
         (
             info.name,
@@ -244,22 +262,8 @@ def _checkpoints(report: Report) -> Section:
             f"{info.world_size:,}",
             bytes_text(info.size_bytes),
         )
-        for info in infos[-_MOST_ROWS:][::-1]
+        for info in _newest(infos)
     ]
     lines = [f"{len(infos):,} checkpoints, {size}{counted}{_more(infos)}"]
     columns = ("CHECKPOINT", "STATE", "KEPT AS", "COMMITTED (UTC)", "STEP", "RANKS", "SIZE")
     return Section("checkpoints", "In the root now", lines, columns, rows, figures=4)
-
-
-def why_kept(events: Iterable[Mapping[str, Any]]) -> dict[int, list[str]]:
-    """Return the reasons for which each step stayed in the root at its last prune.
-
-    Args:
-        events: records of the journal, the oldest first.
-    """
-    found: dict[int, list[str]] = defaultdict(list)
-    pruned = [each for each in events if each.get("kind") == "retention" and _tier(each) == "root"]
-    for reason, steps in (pruned[-1].get("kept") or {} if pruned else {}).items():
-        for step in steps:
-            found[step].append(reason)
-    return found

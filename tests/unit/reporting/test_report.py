@@ -21,8 +21,8 @@ from ckpt_core.commit import Catalog
 from ckpt_core.journal import read_events, read_history
 from ckpt_core.journal._run_log import RunLog, Training
 from ckpt_core.reporting import page, report_of, sections
+from ckpt_core.reporting._facts import seconds_text, share_text
 from ckpt_core.reporting._page import _draw_time_line
-from ckpt_core.reporting._texts import seconds_text, share_text
 from ckpt_core.storage import open_storage
 from ckpt_core.telemetry import Event
 from tests.kit.clock import FakeClock
