@@ -81,7 +81,7 @@ class PreemptionSources:
         return self._signals.count(self._other_signals) + polled
 
     def close(self) -> None:
-        """Restore signal handlers and stop polling; wait for no source that is being asked."""
+        """Restore signal handlers and stop polling, without waiting for a source."""
         self._signals.close()
         self._closed.set()
 

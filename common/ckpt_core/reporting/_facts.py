@@ -67,14 +67,7 @@ class Spread:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Balance:
-    """Where the time of training went, in seconds, as far as it was measured.
-
-    Attributes:
-        covered: all time of training for which the events are there.
-        lost: training that was done again, or given up.
-        down: between the last sign of a run that failed and the next start; in no other figure.
-        exact: whether every run wrote its own end: else `lost` is at least, and the goodput at most, this.
-    """
+    """Where the time of training went, in seconds, as far as it was measured."""
 
     covered: float
     stall: float
@@ -117,18 +110,12 @@ class Report:
     """Everything known about a root.
 
     Attributes:
-        root: its place, without secrets.
         made: Unix time of the report.
-        runs: starts of the job, the earliest first.
         events: the records of the journal by kind: save, load, upload, prune, retention and cadence.
         older: the record that sums up runs too old to be listed; None without one.
         checkpoints: those in the root now, the marked and abandoned ones, too.
-        unreadable: names of what may be checkpoints.
         spreads: measure -> distribution over all saves.
-        balance: where the time went.
         optimum: what the best interval would have cost; None if that is unknown.
-        unknown: sentences on what is not known, and why.
-        advice: sentences with numbers.
     """
 
     root: str
@@ -164,8 +151,7 @@ def report_of(storage: Storage, now: float) -> Report:
             of_run.setdefault(each["run"], {})[json.dumps(each, sort_keys=True)] = each
     runs = [_run(run, list(own.values())) for run, own in of_run.items()]
     runs.sort(key=lambda run: (run.begin or 0.0, run.run))
-    saves = committed(events)
-    known = {name: _values(saves, name) for name in _MEASURES}
+    known = {name: _values(committed(events), name) for name in _MEASURES}
     report = Report(
         root=public_url(storage.url),
         made=now,
@@ -178,10 +164,11 @@ def report_of(storage: Storage, now: float) -> Report:
         balance=_balance(runs, events),
         optimum=_optimum(events, _rate(history, events, runs)),
     )
-    report.unknown = list(_unknown(report))
-    found_advice = [*_on_interval(report.optimum), *_on_stalls(report), *_on_waste(report)]
-    nothing = "Too little was measured for advice: let the job save a few times with its journal on."
-    report.advice = found_advice or [nothing]
+    report.unknown, report.advice = list(_unknown(report)), list(_advice(report))
+    if not report.advice:
+        report.advice = [
+            "Too little was measured for advice: let the job save a few times with its journal on."
+        ]
     return report
 
 
@@ -268,10 +255,19 @@ def _balance(runs: Sequence[RunFacts], events: Mapping[str, Sequence[Record]]) -
 def _optimum(events: Mapping[str, Sequence[Record]], rate: FailureRate | None) -> Optimum | None:
     """Compare the interval of a root with the best one; None if that is unknown."""
     saves = committed(events)
-    gaps, steps = _gaps(saves)
     stalls, durable, slower = (
         _values(saves, name) for name in ("stall_seconds", "durable_seconds", "slowdown_seconds")
     )
+    gaps: list[float] = []
+    steps: list[float] = []  # the seconds of one
+    last: dict[str, Record] = {}
+    for each in saves:
+        before = last.get(each["run"], each)
+        last[each["run"]] = each
+        if each["time"] > before["time"]:  # else the first of its run, or a clock that went back
+            gaps.append(each["time"] - before["time"])
+            if each.get("step") is not None and (before.get("step") or 0) < each["step"]:
+                steps.append(gaps[-1] / (each["step"] - (before.get("step") or 0)))
     if not gaps or not stalls or rate is None or rate.mtbf <= 0:
         return None
     cost = median(stalls) + median(slower or [0.0])
@@ -289,22 +285,6 @@ def _optimum(events: Mapping[str, Sequence[Record]], rate: FailureRate | None) -
         best_steps=best / per_step if per_step else None,
         best_overhead=expected_overhead(best, **known, restart=restart),
     )
-
-
-def _gaps(saves: Sequence[Record]) -> tuple[list[float], list[float]]:
-    """Return the seconds between saves of one run, and the seconds of a step."""
-    gaps: list[float] = []
-    steps: list[float] = []
-    last: dict[str, Record] = {}
-    for each in saves:
-        before = last.get(each["run"])
-        last[each["run"]] = each
-        if before is None or each["time"] <= before["time"]:
-            continue  # the first of its run, or a clock that went back
-        gaps.append(each["time"] - before["time"])
-        if each.get("step") is not None and (before.get("step") or 0) < each["step"]:
-            steps.append(gaps[-1] / (each["step"] - (before.get("step") or 0)))
-    return gaps, steps
 
 
 def _rate(
@@ -348,34 +328,12 @@ def _unknown(report: Report) -> Iterator[str]:
         yield f"The markers of {len(report.unreadable):,} directories cannot be read: see `ckpt ls`."
 
 
-def _on_interval(found: Optimum | None) -> Iterator[str]:
-    if found is None:
-        return
-
-    def every(seconds: float, steps: float | None) -> str:
-        text = seconds_text(seconds)
-        return text if steps is None else f"{max(1, round(steps)):,} steps ({text})"
-
-    now, best = every(found.interval, found.interval_steps), every(found.best_interval, found.best_steps)
-    basis = f"a save takes {seconds_text(found.cost)} of training, one failure in {seconds_text(found.mtbf)}"
-    lost, least = share_text(found.overhead), share_text(found.best_overhead)
-    gain = found.overhead - found.best_overhead
-    if gain < _WORTH:
-        yield (
-            f"Saves every {now} lose {lost} of the time, expected; the optimum, every {best}, {least}: "
-            f"{basis}. There is nothing to gain."
-        )
-    else:
-        yield (
-            f"Saves every {now} lose {lost} of the time, expected; the optimum is every {best}, with "
-            f"{least}: {basis}. Use save=Optimal(), which finds it on the running job: it gains "
-            f"{share_text(gain)}."
-        )
-
-
-def _on_stalls(report: Report) -> Iterator[str]:
+def _advice(report: Report) -> Iterator[str]:
+    """Return what would save time or space, and what is well as it is."""
+    if (found := report.optimum) is not None:
+        yield _on_interval(found)
     stall, durable = report.spreads.get("stall_seconds"), report.spreads.get("durable_seconds")
-    covered = report.balance.covered
+    covered, saves = report.balance.covered, report.events["save"]
     if stall is not None and stall.p95 > _UNEVEN * stall.median and stall.p95 > 1:
         yield (
             f"Stalls are uneven: {seconds_text(stall.median)} in the median, {seconds_text(stall.p95)} in "
@@ -387,16 +345,11 @@ def _on_stalls(report: Report) -> Iterator[str]:
             f"Saves that block take {share_text(report.balance.stall / covered)} of training: "
             'staging="overlapped" copies the state while training continues.'
         )
-    if durable is not None and report.optimum is not None and durable.median > report.optimum.interval:
+    if durable is not None and found is not None and durable.median > found.interval:
         yield (
             f"A save is durable after {seconds_text(durable.median)}, longer than the "
-            f"{seconds_text(report.optimum.interval)} between saves: storage limits how often to save."
+            f"{seconds_text(found.interval)} between saves: storage limits how often to save."
         )
-
-
-def _on_waste(report: Report) -> Iterator[str]:
-    """Say what failures took, and what takes space for nothing."""
-    saves = report.events["save"]
     if dead := [run for run in report.runs if run.end == "unclean"]:
         yield (
             f"{len(dead):,} of {len(report.runs):,} runs ended unclean and lost at least "
@@ -415,6 +368,23 @@ def _on_waste(report: Report) -> Iterator[str]:
             f"{bytes_text(sum(each.size_bytes for each in idle))}: "
             "`ckpt prune` deletes them with --abandoned, --bad or --damaged."
         )
+
+
+def _on_interval(found: Optimum) -> str:
+    def every(seconds: float, steps: float | None) -> str:
+        text = seconds_text(seconds)
+        return text if steps is None else f"{max(1, round(steps)):,} steps ({text})"
+
+    now, best = every(found.interval, found.interval_steps), every(found.best_interval, found.best_steps)
+    basis = f"a save takes {seconds_text(found.cost)} of training, one failure in {seconds_text(found.mtbf)}"
+    begin = f"Saves every {now} lose {share_text(found.overhead)} of the time, expected; the optimum"
+    least, gain = share_text(found.best_overhead), found.overhead - found.best_overhead
+    if gain < _WORTH:
+        return f"{begin}, every {best}, {least}: {basis}. There is nothing to gain."
+    return (
+        f"{begin} is every {best}, with {least}: {basis}. Use save=Optimal(), which finds it on the running "
+        f"job: it gains {share_text(gain)}."
+    )
 
 
 def seconds_text(seconds: float | None) -> str:
