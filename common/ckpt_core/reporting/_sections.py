@@ -43,13 +43,7 @@ def sections(report: Report) -> list[Section]:
     """Put a report in words and tables; what has nothing to say is left out."""
     found = [
         Section("advice", "Advice", report.advice),
-        _goodput(report.balance),
-        _runs(report),
-        _costs(report),
-        _cadence(report),
-        _failures(report),
-        _retention(report),
-        _checkpoints(report),
+        *(make(report) for make in (_goodput, _runs, _costs, _cadence, _failures, _retention, _checkpoints)),
         Section("unknown", "Not known", report.unknown),
     ]
     return [each for each in found if each.lines or each.rows]
@@ -57,15 +51,12 @@ def sections(report: Report) -> list[Section]:
 
 def headline(report: Report) -> list[tuple[str, str]]:
     """Return the few figures at the top: a label, and what it is."""
-    medians = {
-        name: seconds_text(report.spreads[name].median if name in report.spreads else None)
-        for name in ("stall_seconds", "durable_seconds")
-    }
+    stall, durable = (report.spreads.get(name) for name in ("stall_seconds", "durable_seconds"))
     return [
         ("goodput", _goodput_text(report.balance)),
         ("saves", f"{len(committed(report.events)):,}"),
-        ("stall, median", medians["stall_seconds"]),
-        ("durable, median", medians["durable_seconds"]),
+        ("stall, median", seconds_text(stall and stall.median)),
+        ("durable, median", seconds_text(durable and durable.median)),
         ("lost work", _at_least(seconds_text(report.balance.lost), exact=report.balance.exact)),
         ("in the root", bytes_text(sum(each.size_bytes for each in report.checkpoints))),
     ]
@@ -106,10 +97,6 @@ def _at_least(text: str, *, exact: bool) -> str:
     return text if exact else f"at least {text}"
 
 
-def _count(number: int | None) -> str:
-    return "?" if number is None else f"{number:,}"
-
-
 def _newest(things: Sequence[Any]) -> Sequence[Any]:
     return things[-_MOST_ROWS:][::-1]
 
@@ -122,7 +109,8 @@ def _counted(texts: Iterable[Any]) -> str:
     return ", ".join(f"{count:,} {text}" for text, count in Counter(texts).most_common())
 
 
-def _goodput(balance: Balance) -> Section:
+def _goodput(report: Report) -> Section:
+    balance = report.balance
     whole = balance.covered + balance.loading
     if whole <= 0:
         return Section("goodput", "Goodput")
@@ -207,7 +195,7 @@ def _failures(report: Report) -> Section:
         (
             moment(each["time"]),
             each["kind"],
-            _count(each.get("step")),
+            "?" if each.get("step") is None else f"{each['step']:,}",
             str(each.get("outcome")),
             str(each.get("error") or ""),
         )
