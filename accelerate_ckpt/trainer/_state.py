@@ -86,7 +86,7 @@ class TrainingState:
         self._contents: Contents | None = settings.contents
         self._twice = settings.stock_files is True
         given = settings.stock_files
-        adapts = has_adapters(trainer.model) and not saves_base(trainer.model_wrapped, self._contents)
+        adapts = has_adapters(trainer.model) and not saves_base(self._trainer.model_wrapped, self._contents)
         # Adapters have a file of their own.
         self._stock_files = not adapts if given is None else given
         self._storage = storage

@@ -237,8 +237,8 @@ def _values(one: Contents, other: Contents, wanted: Callable[[str], bool]) -> It
         if MISSING not in values:
             yield from _value_differences(path, *values)
             continue
-        texts = (each and f"file of {each.size_bytes:,} bytes" for each in (a, b))
-        yield ValueDifference(name=path, a=next(texts), b=next(texts))
+        texts = [None if each is None else f"file of {each.size_bytes:,} bytes" for each in (a, b)]
+        yield ValueDifference(name=path, a=texts[0], b=texts[1])
 
 
 def _entry(name: str, *both: Contents) -> Iterator[ValueDifference]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, Final, TypeVar, final
 
 from ckpt_core.journal import MOST_STEPS
 from ckpt_core.options import bytes_text
 from ckpt_core.reporting._facts import Balance, Report, committed, moment, seconds_text, share_text
 
+T = TypeVar("T")
 _MOST_ROWS: Final = 20
 _MOST_RULES: Final = 40
 _MOST_SHOWN: Final = 6
@@ -97,7 +98,7 @@ def _at_least(text: str, *, exact: bool) -> str:
     return text if exact else f"at least {text}"
 
 
-def _newest(things: Sequence[Any]) -> Sequence[Any]:
+def _newest(things: Sequence[T]) -> Sequence[T]:
     return things[-_MOST_ROWS:][::-1]
 
 
