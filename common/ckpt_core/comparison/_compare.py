@@ -193,7 +193,8 @@ def _figures(
     wide = torch.complex128 if a.is_complex() else torch.float64
     numeric = a.is_floating_point() or a.is_complex()
     changed, largest, squares, squares_of_a = 0, 0.0, 0.0, 0.0
-    for one, other in zip(a.split(_PIECE), b.split(_PIECE), strict=True):
+    for start in range(0, a.numel(), _PIECE):
+        one, other = a[start : start + _PIECE], b[start : start + _PIECE]
         differs = (one.view(torch.uint8) != other.view(torch.uint8)).view(len(one), a.dtype.itemsize).any(1)
         changed += (count := int(differs.sum()))
         if not numeric:
