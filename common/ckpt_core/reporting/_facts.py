@@ -33,101 +33,31 @@ _LATEST: Final = 7_258_118_400.0  # the year 2200
 
 
 @final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunFacts:
-    """One start of the job, as in the schema of `ckpt report --json`."""
-
-    run: str
-    begin: float | None
-    until: float | None
-    end: str
-    first_step: int | None
-    last_step: int | None
-    devices: int | None
-    seconds: float | None
-    covered: float
-    lost_steps: int
-    lost_seconds: float
-    exact: bool
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Spread:
-    """The distribution of one measure."""
-
-    count: int
-    least: float
-    median: float
-    p95: float
-    most: float
-    total: float
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Balance:
-    """Where the time of training went, in seconds, as far as it was measured."""
-
-    covered: float
-    stall: float
-    slowdown: float
-    lost: float
-    loading: float
-    down: float
-    exact: bool
-
-    @property
-    def goodput(self) -> float | None:
-        """Training that counts, as a fraction of training and loads; None if unknown."""
-        whole = self.covered + self.loading
-        if whole <= 0:
-            return None
-        return min(1.0, max(0.0, (self.covered - self.stall - self.slowdown - self.lost) / whole))
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Optimum:
-    """What another interval would have cost, by the formulas of `Optimal`."""
-
-    mtbf: float
-    mtbf_source: str
-    cost: float
-    durable: float
-    restart: float
-    interval: float
-    interval_steps: float | None
-    overhead: float
-    best_interval: float
-    best_steps: float | None
-    best_overhead: float
-
-
-@final
 @dataclass(kw_only=True, slots=True)
 class Report:
     """Everything known about a root.
 
     Attributes:
         made: Unix time of the report.
+        runs: starts of the job, the earliest first; fields as in the schema of `ckpt report --json`.
         events: the records of the journal by kind: save, load, upload, prune, retention and cadence.
         older: the record that sums up runs too old to be listed; None without one.
         checkpoints: those in the root now, the marked and abandoned ones, too.
         spreads: measure -> distribution over all saves.
+        balance: where the time of training went, in seconds, as far as it was measured.
         optimum: what the best interval would have cost; None if that is unknown.
     """
 
     root: str
     made: float
-    runs: Sequence[RunFacts]
+    runs: Sequence[dict[str, Any]]
     events: dict[str, list[dict[str, Any]]]
     older: dict[str, Any] | None
     checkpoints: Sequence[CheckpointInfo]
     unreadable: Sequence[str]
-    spreads: dict[str, Spread]
-    balance: Balance
-    optimum: Optimum | None
+    spreads: dict[str, dict[str, float]]
+    balance: dict[str, Any]
+    optimum: dict[str, Any] | None
     unknown: Sequence[str] = ()
     advice: Sequence[str] = ()
 
@@ -150,7 +80,7 @@ def report_of(storage: Storage, now: float) -> Report:
         if each["kind"] != "summary" and each["run"]:  # both files have some
             of_run.setdefault(each["run"], {})[json.dumps(each, sort_keys=True)] = each
     runs = [_run(run, list(own.values())) for run, own in of_run.items()]
-    runs.sort(key=lambda run: (run.begin or 0.0, run.run))
+    runs.sort(key=lambda run: (run["begin"] or 0.0, run["run"]))
     known = {name: _values(committed(events), name) for name in _MEASURES}
     report = Report(
         root=public_url(storage.url),
@@ -192,18 +122,18 @@ def _values(records: Iterable[Record], name: str) -> list[float]:
     return [float(each[name]) for each in records if each.get(name) is not None]
 
 
-def _spread(values: Sequence[float]) -> Spread:
-    return Spread(
-        count=len(values),
-        least=min(values),
-        median=median(values),
-        p95=quantiles(values, n=20, method="inclusive")[-1] if len(values) > 1 else values[0],
-        most=max(values),
-        total=sum(values),
-    )
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    return {
+        "count": len(values),
+        "least": min(values),
+        "median": median(values),
+        "p95": quantiles(values, n=20, method="inclusive")[-1] if len(values) > 1 else values[0],
+        "most": max(values),
+        "total": sum(values),
+    }
 
 
-def _run(run: str, records: Sequence[Record]) -> RunFacts:
+def _run(run: str, records: Sequence[Record]) -> dict[str, Any]:
     events = [each for each in records if each["kind"] == "run"]
     # The next run writes that one died: that is no sign of life.
     alive = [each for each in records if each.get("event") != "unclean"]
@@ -217,42 +147,51 @@ def _run(run: str, records: Sequence[Record]) -> RunFacts:
     steps = [each["step"] for each in records if each["kind"] != "load" and each.get("step") is not None]
     losses = [*ends[:1], *(each for each in events if each.get("event") == "resume")]
     covered = max(known, default=0.0) - (0.0 if has_start else min(known, default=0.0))
-    return RunFacts(
-        run=run,
-        begin=times[0] if times else None,
-        until=times[-1] if times else None,
-        end=end,
-        first_step=min(steps, default=None),
-        last_step=max(steps, default=None),
-        devices=max((each["devices"] for each in events if each.get("devices") is not None), default=None),
-        seconds=max(known, default=None),
-        covered=max(0.0, covered) if len(events) < len(records) else 0.0,
-        lost_steps=int(sum(_values(losses, "lost_steps"))),
-        lost_seconds=sum(_values(losses, "lost_seconds")),
-        exact=end not in {"", "unclean"},
-    )
+    return {
+        "run": run,
+        "begin": times[0] if times else None,
+        "until": times[-1] if times else None,
+        "end": end,
+        "first_step": min(steps, default=None),
+        "last_step": max(steps, default=None),
+        "devices": max((each["devices"] for each in events if each.get("devices")), default=None),
+        "seconds": max(known, default=None),
+        "covered": max(0.0, covered) if len(events) < len(records) else 0.0,
+        "lost_steps": int(sum(_values(losses, "lost_steps"))),
+        "lost_seconds": sum(_values(losses, "lost_seconds")),
+        "exact": end not in {"", "unclean"},
+    }
 
 
-def _balance(runs: Sequence[RunFacts], events: Mapping[str, Sequence[Record]]) -> Balance:
-    covered = {run.run for run in runs if run.covered}
-    saves, loads = ([each for each in events[kind] if each["run"] in covered] for kind in ("save", "load"))
-    down = sum(
-        max(0.0, later.begin - run.until)
-        for run, later in pairwise(run for run in runs if run.begin is not None)
-        if run.end == "unclean" and run.until is not None and later.begin is not None
-    )
-    return Balance(
-        covered=sum(run.covered for run in runs),
-        stall=sum(_values(saves, "stall_seconds")),
-        slowdown=sum(_values(saves, "slowdown_seconds")),
-        lost=sum(run.lost_seconds for run in runs if run.run in covered),
-        loading=sum(_values(loads, "seconds")),
-        down=down,
-        exact=all(run.exact for run in runs if run.covered),
-    )
+def _balance(runs: Sequence[Record], events: Mapping[str, Sequence[Record]]) -> dict[str, Any]:
+    """Say where time went; a run that did not write its own end may have lost more."""
+    covered = [run for run in runs if run["covered"]]
+    names = {run["run"] for run in covered}
+    saves, loads = ([each for each in events[kind] if each["run"] in names] for kind in ("save", "load"))
+    found = {
+        "covered": sum(run["covered"] for run in covered),
+        "stall": sum(_values(saves, "stall_seconds")),
+        "slowdown": sum(_values(saves, "slowdown_seconds")),
+        "lost": sum(run["lost_seconds"] for run in covered),
+        "loading": sum(_values(loads, "seconds")),
+    }
+    # From the last sign of a run that failed to the next start; in no other figure.
+    down = [
+        max(0.0, later["begin"] - run["until"])
+        for run, later in pairwise(run for run in runs if run["begin"] is not None)
+        if run["end"] == "unclean" and run["until"] is not None
+    ]
+    return found | {"down": sum(down), "exact": all(run["exact"] for run in covered)}
 
 
-def _optimum(events: Mapping[str, Sequence[Record]], rate: FailureRate | None) -> Optimum | None:
+def goodput(balance: Mapping[str, Any]) -> float | None:
+    """Return what counts, as a fraction of training and loads; None if unknown."""
+    whole = balance["covered"] + balance["loading"]
+    useful = balance["covered"] - balance["stall"] - balance["slowdown"] - balance["lost"]
+    return min(1.0, max(0.0, useful / whole)) if whole > 0 else None
+
+
+def _optimum(events: Mapping[str, Sequence[Record]], rate: FailureRate | None) -> dict[str, Any] | None:
     """Compare the interval of a root with the best one; None if that is unknown."""
     saves = committed(events)
     stalls, durable, slower = (
@@ -274,27 +213,27 @@ def _optimum(events: Mapping[str, Sequence[Record]], rate: FailureRate | None) -
     known = {"cost": cost, "durable": median(durable or [cost]), "mtbf": rate.mtbf}
     restart = median(_values(events["load"], "seconds") or [0.0])
     interval, per_step, best = median(gaps), median(steps or [0.0]), optimal_interval(**known)
-    return Optimum(
+    return {
         **known,
-        mtbf_source=rate.source,
-        restart=restart,
-        interval=interval,
-        interval_steps=interval / per_step if per_step else None,
-        overhead=expected_overhead(interval, **known, restart=restart),
-        best_interval=best,
-        best_steps=best / per_step if per_step else None,
-        best_overhead=expected_overhead(best, **known, restart=restart),
-    )
+        "mtbf_source": rate.source,
+        "restart": restart,
+        "interval": interval,
+        "interval_steps": interval / per_step if per_step else None,
+        "overhead": expected_overhead(interval, **known, restart=restart),
+        "best_interval": best,
+        "best_steps": best / per_step if per_step else None,
+        "best_overhead": expected_overhead(best, **known, restart=restart),
+    }
 
 
 def _rate(
-    history: Sequence[Record], events: Mapping[str, Sequence[Record]], runs: Sequence[RunFacts]
+    history: Sequence[Record], events: Mapping[str, Sequence[Record]], runs: Sequence[Record]
 ) -> FailureRate | None:
     """Return how often the job fails, as given to its policy or as learned."""
     for each in reversed(events["cadence"]):
         if each.get("mtbf_source") == "given" and each.get("mtbf_seconds"):
             return FailureRate(mtbf=each["mtbf_seconds"], source="given")
-    devices = next((run.devices for run in reversed(runs) if run.devices), None)
+    devices = next((run["devices"] for run in reversed(runs) if run["devices"]), None)
     return None if devices is None else failure_rate(history, devices)
 
 
@@ -312,7 +251,7 @@ def _unknown(report: Report) -> Iterator[str]:
             f"{len(earlier):,} of {len(report.checkpoints):,} checkpoints are not in the journal: they are "
             "older than its oldest part, copied, or of a killed run. Their times and costs are not known."
         )
-    if bare := [run for run in report.runs if not run.covered]:
+    if bare := [run for run in report.runs if not run["covered"]]:
         yield (
             f"{len(bare):,} of {len(report.runs):,} runs have no measured time of training in the events "
             "that are left. The goodput is that of the others."
@@ -333,28 +272,28 @@ def _advice(report: Report) -> Iterator[str]:
     if (found := report.optimum) is not None:
         yield _on_interval(found)
     stall, durable = report.spreads.get("stall_seconds"), report.spreads.get("durable_seconds")
-    covered, saves = report.balance.covered, report.events["save"]
-    if stall is not None and stall.p95 > _UNEVEN * stall.median and stall.p95 > 1:
+    covered, saves = report.balance["covered"], report.events["save"]
+    if stall is not None and stall["p95"] > _UNEVEN * stall["median"] and stall["p95"] > 1:
         yield (
-            f"Stalls are uneven: {seconds_text(stall.median)} in the median, {seconds_text(stall.p95)} in "
-            "one of twenty. A save waits where an earlier one is still in flight: save less often, or use "
+            f"Stalls are uneven: {seconds_text(stall['median'])} in the median, {seconds_text(stall['p95'])} "
+            "in one of twenty. A save waits where an earlier one is still in flight: save less often, or use "
             "faster storage."
         )
-    if stall is not None and covered and report.balance.stall / covered > _MOST_STALL:
+    if stall is not None and covered and report.balance["stall"] / covered > _MOST_STALL:
         yield (
-            f"Saves that block take {share_text(report.balance.stall / covered)} of training: "
+            f"Saves that block take {share_text(report.balance['stall'] / covered)} of training: "
             'staging="overlapped" copies the state while training continues.'
         )
-    if durable is not None and found is not None and durable.median > found.interval:
+    if durable is not None and found is not None and durable["median"] > found["interval"]:
         yield (
-            f"A save is durable after {seconds_text(durable.median)}, longer than the "
-            f"{seconds_text(found.interval)} between saves: storage limits how often to save."
+            f"A save is durable after {seconds_text(durable['median'])}, longer than the "
+            f"{seconds_text(found['interval'])} between saves: storage limits how often to save."
         )
-    if dead := [run for run in report.runs if run.end == "unclean"]:
+    if dead := [run for run in report.runs if run["end"] == "unclean"]:
         yield (
             f"{len(dead):,} of {len(report.runs):,} runs ended unclean and lost at least "
-            f"{seconds_text(sum(run.lost_seconds for run in dead))} of training "
-            f"({sum(run.lost_steps for run in dead):,} steps)."
+            f"{seconds_text(sum(run['lost_seconds'] for run in dead))} of training "
+            f"({sum(run['lost_steps'] for run in dead):,} steps)."
         )
     if failed := [each for each in saves if each.get("outcome") == "failed"]:
         yield (
@@ -370,15 +309,17 @@ def _advice(report: Report) -> Iterator[str]:
         )
 
 
-def _on_interval(found: Optimum) -> str:
+def _on_interval(found: Mapping[str, Any]) -> str:
     def every(seconds: float, steps: float | None) -> str:
         text = seconds_text(seconds)
         return text if steps is None else f"{max(1, round(steps)):,} steps ({text})"
 
-    now, best = every(found.interval, found.interval_steps), every(found.best_interval, found.best_steps)
-    basis = f"a save takes {seconds_text(found.cost)} of training, one failure in {seconds_text(found.mtbf)}"
-    begin = f"Saves every {now} lose {share_text(found.overhead)} of the time, expected; the optimum"
-    least, gain = share_text(found.best_overhead), found.overhead - found.best_overhead
+    now = every(found["interval"], found["interval_steps"])
+    best = every(found["best_interval"], found["best_steps"])
+    cost, mtbf = seconds_text(found["cost"]), seconds_text(found["mtbf"])
+    basis = f"a save takes {cost} of training, one failure in {mtbf}"
+    begin = f"Saves every {now} lose {share_text(found['overhead'])} of the time, expected; the optimum"
+    least, gain = share_text(found["best_overhead"]), found["overhead"] - found["best_overhead"]
     if gain < _WORTH:
         return f"{begin}, every {best}, {least}: {basis}. There is nothing to gain."
     return (

@@ -127,14 +127,16 @@ def _draw_time_line(report: Report, figure: Any) -> bool:
     axes, lanes = figure.subplots(), ("lost work", "failures", "loads", "saves", "runs")
     died: list[float] = []
     for run in report.runs:
-        if run.begin is None or run.until is None:
+        if run["begin"] is None or run["until"] is None:
             continue
         thick = {"linewidth": 8, "solid_capstyle": "butt"}
-        axes.plot(_moments((run.begin, run.until)), [4, 4], color=_OF_ENDS.get(run.end, _INK), **thick)
-        if run.lost_seconds:
-            lost = _moments((run.until - run.lost_seconds, run.until))
+        axes.plot(
+            _moments((run["begin"], run["until"])), [4, 4], color=_OF_ENDS.get(run["end"], _INK), **thick
+        )
+        if run["lost_seconds"]:
+            lost = _moments((run["until"] - run["lost_seconds"], run["until"]))
             axes.plot(lost, [0, 0], color=_COLOURS[3], **thick)
-        died += [run.until] * (run.end == "unclean")
+        died += [run["until"]] * (run["end"] == "unclean")
     events = report.events
     failed = [each for kind in ("save", "load", "upload") for each in events[kind]]
     failed = [each for each in failed if each.get("outcome") == "failed"]

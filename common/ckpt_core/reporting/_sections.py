@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar, final
 
 from ckpt_core.journal import MOST_STEPS
 from ckpt_core.options import bytes_text
-from ckpt_core.reporting._facts import Balance, Report, committed, moment, seconds_text, share_text
+from ckpt_core.reporting._facts import Report, committed, goodput, moment, seconds_text, share_text
 
 T = TypeVar("T")
 _MOST_ROWS: Final = 20
@@ -52,26 +52,28 @@ def sections(report: Report) -> list[Section]:
 
 def headline(report: Report) -> list[tuple[str, str]]:
     """Return the few figures at the top: a label, and what it is."""
-    stall, durable = (report.spreads.get(name) for name in ("stall_seconds", "durable_seconds"))
+    stall, durable = (
+        report.spreads.get(name, {}).get("median") for name in ("stall_seconds", "durable_seconds")
+    )
     return [
         ("goodput", _goodput_text(report.balance)),
         ("saves", f"{len(committed(report.events)):,}"),
-        ("stall, median", seconds_text(stall and stall.median)),
-        ("durable, median", seconds_text(durable and durable.median)),
-        ("lost work", _at_least(seconds_text(report.balance.lost), exact=report.balance.exact)),
+        ("stall, median", seconds_text(stall)),
+        ("durable, median", seconds_text(durable)),
+        ("lost work", _at_least(seconds_text(report.balance["lost"]), exact=report.balance["exact"])),
         ("in the root", bytes_text(sum(each.size_bytes for each in report.checkpoints))),
     ]
 
 
-def parts_of(balance: Balance) -> list[tuple[str, float]]:
+def parts_of(balance: Mapping[str, Any]) -> list[tuple[str, float]]:
     """Return where time went, in seconds; together it is all that is known of it."""
-    useful = balance.covered - balance.stall - balance.slowdown - balance.lost
+    useful = balance["covered"] - balance["stall"] - balance["slowdown"] - balance["lost"]
     return [
         ("training that counts", max(0.0, useful)),
-        ("stall", balance.stall),
-        ("slowdown", balance.slowdown),
-        ("lost work" if balance.exact else "lost work, at least", balance.lost),
-        ("loads", balance.loading),
+        ("stall", balance["stall"]),
+        ("slowdown", balance["slowdown"]),
+        ("lost work" if balance["exact"] else "lost work, at least", balance["lost"]),
+        ("loads", balance["loading"]),
     ]
 
 
@@ -89,9 +91,9 @@ def why_kept(events: Iterable[Mapping[str, Any]]) -> dict[int, list[str]]:
     return found
 
 
-def _goodput_text(balance: Balance) -> str:
-    known = balance.exact or balance.goodput is None
-    return f"{'' if known else 'at most '}{share_text(balance.goodput)}"
+def _goodput_text(balance: Mapping[str, Any]) -> str:
+    known = balance["exact"] or goodput(balance) is None
+    return f"{'' if known else 'at most '}{share_text(goodput(balance))}"
 
 
 def _at_least(text: str, *, exact: bool) -> str:
@@ -112,16 +114,16 @@ def _counted(texts: Iterable[Any]) -> str:
 
 def _goodput(report: Report) -> Section:
     balance = report.balance
-    whole = balance.covered + balance.loading
+    whole = balance["covered"] + balance["loading"]
     if whole <= 0:
         return Section("goodput", "Goodput")
     lines = [f"Of {seconds_text(whole)} measured, {_goodput_text(balance)} was training that counts."]
-    if not balance.exact:
+    if not balance["exact"]:
         lines.append("A run that was killed may have trained on after its last sign: that work is lost, too.")
-    if balance.down:
+    if balance["down"]:
         lines.append(
-            f"From the last signs of killed runs to the next starts went {seconds_text(balance.down)}; that "
-            "is in no other figure."
+            f"From the last signs of killed runs to the next starts went {seconds_text(balance['down'])}; "
+            "that is in no other figure."
         )
     rows = [(name, seconds_text(part), share_text(part / whole)) for name, part in parts_of(balance)]
     return Section("goodput", "Goodput", lines, ("PART", "TIME", "SHARE"), rows)
@@ -131,18 +133,18 @@ def _runs(report: Report) -> Section:
     runs = report.runs
     rows = [
         (
-            run.run[:12],
-            _ENDS.get(run.end, run.end),
-            moment(run.begin),
-            moment(run.until),
-            "?" if run.first_step is None else f"{run.first_step:,} - {run.last_step:,}",
-            _at_least(seconds_text(run.seconds), exact=run.exact or run.seconds is None),
-            _at_least(f"{run.lost_steps:,}", exact=run.exact),
-            _at_least(seconds_text(run.lost_seconds), exact=run.exact),
+            run["run"][:12],
+            str(_ENDS.get(run["end"], run["end"])),
+            moment(run["begin"]),
+            moment(run["until"]),
+            "?" if run["first_step"] is None else f"{run['first_step']:,} - {run['last_step']:,}",
+            _at_least(seconds_text(run["seconds"]), exact=run["exact"] or run["seconds"] is None),
+            _at_least(f"{run['lost_steps']:,}", exact=run["exact"]),
+            _at_least(seconds_text(run["lost_seconds"]), exact=run["exact"]),
         )
         for run in _newest(runs)
     ]
-    lines = [_counted(_ENDS.get(run.end, run.end) for run in runs) + _more(runs)] if runs else []
+    lines = [_counted(_ENDS.get(run["end"], run["end"]) for run in runs) + _more(runs)] if runs else []
     columns = ("RUN", "END", "FROM (UTC)", "LAST SIGN (UTC)", "STEPS", "TRAINING", "LOST STEPS", "LOST")
     return Section("runs", "Runs", lines, columns, rows, figures=2)
 
@@ -151,8 +153,8 @@ def _costs(report: Report) -> Section:
     rows = []
     for name, spread in report.spreads.items():
         text = bytes_text if name == "size_bytes" else seconds_text
-        figures = (spread.least, spread.median, spread.p95, spread.most, spread.total)
-        rows.append((name.rpartition("_")[0], f"{spread.count:,}", *map(text, figures)))
+        count, *figures = spread.values()
+        rows.append((name.rpartition("_")[0], f"{count:,}", *map(text, figures)))
     saves = report.events["save"]
     lines = [_counted(each.get("outcome") for each in saves)] if saves else []
     columns = ("MEASURE", "SAVES", "LEAST", "MEDIAN", "95 %", "MOST", "IN ALL")
@@ -162,12 +164,13 @@ def _costs(report: Report) -> Section:
 def _cadence(report: Report) -> Section:
     lines = []
     if (found := report.optimum) is not None:
+        text = {name: seconds_text(value) for name, value in found.items() if isinstance(value, int | float)}
         lines = [
-            f"Failures: one in {seconds_text(found.mtbf)} ({found.mtbf_source}).",
-            f"A save takes {seconds_text(found.cost)} of training and is durable after "
-            f"{seconds_text(found.durable)}; a load takes {seconds_text(found.restart)}.",
-            f"Measured interval: {seconds_text(found.interval)}, expected loss {share_text(found.overhead)}. "
-            f"Optimum: {seconds_text(found.best_interval)}, {share_text(found.best_overhead)}.",
+            f"Failures: one in {text['mtbf']} ({found['mtbf_source']}).",
+            f"A save takes {text['cost']} of training and is durable after {text['durable']}; a load takes "
+            f"{text['restart']}.",
+            f"Measured interval: {text['interval']}, expected loss {share_text(found['overhead'])}. "
+            f"Optimum: {text['best_interval']}, {share_text(found['best_overhead'])}.",
         ]
     # A reason without the numbers of the moment.
     reasons = Counter(
