@@ -9,21 +9,23 @@ from typing import Any, final
 
 import torch
 from transformers import Trainer
+from transformers.trainer import SCHEDULER_NAME
 
-from accelerate_ckpt._checkpoints import ENDED
+from accelerate_ckpt._checkpoints import ENDED, tell_restored
 from accelerate_ckpt._roots import Settings
-from accelerate_ckpt.trainer._callbacks import BeforeEvaluation, ToCome
+from accelerate_ckpt.trainer._callbacks import BeforeEvaluation, CallbackStates, ToCome, load_exported
 from accelerate_ckpt.trainer._data import TrainerData
 from accelerate_ckpt.trainer._events import BEST, EvaluationLeft, TrainerEvents
-from accelerate_ckpt.trainer._loading import TrainerLoading
+from accelerate_ckpt.trainer._loading import Ours, chosen, is_ours, require_readable, unpickling_nothing
 from accelerate_ckpt.trainer._session import TrainerSession, metrics_at
 from accelerate_ckpt.trainer._state import TrainingState
 from ckpt_core import CheckpointInfo, CheckpointManager, ConfigError
 from ckpt_core.cadence import SavePolicy, needed_counts
 from ckpt_core.disclosure import logger_of
-from ckpt_core.hosting import attach, attached_to, detach, shadow
+from ckpt_core.hosting import CheckpointPath, attach, attached_to, detach, shadow
 from ckpt_core.options import shows_options
 from ckpt_core.retention import RetentionPolicy
+from ckpt_core.state import load_item
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Sink
 from ckpt_core.validation import require
@@ -31,14 +33,15 @@ from ckpt_core.validation import require
 _logger = logger_of(__name__)
 
 _WAITING = "_ckpt_suite_waiting"
-_SHADOWED = (
-    "train",
-    "_save_checkpoint",
-    "_load_from_checkpoint",
-    "_load_optimizer_and_scheduler",
-    "_load_best_model",
-    "_maybe_log_save_evaluate",
-)
+_SHADOWED = {
+    "train": "train",
+    "_save_checkpoint": "save",
+    "_load_from_checkpoint": "_load_model",
+    "_load_optimizer_and_scheduler": "_load_rest",
+    "_load_best_model": "_load_best",
+    "_maybe_log_save_evaluate": "_after_step",
+}
+"""Methods of the Trainer, and those of ours that replace them."""
 
 
 @final
@@ -62,20 +65,17 @@ class TrainerCheckpoints:
         self._stock = SimpleNamespace(**{name: getattr(trainer, name) for name in names})
         self._session = TrainerSession(trainer, settings, sinks)
         self._settings = settings
-        self._loading = TrainerLoading(trainer, self._stock, self._session, self._settings)
         self._data = TrainerData(trainer)
         gated = settings.options.save is not None
         self.events = TrainerEvents(self._session, self._data, self._go_on, gated=gated)
+        self._resumed: Ours | None = None
+        self._loaded: ToCome | None = None
         self._logged: tuple[Any, Any] = (None, None)
         self.implicit = implicit
 
     def shadows(self) -> dict[str, Any]:
         """Return the methods that replace the Trainer's own, by name."""
-        loading = self._loading
-        made = (
-            self.train, self.save, loading.load_model, self._load_rest, loading.load_best, self._after_step
-        )  # fmt: skip
-        return {**dict(zip(_SHADOWED, made, strict=True)), **self._data.shadows()}
+        return {name: getattr(self, ours) for name, ours in _SHADOWED.items()} | self._data.shadows()
 
     @property
     def manager(self) -> CheckpointManager:
@@ -104,10 +104,11 @@ class TrainerCheckpoints:
         with (
             self._session.training() as manager,
             self.events.in_charge(self._trainer.args, manager.options.keep),
-            self._loading.chosen(resume_from_checkpoint) as checkpoint,
-            self._data.training(self._loading.resumed),
+            chosen(self._session, resume_from_checkpoint, self._trainer.args) as checkpoint,
         ):
-            result = self._stock.train(checkpoint, *args, **kwargs)
+            ours = self._resumed = checkpoint if isinstance(checkpoint, Ours) else None
+            with self._data.training(None if ours is None else ours.resumed):
+                result = self._stock.train(checkpoint if ours is None else ours.view, *args, **kwargs)
         if self.implicit and self.preempted:
             # The script does not know of it, and would take the training for finished.
             _logger.warning(
@@ -140,7 +141,7 @@ class TrainerCheckpoints:
             state.best_model_checkpoint = self._session.path_of(name)
         handle = self.manager.save(
             state.global_step,
-            self._state(),
+            self._present(),
             metrics=metrics_at(state.log_history, state.global_step),
             annotations={"framework": "transformers", "reason": self.events.reason},
             name=name,
@@ -174,35 +175,69 @@ class TrainerCheckpoints:
         """
         self._session.close()
 
-    def _to_come(self) -> ToCome:
-        """Return what the step that is saved now has left out."""
-        args, events, (norm, rate) = self._trainer.args, self.events, self._logged
-        return ToCome(
-            evaluation=events.evaluation_left,
-            decided=events.decided,
-            until=(args.max_steps, args.num_train_epochs),
-            epoch_ended=events.epoch_ended,
-            logged=(norm.item() if isinstance(norm, torch.Tensor) else norm, rate),
-        )
-
     def _come_last(self) -> None:
         """Let our callback hear of everything after all others, which may decide."""
         self._trainer.remove_callback(self.events)
         self._trainer.add_callback(self.events)
 
+    def _load_model(self, checkpoint: str, model: Any = None) -> None:
+        """Load the model of a stock checkpoint; ours is loaded with its optimizer."""
+        if self._resumed is None:
+            with unpickling_nothing(self._settings.pickles):
+                self._stock._load_from_checkpoint(checkpoint, model)
+
     def _load_rest(self, checkpoint: str | None) -> None:
-        self._loading.load_rest(checkpoint)
+        """Load model, optimizer and scheduler of ours, or the rest of a stock checkpoint."""
+        ours, pickles, trainer = self._resumed, self._settings.pickles, self._trainer
+        if ours is None:
+            with unpickling_nothing(pickles):
+                self._stock._load_optimizer_and_scheduler(checkpoint)
+        else:
+            state = self._state(ours.checkpoint)
+            if self._session.load(ours.checkpoint, state, change=self._settings.override.values):
+                self._session.saved_step = None
+            self._loaded = state.to_come
+            if ours.scheduler is not None and trainer.lr_scheduler is not None:
+                saved = pickles.load(ours.scheduler, f"{ours.checkpoint}/{SCHEDULER_NAME}")
+                load_item("the scheduler", trainer.lr_scheduler, saved)
+            state.apply_change()
         self._come_last()  # the Trainer may have replaced callbacks
 
+    def _load_best(self) -> None:
+        """Load the model of the best checkpoint."""
+        self.manager.wait()
+        best = self._trainer.state.best_model_checkpoint
+        if best is not None and is_ours(self._session, best):
+            self._session.load(best, self._state(best, with_optimizer=False), items=["model"])
+            return
+        if best is not None:
+            require_readable(self._session, best, ours=False)
+        with unpickling_nothing(self._settings.pickles):
+            self._stock._load_best_model()
+
     def _go_on(self) -> None:
-        """Make up for what the resumed step has left out, before training goes on."""
-        trainer, to_come = self._trainer, self._loading.load_callbacks()
+        """Load callbacks, and make up for what the resumed step has left out."""
+        trainer, ours, to_come = self._trainer, self._resumed, self._loaded
+        self._loaded = None
+        if ours is not None and to_come is not None:
+            if callbacks := CallbackStates(trainer):
+                self._session.load(ours.checkpoint, callbacks)
+            load_exported(trainer)
+            if trainer.args.process_index == 0:
+                place = CheckpointPath.of(ours.checkpoint)
+                tell_restored(trainer.state.global_step, place.root, place.name)
         self._data.begin()
-        if to_come is None:
+        if ours is None or to_come is None:
             return
         self._logged, stops = to_come.logged, to_come.stops(trainer.args)
         if to_come.evaluation:
-            self._evaluate_again()
+            # From its random numbers; the training goes on from those that follow.
+            trainer._load_rng_state(ours.view)
+            trainer.control.should_evaluate = True
+            self._after_step(
+                trainer._tr_loss, None, trainer.model, None, trainer.state.epoch, self._ignored, 0.0
+            )
+            trainer._save_rng_state(ours.view)
         elif stops and trainer.args.process_index == 0:
             _logger.warning(
                 "the evaluation of step %d has decided to stop the training, and so it ends: raise max_steps "
@@ -211,14 +246,6 @@ class TrainerCheckpoints:
             )
         trainer.control.should_training_stop |= stops
         self._data.epoch_ended = to_come.epoch_ended or self.preempted
-
-    def _evaluate_again(self) -> None:
-        """Make the evaluation of a step that was resumed, from its random numbers."""
-        trainer, view = self._trainer, self._loading.view
-        trainer._load_rng_state(view)
-        trainer.control.should_evaluate = True
-        self._after_step(trainer._tr_loss, None, trainer.model, None, trainer.state.epoch, self._ignored, 0.0)
-        trainer._save_rng_state(view)  # the training goes on from those that follow
 
     def _after_step(self, loss: Any, norm: Any, *args: Any, learning_rate: Any = None, **kwargs: Any) -> None:
         """Log, evaluate and save as the control says; a preemption cuts evaluation short."""
@@ -247,20 +274,35 @@ class TrainerCheckpoints:
             stock()
         finally:
             events.own_evaluation = False
-        state = self._trainer.state
         if self.manager.options.on_exception is not None:
+            step = trainer.state.global_step
             self.manager.note_step(
-                state.global_step,
-                self._state(),
-                metrics=metrics_at(state.log_history, state.global_step),
+                step,
+                self._present(),
+                metrics=metrics_at(trainer.state.log_history, step),
                 annotations={"framework": "transformers"},
-                name=f"checkpoint-{state.global_step}",
+                name=f"checkpoint-{step}",
             )
 
-    def _state(self) -> TrainingState:
+    def _present(self) -> TrainingState:
+        """Return the state as it is now, with what the step that is saved has left out."""
+        args, events, (norm, rate) = self._trainer.args, self.events, self._logged
         source = TrainingState(self._trainer, self._stock, self._settings, progress=self._data.progress())
-        source.to_come = self._to_come()
+        source.to_come = ToCome(
+            evaluation=events.evaluation_left,
+            decided=events.decided,
+            until=(args.max_steps, args.num_train_epochs),
+            epoch_ended=events.epoch_ended,
+            logged=(norm.item() if isinstance(norm, torch.Tensor) else norm, rate),
+        )
         return source
+
+    def _state(self, checkpoint: str, *, with_optimizer: bool = True) -> TrainingState:
+        """Return the state to load a checkpoint into."""
+        storage = self._session.storage_at(CheckpointPath.of(checkpoint).root)
+        return TrainingState(
+            self._trainer, self._stock, self._settings, with_optimizer=with_optimizer, storage=storage
+        )
 
 
 @shows_options(stock_files=None, contents=None, override=None, log_costs=True)
@@ -289,7 +331,7 @@ def enable_trainer(
         **options: `contents` ("all" of the model, or "trainable", which refers to what is frozen; the
             default for PEFT models), `stock_files` (True: `model.safetensors` and `optimizer.pt` are written,
             too, so that the stock Trainer reads the checkpoint; False: neither; None: the weights of a model
-            that is not sharded are in `model.safetensors` alone, or in the file of PEFT), `override`
+            that is not sharded are in `model.safetensors` alone), `override`
             (hyperparameters that a resumed training changes, such as `{"lr": 1e-4}`, once for all restarts),
             `log_costs` (whether `report_to` gets what each save has cost; True) and the other fields of
             `CheckpointOptions`.

@@ -10,11 +10,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from accelerate_ckpt.trainer._data import TrainerData
-from accelerate_ckpt.trainer._session import TrainerSession, is_new_best, wanted_best
+from accelerate_ckpt.trainer._session import TrainerSession, best_of, is_new_best
 from ckpt_core import ConfigError, KeepBest
 from ckpt_core.cadence import Counts, needed_counts
 from ckpt_core.disclosure import logger_of
-from ckpt_core.hosting import replaced
+from ckpt_core.hosting import ranking, replaced
 from ckpt_core.retention import RetentionPolicy
 
 _logger = logger_of(__name__)
@@ -56,7 +56,11 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
     @contextmanager
     def in_charge(self, args: TrainingArguments, keep: RetentionPolicy | None) -> Generator[None]:
         """Stop the Trainer from deleting, and let it track its best model at every step."""
-        self._wanted, self._strategy = wanted_best(keep, args), args.save_strategy
+        metric, mode = best_of(args)
+        # `keep` is what `retention` returns, which always keeps the Trainer's own best.
+        own = metric is not None and (keep is not None or args.load_best_model_at_end)
+        self._wanted = [*ranking(keep), *([KeepBest(str(metric), mode=mode)] if own else [])]
+        self._strategy = args.save_strategy
         strategy = SaveStrategy.STEPS if self.gated else args.save_strategy
         with replaced(args, save_total_limit=None, save_strategy=strategy):
             if not self.gated:

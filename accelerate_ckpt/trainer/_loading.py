@@ -1,31 +1,25 @@
-"""Loading into a Trainer: a checkpoint is chosen, verified, then loaded."""
+"""What is at a path that a Trainer is to resume from: chosen, then verified."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, final
 
 from transformers import TrainerState
 from transformers.trainer import SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
-from accelerate_ckpt._checkpoints import tell_restored
 from accelerate_ckpt._host_calls import private_directory, torch_bytes
-from accelerate_ckpt._roots import Settings
-from accelerate_ckpt._small_files import Pickles, link_files, verified_files, write_files
-from accelerate_ckpt.trainer._callbacks import CallbackStates, ToCome, load_exported
+from accelerate_ckpt._small_files import Pickles, verified_files, write_files
 from accelerate_ckpt.trainer._data import DataProgress, Resumed, generators_file, progress_file
 from accelerate_ckpt.trainer._session import TrainerSession
-from accelerate_ckpt.trainer._state import TrainingState
 from ckpt_core import (
     CheckpointError,
     CheckpointInfo,
@@ -35,7 +29,7 @@ from ckpt_core import (
     UntrustedCheckpointError,
 )
 from ckpt_core.collective import collective_phase
-from ckpt_core.commit import Catalog, require_trusted, verify
+from ckpt_core.commit import Catalog, Survey, require_trusted, verify
 from ckpt_core.coordination import Coordinator
 from ckpt_core.dcp import check_stock, without_pickle
 from ckpt_core.disclosure import logger_of
@@ -43,14 +37,14 @@ from ckpt_core.errors import FileFailure
 from ckpt_core.groups import local_part
 from ckpt_core.hosting import CheckpointPath, Kind, kind_of, root_of
 from ckpt_core.names import METADATA
-from ckpt_core.state import StateSource, derive_rng, load_item, load_rng_state, rng_seed, rng_state
+from ckpt_core.state import derive_rng, load_rng_state, rng_seed, rng_state
 from ckpt_core.storage import Storage
 
 _logger = logger_of(__name__)
 
-_OURS = ("*.distcp", "rank-*.json", "local-*.json", "chunks-*.json.z")
 _NOT_READ = (
-    *_OURS, "*/*", "model*.safetensors", "pytorch_model*.bin", "adapter_model*", "optimizer.pt",
+    "*.distcp", "rank-*.json", "local-*.json", "chunks-*.json.z", "*/*", "model*.safetensors",
+    "pytorch_model*.bin", "adapter_model*", "optimizer.pt", TRAINING_ARGS_NAME,
     generators_file("*", 2), progress_file("*"),
 )  # fmt: skip
 """What is verified when it is loaded, or is not read at all: single files for others, other ranks' files."""
@@ -65,282 +59,165 @@ _newest_in: Callable[[str], str | None] = get_last_checkpoint
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Lent:
-    """The directory that the Trainer resumes from, in place of the checkpoint itself."""
+class Ours:
+    """A checkpoint of ours, and the directory that the Trainer reads in its place.
 
-    view: str
+    Attributes:
+        view: the directory, of this rank alone: it holds verified small files.
+        scheduler: content of the file, if there is one.
+        resumed: the progress in the data, if it holds any.
+    """
+
     checkpoint: str
+    view: str
     scheduler: bytes | None
     resumed: Resumed | None
 
 
-@final
-class TrainerLoading:
-    """Loads checkpoints into a Trainer; every method is collective."""
+@contextmanager
+def chosen(
+    session: TrainerSession,
+    wanted: str | os.PathLike[str] | bool | None,  # noqa: FBT001 - as in stock
+    args: Any,
+) -> Generator[Ours | str | bool | None]:
+    """Yield what the Trainer is to resume from. Collective.
 
-    def __init__(
-        self, trainer: Any, stock: SimpleNamespace, session: TrainerSession, settings: Settings
-    ) -> None:
-        self._trainer = trainer
-        self._stock = stock
-        self._session = session
-        self._state = partial(TrainingState, trainer, stock, settings)
-        self._lent: _Lent | None = None
-        self._loaded: tuple[str, ToCome] | None = None
-
-    @property
-    def view(self) -> str:
-        """The directory that the Trainer resumes from now."""
-        assert self._lent is not None
-        return self._lent.view
-
-    @property
-    def resumed(self) -> Resumed | None:
-        """The progress in the checkpoint that was chosen, if it holds any."""
-        return None if self._lent is None else self._lent.resumed
-
-    @contextmanager
-    def chosen(self, wanted: str | os.PathLike[str] | bool | None) -> Generator[Any]:  # noqa: FBT001 - as in stock
-        """Yield what the Trainer is to resume from.
-
-        For a checkpoint of ours it is a directory with what was committed, verified.
-        """
-        checkpoint: Any = wanted
-        if wanted is True:
-            manager = self._session.manager
-            checkpoint = newest_of_tiers(manager, self._session.coordinator)
-            if checkpoint is None:
-                _logger.warning(
-                    "resume_from_checkpoint=True: there is none in %s yet; training begins at step 0%s",
-                    manager.storage.url,
-                    self._elsewhere(),
-                )
-        if checkpoint is None or isinstance(checkpoint, bool):
-            self._require_change(None)
-            yield checkpoint
-            return
-        place = CheckpointPath.of(checkpoint)
-        if wanted is not True and place.root == root_of(self._session.manager.storage.url):
-            self._session.manager.fetcher.fetch(name=place.name)
-        ours = self._is_ours(checkpoint)
-        self._require_change(checkpoint if ours else None)
-        self._require_trusted(checkpoint)
-        if ours:
-            with self._committed(checkpoint) as view:
-                yield str(view)
-        else:
-            self._check_stock(checkpoint)
-            yield os.fspath(checkpoint)
-
-    def _require_change(self, checkpoint: str | os.PathLike[str] | None) -> None:
-        """Refuse a training that would not say which hyperparameters were changed."""
-        url = self._session.manager.storage.url
-        if not self._session.override or (checkpoint and CheckpointPath.of(checkpoint).root == root_of(url)):
-            return
-        raise ConfigError(
-            f"override= changes a training midway, and this one resumes no checkpoint of ours in {url}: call "
-            "train(resume_from_checkpoint=True), or begin with these values in the script, without override="
-        )
-
-    def load_model(self, checkpoint: str, model: Any = None) -> None:
-        """Load the model of a stock checkpoint; ours is loaded with its optimizer."""
-        if not self._is_ours(checkpoint):
-            with self._unpickling_nothing():
-                self._stock._load_from_checkpoint(checkpoint, model)
-
-    def load_rest(self, checkpoint: str | None) -> None:
-        """Load model, optimizer and scheduler of ours, or the rest of a stock checkpoint."""
+    Ours is whole when it is yielded, as far as the Trainer itself reads it.
+    """
+    checkpoint: Any = wanted
+    manager = session.manager
+    if wanted is True:
+        checkpoint = newest_of_tiers(manager, session.coordinator)
         if checkpoint is None:
-            self._stock._load_optimizer_and_scheduler(checkpoint)
-        elif not self._is_ours(checkpoint):
-            with self._unpickling_nothing():
-                self._stock._load_optimizer_and_scheduler(checkpoint)
-        else:
-            lent = self._lent if self._lent is not None and self._lent.view == checkpoint else None
-            origin = checkpoint if lent is None else lent.checkpoint
-            state = self._state(storage=self._session.storage_at(CheckpointPath.of(origin).root))
-            if self._load(origin, state, change=self._session.override.values):
-                self._session.saved_step = None
-            self._loaded = origin, state.to_come
-            if lent is not None and lent.scheduler is not None and self._trainer.lr_scheduler is not None:
-                name = f"{lent.checkpoint}/{SCHEDULER_NAME}"
-                saved = self._session.pickles.load(lent.scheduler, name)
-                load_item("the scheduler", self._trainer.lr_scheduler, saved)
-            state.apply_change()
-
-    def load_callbacks(self) -> ToCome | None:
-        """Load the state of callbacks, once all of them have begun to train.
-
-        Returns:
-            What is still to come of the step that was resumed; None if no checkpoint of ours was.
-        """
-        found, self._loaded = self._loaded, None
-        if found is None:
-            return None
-        origin, to_come = found
-        if callbacks := CallbackStates(self._trainer):
-            self._load(origin, callbacks)
-        load_exported(self._trainer)
-        if self._trainer.args.process_index == 0:
-            place = CheckpointPath.of(origin)
-            tell_restored(self._trainer.state.global_step, place.root, place.name)
-        return to_come
-
-    def load_best(self) -> None:
-        """Load the model of the best checkpoint."""
-        self._session.manager.wait()
-        best = self._trainer.state.best_model_checkpoint
-        if best is not None and self._is_ours(best):
-            storage = self._session.storage_at(CheckpointPath.of(best).root)
-            state = self._state(with_optimizer=False, storage=storage)
-            self._load(best, state, items=["model"])
-        else:
-            if best is not None:
-                self._require_trusted(best)
-                self._check_stock(best)
-            with self._unpickling_nothing():
-                self._stock._load_best_model()
-
-    def _load(
-        self,
-        checkpoint: str,
-        state: StateSource,
-        *,
-        items: Sequence[str] | None = None,
-        change: Mapping[str, Any] | None = None,
-    ) -> bool:
-        """Load, and return whether it is a checkpoint of the run's own root."""
-        place, manager = CheckpointPath.of(checkpoint), self._session.manager
-        if place.root == root_of(manager.storage.url):
-            manager.load(state, name=place.name, items=items, override=change)
-            return True
-        options = replace(manager.options, save=None, keep=None)
-        storage = self._session.storage_at(place.root)
-        with CheckpointManager(storage, coordinator=self._session.coordinator, options=options) as other:
-            other.load(state, name=place.name, items=items)
-            manager.begin_from(other)
-        return False
-
-    def _require_trusted(self, checkpoint: str | os.PathLike[str]) -> None:
-        """Refuse what `verify_manifest` does not accept; stock writes no manifest."""
-        verify = self._session.manager.options.manifest_verifier
-        place = CheckpointPath.of(checkpoint)
-        if verify is not None:
-            storage = self._session.storage_at(place.root)
-            self._session.coordinator.run_on_coordinator(lambda: require_trusted(storage, place.name, verify))
-
-    def _is_ours(self, checkpoint: str | os.PathLike[str]) -> bool:
-        if self._lent is not None and self._lent.view == checkpoint:
-            return True
-        place = CheckpointPath.of(checkpoint)
-        storage = self._session.storage_at(place.root)
-        kind, inside = self._session.coordinator.run_on_coordinator(
-            lambda: (kind_of(storage, place.name), self._checkpoints_in(checkpoint))
+            _logger.warning(
+                "resume_from_checkpoint=True: there is none in %s yet; training begins at step 0%s",
+                manager.storage.url,
+                _elsewhere(session),
+            )
+    if checkpoint is None or isinstance(checkpoint, bool):
+        _require_change(session, None)
+        yield checkpoint
+        return
+    place, checkpoint = CheckpointPath.of(checkpoint), os.fspath(checkpoint)
+    if wanted is not True and place.root == root_of(manager.storage.url):
+        manager.fetcher.fetch(name=place.name)
+    ours = is_ours(session, checkpoint)
+    _require_change(session, place if ours else None)
+    require_readable(session, checkpoint, ours=ours)
+    if not ours:
+        yield checkpoint
+        return
+    with collective_phase(
+        session.coordinator,
+        f"{checkpoint} could not be read, and nothing was loaded",
+        what="verifying small files",
+    ):
+        storage = session.storage_at(place.root)
+        small = _read(session, storage, place.name, args)
+        progress = _progress_in(small, place.name, args.process_index)
+    with private_directory() as directory:
+        view = directory / place.name
+        view.mkdir()
+        write_files(small, view)
+        yield Ours(
+            checkpoint=checkpoint,
+            view=str(view),
+            scheduler=small.get(SCHEDULER_NAME),
+            resumed=None if progress is None else Resumed(str(view), *progress),
         )
-        if kind is Kind.TORN:
-            raise CorruptCheckpointError(
-                f"{checkpoint} was never committed: its save was interrupted, and nothing was loaded. Use "
-                "resume_from_checkpoint=True to get the newest that is whole"
-            )
-        if kind is not Kind.COMMITTED and inside:
-            raise ConfigError(
-                f"{checkpoint} is no checkpoint, but holds {len(inside)}: resume from one of them, such as "
-                f"{checkpoint}/{inside[-1]}, or set output_dir to it and resume_from_checkpoint=True"
-            )
-        return kind is Kind.COMMITTED
-
-    @contextmanager
-    def _committed(self, checkpoint: str | os.PathLike[str]) -> Generator[Path]:
-        """Yield a directory for the Trainer to read: small files verified, others linked."""
-        place, coordinator = CheckpointPath.of(checkpoint), self._session.coordinator
-        storage = self._session.storage_at(place.root)
-        untouched = f"{checkpoint} could not be read, and nothing was loaded"
-        with collective_phase(coordinator, untouched, what="verifying small files"):
-            small, others = self._read(storage, place.name)
-            progress = progress_in(small, place.name, self._trainer.args.process_index)
-        with private_directory() as directory:
-            view = directory / place.name
-            view.mkdir()
-            write_files(small, view)
-            if (local := local_part(storage)) is not None:
-                link_files(others, local.local_path(place.name), view)
-            self._lent = _Lent(
-                view=str(view),
-                checkpoint=os.fspath(checkpoint),
-                scheduler=small.get(SCHEDULER_NAME),
-                resumed=None if progress is None else Resumed(str(view), *progress),
-            )
-            try:
-                yield view
-            finally:
-                self._lent = None
-
-    def _read(self, storage: Storage, name: str) -> tuple[dict[str, bytes], list[str]]:
-        """Return the files that the Trainer reads, and paths that others may look for."""
-        rank = self._trainer.args.process_index
-        small = verified_files(storage, name, lambda path: _is_read(path, rank))
-        for path, content in small.items():
-            # Whatever is allowed, the Trainer itself reads its own without pickle.
-            if not self._session.pickles.allowed and any(fnmatchcase(path, each) for each in _TORCH_FILES):
-                self._session.pickles.load(content, f"{storage.url}/{name}/{path}")
-        if TRAINER_STATE_NAME in small:
-            state = _state_in(small[TRAINER_STATE_NAME], f"{storage.url}/{name}/{TRAINER_STATE_NAME}")
-            self._session.best = state.best_model_checkpoint
-        manifest = Catalog(storage).manifest(name)
-        paths = [entry.path for entry in manifest.originals]
-        parts = {path.rpartition("/")[0] for path in paths if path.endswith(f"/{METADATA}")}
-        others = [
-            path
-            for path in paths
-            if path not in small
-            and path.rpartition("/")[0] not in parts
-            and not any(fnmatchcase(path, each) for each in _OURS)
-        ]
-        small.pop(TRAINING_ARGS_NAME, None)
-        return with_own_generators(
-            small, manifest.world_size, self._trainer.args, self._session.pickles
-        ), others
-
-    def _checkpoints_in(self, directory: str | os.PathLike[str]) -> list[str]:
-        if "://" not in os.fspath(directory) and not Path(directory).is_dir():
-            return []
-        storage = self._session.storage_at(root_of(directory))
-        return [info.name for info in Catalog(storage).committed()]
-
-    def _elsewhere(self) -> str:
-        """Return a hint at checkpoints in the output directory, if none are saved there."""
-        output = self._session.output
-        last = _newest_in(output) if output is not None and Path(output).is_dir() else None
-        return "" if last is None else f". {output} holds checkpoints: resume_from_checkpoint={last!r}"
-
-    def _check_stock(self, checkpoint: str | os.PathLike[str]) -> None:
-        """Refuse what stock DCP would unpickle there; collective."""
-        if self._session.pickles.allowed:
-            return
-
-        def check() -> None:
-            place = Path(checkpoint)
-            for each in (place, *(place.iterdir() if place.is_dir() else ())):
-                if (each / METADATA).exists():
-                    check_stock(each)
-
-        self._session.coordinator.run_on_coordinator(check, what="checking what stock DCP wrote")
-
-    def _unpickling_nothing(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._session.pickles.allowed else without_pickle()
 
 
-def _is_read(path: str, rank: int) -> bool:
-    return path in of_rank(rank) or not any(fnmatchcase(path, pattern) for pattern in _NOT_READ)
+def is_ours(session: TrainerSession, checkpoint: str) -> bool:
+    """Return whether a checkpoint is ours and committed, or else stock's. Collective."""
+    place = CheckpointPath.of(checkpoint)
+    storage = session.storage_at(place.root)
+
+    def look() -> tuple[Kind, list[str]]:
+        is_directory = "://" in checkpoint or Path(checkpoint).is_dir()
+        inside = Catalog(session.storage_at(root_of(checkpoint))).committed() if is_directory else []
+        return kind_of(storage, place.name), [info.name for info in inside]
+
+    kind, inside = session.coordinator.run_on_coordinator(look)
+    if kind is Kind.TORN:
+        raise CorruptCheckpointError(
+            f"{checkpoint} was never committed: its save was interrupted, and nothing was loaded. Use "
+            "resume_from_checkpoint=True to get the newest that is whole"
+        )
+    if kind is not Kind.COMMITTED and inside:
+        raise ConfigError(
+            f"{checkpoint} is no checkpoint, but holds {len(inside)}: resume from one of them, such as "
+            f"{checkpoint}/{inside[-1]}, or set output_dir to it and resume_from_checkpoint=True"
+        )
+    return kind is Kind.COMMITTED
 
 
-def _state_in(content: bytes, path: str) -> TrainerState:
-    try:
-        return TrainerState(**json.loads(content))
-    except Exception as error:  # transformers' own code over any content; the caller raises on every rank
-        problem = f"this version of transformers cannot read it ({error!r:.200})"
-        failure = FileFailure(path=path, problem=problem)
-        raise CorruptCheckpointError(str(failure), failures=(failure,)) from error
+def require_readable(session: TrainerSession, checkpoint: str, *, ours: bool) -> None:
+    """Refuse what is not trusted, or what stock DCP would unpickle. Collective.
+
+    Stock writes no manifest.
+    """
+    judge = session.manager.options.manifest_verifier
+    place = CheckpointPath.of(checkpoint)
+    storage = session.storage_at(place.root)
+    if judge is not None:
+        session.coordinator.run_on_coordinator(lambda: require_trusted(storage, place.name, judge))
+    if ours or session.settings.pickles.allowed:
+        return
+
+    def check() -> None:
+        path = Path(checkpoint)
+        for each in (path, *(path.iterdir() if path.is_dir() else ())):
+            if (each / METADATA).exists():
+                check_stock(each)
+
+    session.coordinator.run_on_coordinator(check, what="checking what stock DCP wrote")
+
+
+def unpickling_nothing(pickles: Pickles) -> AbstractContextManager[None]:
+    """Let the Trainer's own readers unpickle nothing, unless that is allowed."""
+    return nullcontext() if pickles.allowed else without_pickle()
+
+
+def _require_change(session: TrainerSession, ours: CheckpointPath | None) -> None:
+    """Refuse a training that would not say which hyperparameters were changed."""
+    url = session.manager.storage.url
+    if not session.settings.override or (ours is not None and ours.root == root_of(url)):
+        return
+    raise ConfigError(
+        f"override= changes a training midway, and this one resumes no checkpoint of ours in {url}: call "
+        "train(resume_from_checkpoint=True), or begin with these values in the script, without override="
+    )
+
+
+def _elsewhere(session: TrainerSession) -> str:
+    """Return a hint at checkpoints in the output directory, if none are saved there."""
+    output = session.output
+    last = _newest_in(output) if session.settings.root is not None and Path(output).is_dir() else None
+    return "" if last is None else f". {output} holds checkpoints: resume_from_checkpoint={last!r}"
+
+
+def _read(session: TrainerSession, storage: Storage, name: str, args: Any) -> dict[str, bytes]:
+    """Return the files that the Trainer reads of a checkpoint of ours."""
+    rank, pickles, where = args.process_index, session.settings.pickles, f"{storage.url}/{name}"
+    own = {path for each in {0, rank} for path in (progress_file(each), generators_file(each, 2))}
+
+    def is_read(path: str) -> bool:
+        return path in own or not any(fnmatchcase(path, pattern) for pattern in _NOT_READ)
+
+    small = verified_files(storage, name, is_read)
+    for path, content in small.items():
+        # Whatever is allowed, the Trainer itself reads its own without pickle.
+        if not pickles.allowed and any(fnmatchcase(path, each) for each in _TORCH_FILES):
+            pickles.load(content, f"{where}/{path}")
+    if TRAINER_STATE_NAME in small:
+        path = f"{where}/{TRAINER_STATE_NAME}"
+        try:
+            session.best = TrainerState(**json.loads(small[TRAINER_STATE_NAME])).best_model_checkpoint
+        except Exception as error:  # transformers' own code over any content; raised on every rank
+            problem = f"this version of transformers cannot read it ({error!r:.200})"
+            failure = FileFailure(path=path, problem=problem)
+            raise CorruptCheckpointError(str(failure), failures=(failure,)) from error
+    return _with_own_generators(small, Catalog(storage).manifest(name).world_size, args, pickles)
 
 
 @final
@@ -382,21 +259,13 @@ def newest_to_resume(manager: CheckpointManager) -> str | None:
     accept is passed over, as is what stock wrote where there is such a function. So are leftovers of killed
     saves, and directories of others. Returns None if nothing was ever saved.
     """
-    storage = manager.storage
+    storage, survey = manager.storage, Catalog(manager.storage).survey()
     stock = max(_whole_stock(storage), default=None)
-    survey = Catalog(storage).survey()
-    passed = [
-        _refused(storage, name, error)
-        for name, error in survey.unreadable.items()
-        if _SAVED_AS.fullmatch(name)
-    ]
+    passed = [_pass_over(storage, name, why) for name, why in _unread(survey).items()]
     if stock is not None and manager.options.verify_manifest is not None:
-        passed.append(stock.name)
-        _logger.error("%s/%s is passed over: it has no manifest to be judged", storage.url, stock.name)
+        passed.append(_pass_over(storage, stock.name, "it has no manifest to be judged"))
         stock = None
-    for info in reversed(survey.committed):
-        if _SAVED_AS.fullmatch(info.name) is None:
-            continue
+    for info in (each for each in reversed(survey.committed) if _SAVED_AS.fullmatch(each.name)):
         if stock is not None and stock.written > info.created:
             _logger.warning(
                 "%s/%s is newer than %s and was written by the stock Trainer",
@@ -405,90 +274,79 @@ def newest_to_resume(manager: CheckpointManager) -> str | None:
                 info.name,
             )
             break
-        problem = _untrusted(manager, info) or _problem(storage, info)
-        if problem is None:
+        if (problem := _problem(manager, info)) is None:
             return f"{storage.url}/{info.name}"
-        passed.append(info.name)
-        _logger.error("%s/%s is passed over: %s", storage.url, info.name, problem)
+        passed.append(_pass_over(storage, info.name, problem))
     if stock is not None:
         return f"{storage.url}/{stock.name}"
-    if not passed:
-        return None
-    left = [info.name for info in survey.abandoned if info.usable]
+    if passed:
+        raise _nothing_usable(storage, passed, [info.name for info in survey.abandoned if info.usable])
+    return None
+
+
+def _unread(survey: Survey) -> dict[str, str]:
+    """Return what is wrong with each marker that is damaged; raise any other error."""
+    found = {name: error for name, error in survey.unreadable.items() if _SAVED_AS.fullmatch(name)}
+    for error in found.values():
+        if not isinstance(error, CorruptCheckpointError):
+            raise error
+    return {name: f"it is damaged: {error}" for name, error in found.items()}
+
+
+def _pass_over(storage: Storage, name: str, why: str) -> str:
+    _logger.error("%s/%s is passed over: %s", storage.url, name, why)
+    return name
+
+
+def _nothing_usable(storage: Storage, passed: list[str], left: list[str]) -> CorruptCheckpointError:
     others = f"; of abandoned runs there are {', '.join(left)}, which can be named" if left else ""
-    raise CorruptCheckpointError(
+    return CorruptCheckpointError(
         f"no checkpoint in {storage.url} can be resumed from: {', '.join(passed)} are damaged, not trusted "
         f"or marked as bad{others}. Look at each with `ckpt verify`, or train into another output_dir"
     )
 
 
-def _refused(storage: Storage, name: str, error: CheckpointError | OSError) -> str:
-    """Pass over a checkpoint whose marker is damaged; raise any other error."""
-    if not isinstance(error, CorruptCheckpointError):
-        raise error
-    _logger.error("%s/%s is passed over: it is damaged: %s", storage.url, name, error)
-    return name
-
-
-def _untrusted(manager: CheckpointManager, info: CheckpointInfo) -> str | None:
-    """Return why a checkpoint is not trusted, or None; leave it unmarked."""
+def _problem(manager: CheckpointManager, info: CheckpointInfo) -> str | None:
+    """Return why a checkpoint cannot be used, or None; mark damage, or unmark it."""
+    storage, catalog = manager.storage, Catalog(manager.storage)
     try:
-        require_trusted(manager.storage, info.name, manager.options.manifest_verifier)
+        require_trusted(storage, info.name, manager.options.manifest_verifier)
     except UntrustedCheckpointError as error:
         return f"it is not trusted: {error.why}"
     except CorruptCheckpointError:
-        return None  # what is wrong with it is found, and marked, when it is verified
-    return None
-
-
-def _problem(storage: Storage, info: CheckpointInfo) -> str | None:
-    """Return why a checkpoint cannot be used, or None; mark or unmark it accordingly."""
+        pass  # what is wrong with it is found, and marked, when it is verified
     if info.bad is not None:
         return f"it is marked as bad: {info.bad}"
     failures = verify(storage, info.name)
-    problem = f"it is damaged: {failures[0]}" if failures else None
-    catalog = Catalog(storage)
     try:
-        if problem is not None:
+        if failures:
             catalog.mark_damaged(info.name, "; ".join(str(failure) for failure in failures[:5]))
         elif info.damaged is not None:
             catalog.unmark(info.name)
     except (CheckpointError, OSError) as error:
         _logger.warning("%s/%s: its mark could not be changed: %s", storage.url, info.name, error)
-    return problem
+    return f"it is damaged: {failures[0]}" if failures else None
 
 
 def _whole_stock(storage: Storage) -> list[_Stock]:
     """Return the finished checkpoints of the stock Trainer; warn of unfinished ones."""
     whole: list[_Stock] = []
+    local = local_part(storage)
     for entry in storage.list(""):
-        match = _NAME.fullmatch(entry.name)
-        if match is None or not entry.is_directory:
-            continue
-        kind = kind_of(storage, entry.name)
-        if kind is Kind.COMMITTED:
+        match = _NAME.fullmatch(entry.name) if entry.is_directory else None
+        if match is None or (kind := kind_of(storage, entry.name)) is Kind.COMMITTED:
             continue
         names = {child.name for child in storage.list(entry.name)}
-        if kind is Kind.STOCK and TRAINER_STATE_NAME in names and _SENTINEL not in names:
-            whole.append(_Stock(step=int(match[1]), name=entry.name, written=_written(storage, entry.name)))
-        else:
+        if kind is not Kind.STOCK or TRAINER_STATE_NAME not in names or _SENTINEL in names:
             _logger.warning("%s/%s was never finished, and is passed over", storage.url, entry.name)
+            continue
+        state = None if local is None else local.local_path(f"{entry.name}/{TRAINER_STATE_NAME}")
+        written = 0.0 if state is None else state.stat().st_mtime
+        whole.append(_Stock(step=int(match[1]), name=entry.name, written=written))
     return whole
 
 
-def _written(storage: Storage, name: str) -> float:
-    local = local_part(storage)
-    if local is None:
-        return 0.0
-    return local.local_path(f"{name}/{TRAINER_STATE_NAME}").stat().st_mtime
-
-
-def of_rank(rank: int) -> set[str]:
-    """Return the files that a rank reads: its own, and the first rank's."""
-    return {name for each in {0, rank} for name in (progress_file(each), generators_file(each, 2))}
-
-
-def progress_in(
+def _progress_in(
     small: Mapping[str, bytes], checkpoint: str, rank: int
 ) -> tuple[DataProgress, DataProgress | None] | None:
     """Return the first rank's progress and this rank's own, if there is any."""
@@ -499,7 +357,7 @@ def progress_in(
     return (found[first], found.get(own)) if first in found else None
 
 
-def with_own_generators(
+def _with_own_generators(
     small: Mapping[str, bytes], saved_by: int, args: Any, pickles: Pickles
 ) -> dict[str, bytes]:
     """Return the files, with random states where the Trainer looks for this rank's."""

@@ -16,14 +16,15 @@ from accelerate_ckpt._roots import Settings
 from ckpt_core import CheckpointManager, CheckpointOptions, ConfigError, KeepBest
 from ckpt_core.coordination import coordinator_for_job
 from ckpt_core.disclosure import logger_of
-from ckpt_core.hosting import CheckpointPath, Kind, RunRoot, kind_of, ranking, root_of
+from ckpt_core.hosting import CheckpointPath, Kind, RunRoot, kind_of, root_of
 from ckpt_core.names import MARKER, run_name
 from ckpt_core.retention import RetentionPolicy
+from ckpt_core.state import StateSource
 from ckpt_core.storage import Storage, open_storage
 from ckpt_core.telemetry import Sink
 from ckpt_core.types import CheckpointInfo
 
-# ruff: noqa: ARG002 - the base class documents `keep`, and this one needs no `now`
+_logger = logger_of(__name__)
 
 
 @final
@@ -39,20 +40,18 @@ class KeepAsTrainer(RetentionPolicy):
     mode: Literal["min", "max"] = "min"
 
     def keep(self, history: Sequence[CheckpointInfo], now: float) -> frozenset[int]:
+        """Return the steps of those."""
+        del now
         newest = sorted((info.step for info in history), reverse=True)
-        kept = {*newest[:1], *self._best(history)}
+        sign = 1 if self.mode == "min" else -1
+        scores = [(sign * info.metrics.get(self.metric or "", math.nan), info.step) for info in history]
+        best = sorted(score for score in scores if not math.isnan(score[0]))
+        kept = {*newest[:1], *(step for _, step in best[:1])}
         for step in newest:
             if len(kept) >= self.limit:
                 break
             kept.add(step)
         return frozenset(kept)
-
-    def _best(self, history: Sequence[CheckpointInfo]) -> list[int]:
-        if self.metric is None:
-            return []
-        sign = 1 if self.mode == "min" else -1
-        scores = [(sign * info.metrics.get(self.metric, math.nan), info.step) for info in history]
-        return [step for _, step in sorted(score for score in scores if not math.isnan(score[0]))[:1]]
 
 
 def retention(keep: RetentionPolicy | None, args: TrainingArguments) -> RetentionPolicy | None:
@@ -72,32 +71,21 @@ def best_of(args: TrainingArguments) -> tuple[str | None, Literal["min", "max"]]
     return f"eval_{name}", "max" if args.greater_is_better else "min"
 
 
-def wanted_best(keep: RetentionPolicy | None, args: TrainingArguments) -> list[KeepBest]:
-    """Return policies for metrics whose best is kept, or loaded at the end.
-
-    `keep` is what `retention` returns, which always keeps the Trainer's own best.
-    """
-    metric, mode = best_of(args)
-    own = metric is not None and (keep is not None or args.load_best_model_at_end)
-    return [*ranking(keep), *([KeepBest(str(metric), mode=mode)] if own else [])]
-
-
 def is_new_best(wanted: Sequence[KeepBest], history: Sequence[Mapping[str, Any]], step: int) -> bool:
     """Return whether a policy would keep what was measured at this step."""
-    return any(_is_among_best(policy, history, step) for policy in wanted)
-
-
-def _is_among_best(policy: KeepBest, history: Sequence[Mapping[str, Any]], step: int) -> bool:
-    sign = 1 if policy.mode == "min" else -1
-    # A run that was resumed may have evaluated a step twice: the later value counts.
-    scores = {
-        entry["step"]: sign * value
-        for entry in history
-        if isinstance(value := entry.get(policy.metric), int | float)
-    }
-    now = scores.pop(step, math.nan)
-    better = [score for score in scores.values() if math.isfinite(score) and score <= now]
-    return not math.isnan(now) and len(better) < policy.n
+    for policy in wanted:
+        sign = 1 if policy.mode == "min" else -1
+        # A run that was resumed may have evaluated a step twice: the later value counts.
+        scores = {
+            entry["step"]: sign * value
+            for entry in history
+            if isinstance(value := entry.get(policy.metric), int | float)
+        }
+        now = scores.pop(step, math.nan)
+        better = [score for score in scores.values() if math.isfinite(score) and score <= now]
+        if not math.isnan(now) and len(better) < policy.n:
+            return True
+    return False
 
 
 def metrics_at(history: Sequence[Mapping[str, Any]], step: int) -> dict[str, float]:
@@ -111,36 +99,34 @@ def metrics_at(history: Sequence[Mapping[str, Any]], step: int) -> dict[str, flo
     }
 
 
-_logger = logger_of(__name__)
-
-
 @final
 class TrainerSession:
     """Gives every training a manager of its own. Every method is collective.
 
     A manager that saves by a policy catches signals. Between trainings they would have no effect, and another
     Trainer of this process may want the directory: then there is a manager that catches and claims nothing.
+
+    Attributes:
+        best: what the checkpoint that was resumed from calls the best.
+        preempted: whether a preemption has ended the last training.
+        saved_step: the last step that was saved since the training began.
     """
 
     def __init__(self, trainer: Trainer, settings: Settings, sinks: Sequence[Sink]) -> None:
         self._trainer = trainer
-        self._settings = settings
+        self.settings = settings
         self._sinks = settings.with_numbers(sinks, self._log)
+        self.coordinator = coordinator_for_job(deadline_seconds=settings.options.deadline_seconds)
+        self.output = trainer.args.output_dir or "."
+        root = RunRoot.of(self.output if settings.root is None else settings.root)
+        self._storage = root.storage or self._opened(root.path)
         self._closed, self._tells, self._begun_at = False, True, 0
         self._there = frozenset[str]()
-        self.override = settings.override
-        self.pickles = settings.pickles
-        deadline = settings.options.deadline_seconds
-        self.coordinator = coordinator_for_job(deadline_seconds=deadline)
-        output = trainer.args.output_dir or "."
-        self.output = None if settings.root is None else output
-        root = RunRoot.of(output if settings.root is None else settings.root)
-        self._storage = root.storage or self._opened(root.path)
         self.best: str | None = None
-        self._options = self._at_rest()
-        self.manager = self._manager(self._options)
-        self.preempted = False
         self.saved_step: int | None = None
+        self.preempted = False
+        self._options = self._options_now(saves=False)
+        self.manager = self._made()
 
     @contextmanager
     def training(self) -> Generator[CheckpointManager]:
@@ -148,7 +134,7 @@ class TrainerSession:
         if self._closed:
             raise ConfigError("the checkpoints of this Trainer are closed: call enable_trainer() again")
         self.preempted, self.best, self._tells = False, None, True
-        self._options = self._in_training()
+        self._options = self._options_now(saves=True)  # while it trains, `args` are changed
         self._replace()
         try:
             yield self.manager
@@ -159,8 +145,38 @@ class TrainerSession:
         self.manager.wait()
         self.manager.due()
         self.preempted = self.manager.preempted
-        self._options = self._at_rest()
+        self._options = self._options_now(saves=False)
         self._replace()
+
+    def begin(self, step: int) -> None:
+        """Begin, or begin again; from an earlier step than was saved, on a new lineage."""
+        if self.saved_step is not None and step < self.saved_step:
+            self._replace()
+        self.saved_step, self._begun_at = None, step
+        if not self._storage.supports_rename:
+            # Once, for a request to a bucket at each save would be waited for by the training.
+            found = self.coordinator.run_on_coordinator(lambda: sorted(self._storage.directories("")))
+            self._there = frozenset(found)
+
+    def load(
+        self,
+        checkpoint: str,
+        state: StateSource,
+        *,
+        items: Sequence[str] | None = None,
+        change: Mapping[str, Any] | None = None,
+    ) -> bool:
+        """Load, and return whether it is a checkpoint of the run's own root."""
+        place, manager = CheckpointPath.of(checkpoint), self.manager
+        if place.root == root_of(manager.storage.url):
+            manager.load(state, name=place.name, items=items, override=change)
+            return True
+        options = replace(manager.options, save=None, keep=None)
+        storage = self.storage_at(place.root)
+        with CheckpointManager(storage, coordinator=self.coordinator, options=options) as other:
+            other.load(state, name=place.name, items=items)
+            manager.begin_from(other)
+        return False
 
     def storage_at(self, root: str) -> Storage:
         """Return the storage of a root, spelled as by `root_of`."""
@@ -168,8 +184,8 @@ class TrainerSession:
 
     def path_of(self, name: str) -> str:
         """Return the path of a checkpoint as the Trainer itself would write it."""
-        if self.output is None:
-            return os.path.join(self._trainer.args.output_dir or ".", name)  # noqa: PTH118 - may be a URL
+        if self.settings.root is None:
+            return os.path.join(self.output, name)  # noqa: PTH118 - may be a URL
         return f"{self._storage.url}/{name}"
 
     def name_of(self, step: int) -> str:
@@ -177,8 +193,7 @@ class TrainerSession:
 
         There nothing is replaced: what has the name already, of a training before or of this step, stays.
         """
-        name, storage = f"checkpoint-{step}", self._storage
-        again = step == self.saved_step
+        name, storage, again = f"checkpoint-{step}", self._storage, step == self.saved_step
         if not storage.supports_rename:
             if not again and name not in self._there:
                 return name
@@ -201,27 +216,16 @@ class TrainerSession:
         return name
 
     def best_left(self, found: str | None) -> str | None:
-        """Return the best checkpoint, if it is still there."""
+        """Return the best checkpoint that one rank has found, or that is still there."""
         best = self.best
 
         def look() -> str | None:
             if found is not None or best is None:
                 return found
             place = CheckpointPath.of(best)
-            there = kind_of(self.storage_at(place.root), place.name) is Kind.COMMITTED
-            return best if there else None
+            return best if kind_of(self.storage_at(place.root), place.name) is Kind.COMMITTED else None
 
         return self.coordinator.run_on_coordinator(look)
-
-    def begin(self, step: int) -> None:
-        """Begin, or begin again; from an earlier step than was saved, on a new lineage."""
-        if self.saved_step is not None and step < self.saved_step:
-            self._replace()
-        self.saved_step, self._begun_at = None, step
-        if not self._storage.supports_rename:
-            # Once, for a request to a bucket at each save would be waited for by the training.
-            found = self.coordinator.run_on_coordinator(lambda: sorted(self._storage.directories("")))
-            self._there = frozenset(found)
 
     def close(self) -> None:
         """Wait for the save in flight and release the output directory; idempotent."""
@@ -244,27 +248,28 @@ class TrainerSession:
         trainer.control.should_log = due
 
     def _opened(self, root: str) -> Storage:
-        options = self._settings.options
+        options = self.settings.options
         return open_storage(root, options.storage_options, deadline_seconds=options.deadline_seconds)
 
     def _replace(self) -> None:
         self.manager.close()
-        self.manager = self._manager(self._options)
-        self.saved_step = None
+        self.manager, self.saved_step = self._made(), None
 
-    def _manager(self, options: CheckpointOptions) -> CheckpointManager:
+    def _made(self) -> CheckpointManager:
         manager = CheckpointManager(
-            self._storage, options=options, coordinator=self.coordinator, sinks=self._sinks
+            self._storage, options=self._options, coordinator=self.coordinator, sinks=self._sinks
         )
-        manager.same_options.add(**self._settings.of_host)
+        manager.same_options.add(**self.settings.of_host)
         return manager
 
-    def _in_training(self) -> CheckpointOptions:
-        settings, options = self._settings, self._settings.options
+    def _options_now(self, *, saves: bool) -> CheckpointOptions:
+        options = self.settings.options
         keep = retention(options.keep, self._trainer.args)
         # `save_total_limit` is about what an earlier run has left in the output directory, too.
-        prunes = keep is not None and not settings.given & {"keep", "abandoned"}
-        return replace(options, keep=keep, abandoned="prune" if prunes else options.abandoned)
-
-    def _at_rest(self) -> CheckpointOptions:
-        return replace(self._in_training(), save=None)
+        prunes = keep is not None and not self.settings.given & {"keep", "abandoned"}
+        return replace(
+            options,
+            keep=keep,
+            abandoned="prune" if prunes else options.abandoned,
+            save=options.save if saves else None,
+        )

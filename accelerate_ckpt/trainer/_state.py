@@ -2,20 +2,24 @@
 
 The Trainer's own `_save_checkpoint` runs into a directory of this rank alone; what it writes there (config,
 tokenizer, scheduler, random states, `trainer_state.json`) becomes files of the checkpoint. Model and
-optimizer go through the core.
+optimizer go through the core. The weights of a model that is not sharded are once in a checkpoint: where the
+Trainer writes `model.safetensors`, what that holds is in no shard, and is read from there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
@@ -24,19 +28,9 @@ from accelerate_ckpt._host_calls import files_in, private_directory
 from accelerate_ckpt._roots import Settings
 from accelerate_ckpt._small_files import verified_files
 from accelerate_ckpt._state import inner_entries, model_part, optimizer_part
-from accelerate_ckpt.trainer._adapters import (
-    ADAPTERS,
-    Places,
-    gathered_adapters,
-    has_adapters,
-    loaded_adapters,
-    places_in,
-    places_of,
-    written_places,
-)
 from accelerate_ckpt.trainer._callbacks import CallbackStates, ToCome
 from accelerate_ckpt.trainer._data import DataProgress, progress_file
-from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
+from ckpt_core.errors import ConfigError, CorruptCheckpointError, FileFailure, IncompatibleCheckpointError
 from ckpt_core.hosting import replaced
 from ckpt_core.state import (
     Contents,
@@ -52,12 +46,16 @@ from ckpt_core.state import (
     optimizer_target,
     saved_part,
     saves_base,
+    shard_like,
     stable_tensors,
     supplied,
     unwrap_optimizer,
 )
 from ckpt_core.storage import Storage
 from ckpt_core.types import CapturedState, SavedState
+
+_IN_FILES: Final = "model.in_files"
+"""Shared item: name of a tensor of the model -> file, and name in that file."""
 
 # The stock Trainer takes any `pytorch_model_fsdp…` directory as a sign of FSDP and refuses without it.
 _PLAIN_MODEL_PART = "model_0"
@@ -89,9 +87,11 @@ class TrainingState(StateSource):
         self._contents: Contents | None = settings.contents
         self._twice = settings.stock_files is True
         given = settings.stock_files
-        self._stock_files = stock_files_wanted(trainer, self._contents) if given is None else given
+        adapts = has_adapters(trainer.model) and not saves_base(self._trainer.model_wrapped, self._contents)
+        # Adapters have a file of their own.
+        self._stock_files = not adapts if given is None else given
         self._storage = storage
-        self._adapters: dict[str, Any] = {}
+        self._from_files: dict[str, Any] = {}
         self._base: frozenset[str] = frozenset()
         self._with_optimizer = with_optimizer and not trainer.args.save_only_model
         self.change: Override | None = None
@@ -118,10 +118,13 @@ class TrainingState(StateSource):
         files, weights = self._files()
         part = model_part(0) if trainer.is_fsdp_enabled else _PLAIN_MODEL_PART
         state, items = saved_part(model, model_state(model), self._contents, place=_MODEL)
-        whole = state
-        if not self._twice and (items or (self._stock_files and weights is None)):
-            state, places = self._without_adapters(state, weights, files)
-            items |= {ADAPTERS: places}
+        in_files: dict[str, Any] = {}
+        written = self._stock_files or has_adapters(_inner(trainer))
+        if written and not self._twice and weights is None:
+            places = self._places(files, state)
+            items |= {_IN_FILES: places}
+            in_files = {name: state[name] for name in places}
+            state = {name: value for name, value in state.items() if name not in places}
         sharded: dict[str, dict[str, Any]] = {part: {"model": state}}
         if self._with_optimizer:
             sharded[optimizer_part(0)] = {"optimizer": optimizer_state(model, trainer.optimizer)}
@@ -131,7 +134,7 @@ class TrainingState(StateSource):
             sharded={**sharded, **extra.sharded},
             shared={**extra.shared, **items, **self.to_come.item()},
             files=files,
-            in_files={name: whole[name] for name in whole.keys() - state.keys()},
+            in_files=in_files,
             local=local_buffers(model, state, part=part),
             stable=stable_tensors(model, optimizers),
             optimizers=optimizers,
@@ -139,36 +142,34 @@ class TrainingState(StateSource):
             configuration=lambda: _configured(trainer.args),
         )
 
-    def _without_adapters(
-        self, state: Mapping[str, Any], weights: Mapping[str, Any] | None, files: Mapping[str, bytes]
-    ) -> tuple[dict[str, Any], Places]:
-        """Leave out what the files of others hold; return the rest, and their places.
+    def _places(self, files: Mapping[str, bytes], state: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+        """Return where files hold exactly the parameters of `state`, under whatever name.
 
-        The files are on one rank, which keeps what they lack for all: replicas are equal.
+        What a file leaves out because it is tied to another tensor has the place of that one. The files are
+        on one rank, which keeps what they lack for all: replicas are equal. Buffers may differ between them,
+        and stay with their ranks.
         """
         trainer = self._trainer
-        model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-        adapts = has_adapters(model)
-        # Buffers may differ between replicas, and stay with their ranks.
         buffers = {name for _, name in local_buffers(trainer.model_wrapped, state, prefix="")}
-        parameters = {
-            name: value
-            for name, value in state.items()
-            if isinstance(value, torch.Tensor) and name not in buffers
-        }
-        places = places_of(model, state) if adapts else dict.fromkeys(parameters, ("", ""))
-        if trainer.args.should_save:
-            whole = weights or state
-            found = written_places(places, files, whole) if adapts else places_in(files, parameters)
-            if len(found) < len(places) and weights:
-                name = next(name for name in places if name not in found)
-                raise ConfigError(
-                    f"the Trainer has not written the adapters as they are, first {name}: save_model() or "
-                    "save_pretrained() changes them. Give enable_trainer() stock_files=True, which saves "
-                    "their shards as well"
-                )
-            places = found
-        return {name: value for name, value in state.items() if name not in places}, places
+        tensors = {name: each for name, each in state.items() if isinstance(each, torch.Tensor)}
+        tensors = {name: each for name, each in tensors.items() if name not in buffers}
+        if not trainer.args.should_save:
+            return dict.fromkeys(tensors, ("", ""))
+        contents = {path: load(content) for path, content in files.items() if path.endswith(".safetensors")}
+        found: dict[str, tuple[str, str]] = {}
+        tied: dict[tuple[int, torch.Size], tuple[str, str]] = {}
+        adapters = {"modules_to_save", *getattr(_inner(trainer), "peft_config", {})}
+        for name, value in tensors.items():
+            # Files of one module hold its own names, without those of what it is in; PEFT's, of no adapter.
+            plain = ".".join(each for each in name.split(".") if each not in adapters)
+            shorter = [plain.split(".", start)[-1] for start in range(plain.count(".") + 1)]
+            for file, key in ((file, key) for file in contents for key in shorter if key in contents[file]):
+                if name not in found and _equal(value, contents[file][key]):
+                    found[name] = tied[value.data_ptr(), value.shape] = file, key
+        for name in tensors.keys() - found.keys():
+            if place := tied.get((tensors[name].data_ptr(), tensors[name].shape)):
+                found[name] = place
+        return found
 
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
         """Return what to load into."""
@@ -176,10 +177,8 @@ class TrainingState(StateSource):
         model = trainer.model_wrapped
         tree: dict[str, dict[str, Any]] = {}
         base = supplied(model, saved, self._contents, place=_MODEL)
-        self._adapters = loaded_adapters(
-            saved, model_state(model), partial(self._verified, saved.name), whole=not base
-        )
-        self._base = base | self._adapters.keys()
+        self._from_files = self._read_files(saved, whole=not base)
+        self._base = base | self._from_files.keys()
         entries = inner_entries(saved, part, "model", may_lack=bool(self._base))
         tree[part] = {"model": model_target(model, entries, base=self._base)}
         if self._with_optimizer and optimizer_part(0) in saved.sharded:
@@ -203,15 +202,44 @@ class TrainingState(StateSource):
         if optimizer_part(0) in loaded:
             optimizer = loaded[optimizer_part(0)]["optimizer"]
             load_optimizer_state(trainer.model_wrapped, trainer.optimizer, optimizer)
-        state = {**loaded[_model_part_of(saved)]["model"], **self._adapters}
+        state = {**loaded[_model_part_of(saved)]["model"], **self._from_files}
         load_model_state(trainer.model_wrapped, state, base=self._base)
-        self._adapters = {}
+        self._from_files = {}
         return []
 
-    def _verified(self, name: str, paths: Collection[str]) -> Mapping[str, bytes]:
+    def _read_files(self, saved: SavedState, *, whole: bool) -> dict[str, Any]:
+        """Read the weights that files hold, verified, as shards where the live ones are."""
+        places: Mapping[str, tuple[str, str]] = saved.shared.get(_IN_FILES, {})
+        if not places:
+            return {}
         if self._storage is None:
-            raise ConfigError("adapters are read from the storage of a checkpoint, and none was given")
-        return verified_files(self._storage, name, lambda path: path in paths)
+            raise ConfigError("weights are read from the storage of a checkpoint, and none was given")
+        live, paths = model_state(self._trainer.model_wrapped), {file for file, _ in places.values()}
+        contents = verified_files(self._storage, saved.name, lambda path: path in paths)
+        files = {path: load(content) for path, content in contents.items()}
+        odd = [f"{name} is not in the model" for name in places if name not in live] if whole else []
+        taken: dict[str, Any] = {}
+        for name, (file, key) in places.items():
+            if name not in live:
+                continue
+            found = files.get(file, {}).get(key)
+            if found is None:
+                failure = FileFailure(path=file, problem=f"lacks {key!r:.200}")
+                raise CorruptCheckpointError(
+                    f"{saved.name}: {failure}. Nothing was loaded", failures=(failure,)
+                )
+            if found.shape == live[name].shape:
+                taken[name] = shard_like(found, live[name])
+            else:
+                shapes = f"shape {tuple(found.shape)} in the checkpoint, {tuple(live[name].shape)} here"
+                odd.append(f"{name}: {shapes}")
+        if odd:
+            more = f", and {len(odd) - 5} more" if len(odd) > 5 else ""
+            raise IncompatibleCheckpointError(
+                f"checkpoint {saved.name} is of another model, and nothing was loaded: "
+                f"{', '.join(odd[:5])}{more}"
+            )
+        return taken
 
     def _files(self) -> tuple[dict[str, bytes], Mapping[str, Any] | None]:
         """Return what the Trainer writes, single files for its own loader included.
@@ -282,19 +310,43 @@ def _model_part_of(saved: SavedState) -> str:
     for part in (model_part(0), _PLAIN_MODEL_PART):
         if part in saved.sharded:
             return part
-    if ADAPTERS in saved.shared:
+    if _IN_FILES in saved.shared:
         return _PLAIN_MODEL_PART
     raise IncompatibleCheckpointError(
         f"checkpoint {saved.name} holds no model: it was not saved by enable_trainer()"
     )
 
 
-def stock_files_wanted(trainer: Any, contents: Contents | None) -> bool:
-    """Return whether the weights are by default in a file for `from_pretrained`.
+def has_adapters(model: Any) -> bool:
+    """Return whether PEFT has changed the model, so that only adapters are written."""
+    return hasattr(model, "peft_config") or bool(getattr(model, "_hf_peft_config_loaded", False))
 
-    Not with adapters, which have their own.
-    """
-    return saves_base(trainer.model_wrapped, contents) or not has_adapters(trainer.model)
+
+def _gathered_adapters(model: torch.nn.Module) -> Mapping[str, Any]:
+    """Gather what is trained, or belongs to an adapter by its name. Collective."""
+    if isinstance(model, FullyShardedDataParallel):
+        # Its state dict holds shards of another kind, which only torch itself can put together.
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+        return get_model_state_dict(model, options=whole)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    adapters = set(getattr(model, "peft_config", {}))
+    return {
+        name: value.full_tensor().cpu() if isinstance(value, DTensor) else value
+        for name, value in model.state_dict().items()
+        if name in trained or adapters & set(name.split("."))
+    }
+
+
+def _inner(trainer: Any) -> Any:
+    return trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors are the same bit for bit."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    flat = [each.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for each in (one, other)]
+    return torch.equal(*flat)
 
 
 def weights_for_files(trainer: Any, *, stock_files: bool) -> Mapping[str, Any] | None:
@@ -306,11 +358,11 @@ def weights_for_files(trainer: Any, *, stock_files: bool) -> Mapping[str, Any] |
         What to write: None for what the Trainer would write by itself, and nothing if it is empty. Adapters
         are written always: they are small, and `PeftModel.from_pretrained` reads nothing else.
     """
-    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    model = _inner(trainer)
     gathers = getattr(trainer, "is_distributed_loading_by_transformers", False)
     if gathers or trainer.is_fsdp_enabled or any(isinstance(each, DTensor) for each in model.parameters()):
         if has_adapters(model):
-            return gathered_adapters(trainer.model)
+            return _gathered_adapters(trainer.model)
         if trainer.is_fsdp_enabled or not (gathers and stock_files):
             return {}
         gathered: Mapping[str, Any] = model.gather_sharded_state_dict_for_save(

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial, update_wrapper
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeVar, final
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, final
 
 from ckpt_core.commit import Occupant, content_of
 from ckpt_core.disclosure import logger_of, public_url
@@ -204,10 +204,6 @@ class ManagersByRoot:
             if other is not manager:
                 other.begin_from(manager)
 
-    def get(self, root: str) -> CheckpointManager | None:
-        """Return the manager of a root that is in use."""
-        return self._managers.get(root)
-
     def once(self, decide: Callable[[], T]) -> T:
         """Return on every rank what the coordinator alone decides; collective."""
         return self.coordinator.run_on_coordinator(decide)
@@ -269,30 +265,22 @@ class ManagersByRoot:
             self.close_managers(wait_for_uploads=farewell)
 
 
-class Closable(Protocol):
-    """What holds saves in flight."""
-
-    def close(self) -> None:
-        """Wait for them, and give the roots back."""
-
-
-def close_at_exit(closable: Closable) -> None:
+def close_at_exit(closable: Any) -> None:
     """Close something when the interpreter exits, if it is alive then.
 
     For scripts that end without closing it: their saves have ended by then, but the roots are still claimed.
     A failure is logged.
     """
-    atexit.register(_close, weakref.ref(closable))
+    reference = weakref.ref(closable)
 
+    def close() -> None:
+        try:
+            if (alive := reference()) is not None:
+                alive.close()
+        except CheckpointError as error:
+            _logger.error("%s", error)  # noqa: TRY400 - the message is all there is to say
 
-def _close(reference: weakref.ref[Closable]) -> None:
-    closable = reference()
-    if closable is None:
-        return
-    try:
-        closable.close()
-    except CheckpointError as error:
-        _logger.error("%s", error)  # noqa: TRY400 - the message is all there is to say
+    atexit.register(close)
 
 
 def ranking(policy: RetentionPolicy | None) -> list[KeepBest]:
@@ -331,14 +319,14 @@ def shadow(owner: object, methods: Mapping[str, Callable[..., Any]]) -> None:
 class _Attached:
     """What is attached to a host's object. Copies of that are stock's."""
 
-    def __init__(self, ours: Closable, names: Iterable[str]) -> None:
+    def __init__(self, ours: Any, names: Iterable[str]) -> None:
         self.ours, self.names = ours, tuple(names)
 
     def __reduce__(self) -> Any:
         return type(None), ()
 
 
-def attach(owner: object, ours: Closable, methods: Mapping[str, Callable[..., Any]]) -> None:
+def attach(owner: object, ours: Any, methods: Mapping[str, Callable[..., Any]]) -> None:
     """Replace methods of a host's object by ours, until `detach`; close ours at exit."""
     shadow(owner, methods)
     vars(owner)[_ATTACHED] = _Attached(ours, methods)

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
+from ckpt_core.telemetry import Event
 from examples.demo.evidence import STATE_FILE
 
 
@@ -28,6 +30,18 @@ class LossLog:
         value = float(loss.detach())
         line = {"step": step, "loss": value.hex(), "time": time.time()}
         self._file.write(json.dumps(line) + "\n")
+
+
+class EventLog:
+    """A sink that appends one line per event, so that those of a killed run stay."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def emit(self, event: Event) -> None:
+        """Write one event."""
+        self._file.write(json.dumps(asdict(event), default=str) + "\n")
 
 
 def write_state(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer, *, rank: int) -> None:

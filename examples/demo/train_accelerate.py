@@ -11,12 +11,11 @@ from torch.utils.data import DataLoader
 
 import accelerate_ckpt
 from ckpt_core import EverySteps, KeepLatest
-from ckpt_core.telemetry import JsonLinesSink
 from examples.demo.data import BATCH_SIZE, make_dataset
 from examples.demo.hold import open_root
 from examples.demo.model import SEED, Block, make_deterministic, make_model, make_optimizer, make_scheduler
 from examples.demo.plan import RESHARDED, Task
-from examples.demo.record import LossLog, write_state
+from examples.demo.record import EventLog, LossLog, write_state
 
 
 def main() -> None:
@@ -57,7 +56,7 @@ def enable(accelerator: Accelerator, task: Task) -> None:
         open_root(task, rank, held),
         save=EverySteps(task.plan.save_every),
         keep=KeepLatest(3),
-        sinks=[JsonLinesSink(task.file("telemetry", rank))],
+        sinks=[EventLog(task.file("telemetry", rank))],
     )
 
 

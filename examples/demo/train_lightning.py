@@ -14,12 +14,11 @@ from torch.distributed.fsdp import fully_shard
 import lightning_ckpt
 from ckpt_core import EverySteps, KeepLatest
 from ckpt_core.names import step_name
-from ckpt_core.telemetry import JsonLinesSink
 from examples.demo.data import Batch, make_loader, make_sampler
 from examples.demo.hold import open_root
 from examples.demo.model import make_deterministic, make_model, make_optimizer, make_scheduler
 from examples.demo.plan import RESHARDED, Task
-from examples.demo.record import LossLog, write_state
+from examples.demo.record import EventLog, LossLog, write_state
 
 
 class Training(LightningModule):
@@ -114,6 +113,6 @@ def checkpointing(task: Task, rank: int) -> list[Callback]:
         open_root(task, rank, held),
         save=EverySteps(task.plan.save_every),
         keep=KeepLatest(3),
-        sinks=[JsonLinesSink(task.file("telemetry", rank))],
+        sinks=[EventLog(task.file("telemetry", rank))],
     )
     return [callback]

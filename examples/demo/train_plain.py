@@ -13,12 +13,11 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from ckpt_core import CheckpointManager, EverySteps, KeepLatest, TrainState
 from ckpt_core.names import step_name
-from ckpt_core.telemetry import JsonLinesSink
 from examples.demo.data import Batch, make_loader, make_sampler
 from examples.demo.hold import open_root
 from examples.demo.model import GPT, make_deterministic, make_model, make_optimizer, make_scheduler
 from examples.demo.plan import RESHARDED, Task
-from examples.demo.record import LossLog, write_state
+from examples.demo.record import EventLog, LossLog, write_state
 
 
 def main() -> None:
@@ -88,5 +87,5 @@ def open_manager(task: Task, rank: int) -> CheckpointManager:
         open_root(task, rank, held),
         save=EverySteps(task.plan.save_every),
         keep=KeepLatest(3),
-        sinks=[JsonLinesSink(task.file("telemetry", rank))],
+        sinks=[EventLog(task.file("telemetry", rank))],
     )

@@ -6,7 +6,7 @@ import json
 import logging
 import secrets
 import traceback
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 
 import fsspec
 import pytest
@@ -17,7 +17,7 @@ from ckpt_core.cli import main
 from ckpt_core.disclosure import Redaction, logger_of, public_url
 from ckpt_core.errors import CheckpointError, ConfigError
 from ckpt_core.storage import object_storage, open_storage
-from ckpt_core.telemetry import InMemorySink, JsonLinesSink
+from ckpt_core.telemetry import InMemorySink
 
 CANARY = "hunter2+sEcret/9"
 OPTIONS = {
@@ -92,21 +92,19 @@ def test_names_take_the_place_of_values_in_what_a_library_says():
 # --- a run that works ---------------------------------------------------------------------------------------
 
 
-def test_a_run_tells_no_secret_anywhere(caplog, tmp_path):
+def test_a_run_tells_no_secret_anywhere(caplog):
     caplog.set_level(logging.DEBUG)
-    url, sink, path = secret_url(), InMemorySink(), tmp_path / "events.jsonl"
+    url, sink = secret_url(), InMemorySink()
     options = CheckpointOptions(storage_options=OPTIONS, keep=KeepLatest(1))
-    with closing(JsonLinesSink(path)) as lines:
-        for start in (1, 3):
-            with CheckpointManager(url, options=options, sinks=[sink, lines]) as manager:
-                shown = [repr(manager), repr(manager.options), repr(manager.storage), manager.storage.url]
-                shown += [repr(manager.save(step, {"w": torch.ones(4)})) for step in (start, start + 1)]
-                shown.append(repr(manager.resume({"w": torch.zeros(4)})))
-                shown += [repr(info) for info in manager.checkpoints(abandoned=True)]
+    for start in (1, 3):
+        with CheckpointManager(url, options=options, sinks=[sink]) as manager:
+            shown = [repr(manager), repr(manager.options), repr(manager.storage), manager.storage.url]
+            shown += [repr(manager.save(step, {"w": torch.ones(4)})) for step in (start, start + 1)]
+            shown.append(repr(manager.resume({"w": torch.zeros(4)})))
+            shown += [repr(info) for info in manager.checkpoints(abandoned=True)]
     clean(shown)
     clean([record.getMessage() for record in caplog.records if record.name.startswith("ckpt_core")])
-    clean([event.attributes for event in sink.events])
-    clean(path.read_text())
+    clean([repr(event) for event in sink.events])
     files = fsspec.filesystem("memory").store
     written = [file.getvalue() for name, file in files.items() if name.startswith("/me:")]
     assert len(written) > 5

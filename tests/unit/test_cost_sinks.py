@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ckpt_core import CheckpointManager, ConfigError
-from ckpt_core.telemetry import NumbersSink, OpenTelemetrySink, Telemetry, save_numbers
+from ckpt_core.telemetry import NumbersSink, OpenTelemetrySink, Telemetry
 
 COST = {
     "step": 7,
@@ -24,13 +24,16 @@ COST = {
 
 
 def test_the_numbers_are_those_of_the_save_without_what_is_not_known():
-    assert save_numbers(COST) == {
-        "checkpoint/stall_ms": 250,
-        "checkpoint/durable_s": 2.0,
-        "checkpoint/bytes": 1024,
-        "checkpoint/overhead": 0.01,
-    }
-    assert save_numbers({"stall_seconds": 0.0, "durable_seconds": None}) == {"checkpoint/stall_ms": 0}
+    logged: list[Any] = []
+    telemetry = Telemetry(NumbersSink(lambda numbers, step: logged.append((step, numbers))))
+    telemetry.point("save.cost", **COST)
+    telemetry.point("save.cost", step=8, stall_seconds=0.0, durable_seconds=None)
+    telemetry.point("save.cost", step=9, durable_seconds=None)
+    known = {"stall_ms": 250, "durable_s": 2.0, "bytes": 1024, "overhead": 0.01}
+    assert logged == [
+        (7, {f"checkpoint/{name}": value for name, value in known.items()}),
+        (8, {"checkpoint/stall_ms": 0}),
+    ]
 
 
 def test_a_logger_that_fails_ends_no_training_and_is_told_once(caplog):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import threading
 
 import pytest
 
-from ckpt_core.telemetry import InMemorySink, JsonLinesSink, LoggingSink, Telemetry
+from ckpt_core.telemetry import InMemorySink, LoggingSink, Telemetry
 
 
 def test_a_span_reports_its_start_and_its_end_with_details_added_on_the_way():
@@ -62,29 +60,3 @@ def test_failures_are_logged_as_errors_and_the_rest_at_the_level_asked_for(caplo
     assert levels == [logging.DEBUG, logging.DEBUG, logging.ERROR]
     assert caplog.records[0].getMessage() == "save.skipped point step=5"
     assert "error=OSError: full" in caplog.records[-1].getMessage()
-
-
-def test_json_lines_are_whole_when_many_threads_write(tmp_path):
-    path = tmp_path / "traces" / "events.jsonl"
-    sink = JsonLinesSink(path)
-    telemetry = Telemetry(sink)
-
-    def report(thread: int) -> None:
-        for index in range(50):
-            telemetry.point("save.write", thread=thread, index=index, where=tmp_path)
-
-    threads = [threading.Thread(target=report, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    events = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    sink.close()
-    assert len({(e["attributes"]["thread"], e["attributes"]["index"]) for e in events}) == len(events) == 200
-
-
-def test_a_closed_json_lines_sink_drops_what_comes_late(tmp_path):
-    sink = JsonLinesSink(tmp_path / "events.jsonl")
-    sink.close()
-    Telemetry(sink).point("late")
-    assert (tmp_path / "events.jsonl").read_text(encoding="utf-8") == ""

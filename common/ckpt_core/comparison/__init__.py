@@ -5,7 +5,6 @@ checksums stand for equal bytes, and nothing is read. What is read is compared w
 damage is no difference; two tensors are in memory at a time. Nothing is unpickled but plain values.
 """
 
-from ckpt_core.comparison._compare import Comparison, TensorDifference, compare
-from ckpt_core.comparison._values import ValueDifference
+from ckpt_core.comparison._compare import Comparison, TensorDifference, ValueDifference, compare
 
 __all__ = ["Comparison", "TensorDifference", "ValueDifference", "compare"]

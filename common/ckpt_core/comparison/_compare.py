@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Final, Literal, TypeAlias, final
 
 import torch
 
-from ckpt_core.comparison._one_side import Contents, LocatedTensor
-from ckpt_core.comparison._values import MISSING, ValueDifference, value_differences
+from ckpt_core.comparison._one_side import MISSING, Contents, LocatedTensor
 from ckpt_core.dcp import load_value
 from ckpt_core.errors import ConfigError, UnsafeCheckpointError
 from ckpt_core.storage import Storage
-from ckpt_core.types import FileEntry, SavedTensor
+from ckpt_core.types import SavedTensor
 
 _PIECE: Final = 1 << 20
 """Elements whose figures are computed at a time: they need 8 bytes for each, several times."""
-_NUMBERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_LONGEST_LIST: Final = 16
+_LONGEST_TEXT: Final = 80
+_PLAIN: Final = (bool, int, float, complex, str, type(None))
 Difference: TypeAlias = Literal["added", "removed", "shape", "dtype", "content"]
 
 
@@ -44,6 +45,16 @@ class TensorDifference:
     changed: int | None = None
     max_abs: float | None = None
     relative_norm: float | None = None
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValueDifference:
+    """A value that differs, in words; None where it is not."""
+
+    name: str
+    a: str | None
+    b: str | None
 
 
 @final
@@ -135,12 +146,18 @@ def _decided(
     for contents in (one, other):
         if files and files[0] in contents.entries:
             contents.verify(files[0])
-    if a is None or b is None or a.form != b.form:
-        return _by_form(name, a, b)
-    equal = None if a.is_wrapped or b.is_wrapped else _by_checksums(a, b)
-    if equal is None or not (equal or quick):
+    if a is None or b is None:
+        form_a, form_b = (each and each.form for each in (a, b))
+        return TensorDifference(name=name, difference="removed" if b is None else "added", a=form_a, b=form_b)
+    if a.form != b.form:
+        differs: Difference = "dtype" if a.shape == b.shape else "shape"
+        return TensorDifference(name=name, difference=differs, a=a.form, b=b.form)
+    sums = a.checksums, b.checksums
+    if sums[0] is None or sums[1] is None or sums[0].keys() != sums[1].keys():
         return a, b
-    return None if equal else _content(a)
+    if sums[0] == sums[1]:
+        return None
+    return _content(a) if quick else (a, b)
 
 
 def _refuse_vain_patterns(only: Collection[str], tensors: Collection[str], *both: Contents) -> None:
@@ -149,9 +166,8 @@ def _refuse_vain_patterns(only: Collection[str], tensors: Collection[str], *both
     for contents in both if unmatched else ():
         leaves = (
             leaf.name
-            for path in contents.item_files
-            for name, value in contents.items(path).items()
-            for leaf in value_differences(name, value, MISSING)
+            for name, value in contents.items.items()
+            for leaf in _value_differences(name, value, MISSING)
         )
         for name in (*contents.byte_entries, *contents.host_files, *leaves):
             unmatched = {each for each in unmatched if not fnmatchcase(name, each)}
@@ -160,30 +176,6 @@ def _refuse_vain_patterns(only: Collection[str], tensors: Collection[str], *both
         example = f"such as {min(tensors)!r:.200}" if tensors else "of which neither has any tensor"
         places = " or ".join(contents.url for contents in both)
         raise ConfigError(f"--only {shown} names nothing in {places}: give dotted names, {example}")
-
-
-def _by_form(name: str, a: LocatedTensor | None, b: LocatedTensor | None) -> TensorDifference:
-    """Return what differs besides the bytes."""
-    if a is None or b is None:
-        return TensorDifference(
-            name=name,
-            difference="removed" if b is None else "added",
-            a=None if a is None else a.form,
-            b=None if b is None else b.form,
-        )
-    differs: Difference = "dtype" if a.form.shape == b.form.shape else "shape"
-    return TensorDifference(name=name, difference=differs, a=a.form, b=b.form)
-
-
-def _by_checksums(a: LocatedTensor, b: LocatedTensor) -> bool | None:
-    """Return whether checksums say that two tensors are equal; None if they cannot."""
-    sides: list[dict[Any, Any]] = []
-    for tensor in (a, b):
-        payloads = {box: place.payload for box, place in tensor.boxes.items() if math.prod(box[1])}
-        if any(each is None or each.crc32 is None for each in payloads.values()):
-            return None
-        sides.append({box: (each.crc32, each.size_bytes) for box, each in payloads.items() if each})
-    return None if sides[0].keys() != sides[1].keys() else sides[0] == sides[1]
 
 
 def _content(tensor: LocatedTensor) -> TensorDifference:
@@ -203,7 +195,7 @@ def _figures(
     changed, largest, squares, squares_of_a = 0, 0.0, 0.0, 0.0
     for start in range(0, a.numel(), _PIECE):
         one, other = a[start : start + _PIECE], b[start : start + _PIECE]
-        differs = _differing(one, other)
+        differs = (one.view(torch.uint8) != other.view(torch.uint8)).view(len(one), a.dtype.itemsize).any(1)
         changed += (count := int(differs.sum()))
         if not numeric:
             continue
@@ -232,43 +224,34 @@ def _figures(
     )
 
 
-def _differing(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return which elements of two flat tensors have other bytes."""
-    size = a.dtype.itemsize
-    number = _NUMBERS.get(size)
-    if number is not None:
-        return a.view(number) != b.view(number)
-    return (a.view(torch.uint8) != b.view(torch.uint8)).view(-1, size).any(1)
-
-
 def _values(one: Contents, other: Contents, wanted: Callable[[str], bool]) -> Iterator[ValueDifference]:
     for name in sorted({*one.byte_entries, *other.byte_entries}):
         if wanted(name):
             yield from _entry(name, one, other)
-    for path in sorted({*one.item_files, *other.item_files}):
-        a, b = one.items(path), other.items(path)
-        for name in {**a, **b}:
-            yield from value_differences(name, a.get(name, MISSING), b.get(name, MISSING))
+    for name in {**one.items, **other.items}:
+        yield from _value_differences(name, one.items.get(name, MISSING), other.items.get(name, MISSING))
     for path in sorted({**one.host_files, **other.host_files}):
-        first, second = one.host_files.get(path), other.host_files.get(path)
-        if first and second and _same_file(one, other, path):
+        a, b = one.host_files.get(path), other.host_files.get(path)
+        if a and b and _same_file(one, other, path):
             continue
-        values = (
-            (one.host_values(first), other.host_values(second)) if first and second else (MISSING, MISSING)
-        )
-        if MISSING in values:
-            yield ValueDifference(name=path, a=_file_text(first), b=_file_text(second))
-        else:
-            yield from value_differences(path, *values)
+        values = (one.host_values(a), other.host_values(b)) if a and b else (MISSING, MISSING)
+        if MISSING not in values:
+            yield from _value_differences(path, *values)
+            continue
+        texts = [None if each is None else f"file of {each.size_bytes:,} bytes" for each in (a, b)]
+        yield ValueDifference(name=path, a=texts[0], b=texts[1])
 
 
 def _entry(name: str, *both: Contents) -> Iterator[ValueDifference]:
     """Compare a value among the tensors."""
-    found = [each.byte_entry(name) for each in both]
-    crcs = [None if each is None or each[1].payload is None else each[1].payload.crc32 for each in found]
+    places = []
+    for each in both:
+        part, index = each.byte_entries.get(name, (None, None))
+        places.append(None if part is None or index is None else (part, part.find([index])[index]))
+    crcs = [None if each is None or each[1].payload is None else each[1].payload.crc32 for each in places]
     if crcs[0] is not None and crcs[0] == crcs[1]:
         return
-    contents = [None if each is None else each[0].read_entry(each[1]) for each in found]
+    contents = [None if each is None else each[0].read_entry(each[1]) for each in places]
     if contents[0] == contents[1]:
         return
     try:
@@ -276,14 +259,10 @@ def _entry(name: str, *both: Contents) -> Iterator[ValueDifference]:
             MISSING if content is None else load_value(content, name, allow_pickle=False)
             for content in contents
         ]
+        yield from _value_differences(name, *values)
     except UnsafeCheckpointError:
-        texts = [
-            None if content is None else f"{len(content):,} bytes that only pickle reads"
-            for content in contents
-        ]
+        texts = [each if each is None else f"{len(each):,} bytes that only pickle reads" for each in contents]
         yield ValueDifference(name=name, a=texts[0], b=texts[1])
-        return
-    yield from value_differences(name, *values)
 
 
 def _same_file(one: Contents, other: Contents, path: str) -> bool:
@@ -295,5 +274,55 @@ def _same_file(one: Contents, other: Contents, path: str) -> bool:
     return all(map(bytes.__eq__, one.pieces(path), other.pieces(path)))
 
 
-def _file_text(entry: FileEntry | None) -> str | None:
-    return None if entry is None else f"file of {entry.size_bytes:,} bytes"
+def _value_differences(name: str, a: Any, b: Any) -> Iterator[ValueDifference]:
+    """Yield the leaves that differ, by dotted name; `MISSING` stands for no value."""
+    one, other = dict(_leaves(a, name)), dict(_leaves(b, name))
+    for key in {**one, **other}:
+        first, second = one.get(key, MISSING), other.get(key, MISSING)
+        if not _are_same(first, second):
+            yield ValueDifference(name=key, a=_text_of(first), b=_text_of(second))
+
+
+def _text_of(value: Any) -> str | None:
+    """Describe a value in one line: a plain short one by itself, others by their type."""
+    if value is MISSING:
+        return None
+    if isinstance(value, bytes):
+        return f"{len(value):,} bytes"
+    if isinstance(value, torch.Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"{dtype} tensor of shape {list(value.shape)}" if value.numel() != 1 else repr(value.item())
+    short = type(value) in {list, tuple} and len(value) <= _LONGEST_LIST
+    if isinstance(value, _PLAIN) or (short and all(isinstance(each, _PLAIN) for each in value)):
+        text = repr(value)
+        return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"
+    size = f" of {len(value):,}" if hasattr(value, "__len__") else ""
+    return f"{type(value).__name__}{size}"
+
+
+def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if value is MISSING:
+        return
+    if isinstance(value, Mapping) and value:
+        for key, each in value.items():
+            yield from _leaves(each, f"{name}.{key}" if name else str(key))
+    elif type(value) in {list, tuple} and not all(isinstance(each, _PLAIN) for each in value):
+        for index, each in enumerate(value):
+            yield from _leaves(each, f"{name}.{index}")
+    else:
+        yield name, value
+
+
+def _are_same(a: Any, b: Any) -> bool:
+    if a is MISSING or b is MISSING or type(a) is not type(b):
+        return a is b
+    if isinstance(a, torch.Tensor):
+        flat = [each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (a, b)]
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*flat)
+    if isinstance(a, float):
+        return a == b or (math.isnan(a) and math.isnan(b))
+    if hasattr(a, "tobytes"):
+        return bool(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())
+    if type(a) in {list, tuple}:
+        return len(a) == len(b) and all(map(_are_same, a, b))
+    return bool(a == b)

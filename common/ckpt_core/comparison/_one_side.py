@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final, TypeAlias, final
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from ckpt_core.comparison._values import MISSING
 from ckpt_core.dcp import ChunkLocation, load_plain
 from ckpt_core.errors import CheckpointError
 from ckpt_core.formats.checksums import Checksum, crc32
@@ -24,6 +23,8 @@ from ckpt_core.state import decode_buffers, decode_items
 from ckpt_core.storage import Storage
 from ckpt_core.types import FileEntry, SavedTensor
 
+MISSING: Final = object()
+"""Stands for no value."""
 _SMALL_BYTES: Final = 16 << 20
 _PIECE_BYTES: Final = 1 << 20
 _ZIP: Final = b"PK"
@@ -46,16 +47,15 @@ class LocatedTensor:
 
     Attributes:
         name: in the comparison.
-        key: in its part, by which its chunks are found unless it lies in a file of safetensors.
-        file: that file of safetensors.
+        chunks: the index of each chunk in its part, and its box.
+        file: where all of it lies in a file of safetensors, instead.
     """
 
     name: str
     part: CheckpointPart
-    key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    chunks: Sequence[ChunkStorageMetadata] = ()
+    chunks: Mapping[MetadataIndex, Box] = field(default_factory=dict[MetadataIndex, Box])
     file: ChunkLocation | None = None
 
     @property
@@ -68,11 +68,18 @@ class LocatedTensor:
         """Where the bytes of each chunk are."""
         if self.file is not None:
             return {((0,) * len(self.shape), self.shape): self.file}
-        boxes = {
-            MetadataIndex(self.key, each.offsets): (tuple(each.offsets), tuple(each.sizes))
-            for each in self.chunks
-        }
-        return {boxes[index]: place for index, place in self.part.find(boxes).items()}
+        return {self.chunks[index]: place for index, place in self.part.find(self.chunks).items()}
+
+    @property
+    def checksums(self) -> dict[Box, tuple[int, int]] | None:
+        """Checksum and size of each chunk's bytes; None if one has no checksum."""
+        found: dict[Box, tuple[int, int]] = {}
+        for box, place in self.boxes.items():
+            if math.prod(box[1]):
+                if place.wrapped or place.payload is None or place.payload.crc32 is None:
+                    return None
+                found[box] = place.payload.crc32, place.payload.size_bytes
+        return found
 
     @property
     def is_wrapped(self) -> bool:
@@ -128,7 +135,7 @@ class Contents:
     Attributes:
         tensors: by name, those of a further part with the part in front.
         byte_entries: the values among them: part and key there.
-        item_files: paths of our own small files of values.
+        items: the values in our own small files, by name; those of a rank with its file in front.
         host_files: the files of a host framework, but those of tensors.
 
     Raises:
@@ -143,35 +150,52 @@ class Contents:
         self.url = self._files.url
         self.entries = {entry.path: entry for entry in self._files.entries}
         self.tensors: dict[str, LocatedTensor] = {}
-        self.byte_entries: dict[str, tuple[CheckpointPart, str]] = {}
+        self.byte_entries: dict[str, tuple[CheckpointPart, MetadataIndex]] = {}
         for directory, part in parts.items():
-            for key, entry in part.metadata.state_dict_metadata.items():
-                name = f"{directory}: {key}" if directory else key
-                if isinstance(entry, TensorStorageMetadata):
-                    self.tensors[name] = LocatedTensor(
-                        name=name,
-                        part=part,
-                        key=key,
-                        dtype=entry.properties.dtype,
-                        shape=tuple(entry.size),
-                        chunks=entry.chunks,
-                    )
-                else:
-                    self.byte_entries[name] = part, key
-        own = {path for path in self.entries if path == SHARED or shared_rank(path) is not None}
-        own |= {path for path in self.entries if is_own_json(path)}
-        self.item_files = sorted(path for path in own if not path.startswith("chunks-"))
-        self.host_files = {
-            path: entry
-            for path, entry in self.entries.items()
-            if not (path in own or path.rpartition("/")[2] == METADATA or data_rank(path) is not None)
-        }
+            self._locate(part, f"{directory}: " if directory else "")
+        self.items: dict[str, Any] = {}
+        self.host_files: dict[str, FileEntry] = {}
+        for path, file in sorted(self.entries.items()):
+            if path == SHARED or shared_rank(path) is not None or is_own_json(path):
+                self._read_items(path)
+            elif path.rpartition("/")[2] != METADATA and data_rank(path) is None:
+                self.host_files[path] = file
         for path in [path for path in self.host_files if path.endswith(".safetensors")]:
             try:
                 self.tensors |= self._safetensors(path, next(iter(parts.values())))
                 del self.host_files[path]
             except (FileNotFoundError, LookupError, TypeError, ValueError, AttributeError, RecursionError):
                 self.verify(path)  # damaged, or else the bytes of the host's own file are compared
+
+    def _locate(self, part: CheckpointPart, prefix: str) -> None:
+        for key, entry in part.metadata.state_dict_metadata.items():
+            name = f"{prefix}{key}"
+            if not isinstance(entry, TensorStorageMetadata):
+                self.byte_entries[name] = part, MetadataIndex(key)
+                continue
+            self.tensors[name] = LocatedTensor(
+                name=name,
+                part=part,
+                dtype=entry.properties.dtype,
+                shape=tuple(entry.size),
+                chunks={
+                    MetadataIndex(key, each.offsets): (tuple(each.offsets), tuple(each.sizes))
+                    for each in entry.chunks
+                },
+            )
+
+    def _read_items(self, path: str) -> None:
+        """Read the values in one of our own small files; pickled ones are byte entries."""
+        if path.startswith("chunks-"):
+            return
+        content, source = self._files.read(path), f"{self.url}/{path}"
+        found: Mapping[str, Any] = (
+            {key: value for (_, key), value in decode_buffers(content, source).items()}
+            if path.startswith("local-")
+            else decode_items(content, source).values
+        )
+        prefix = "" if path.startswith("shared") else f"{path.removesuffix('.json')}: "
+        self.items |= {f"{prefix}{key}": value for key, value in found.items()}
 
     def _safetensors(self, path: str, part: CheckpointPart) -> dict[str, LocatedTensor]:
         """Locate the tensors in a file of safetensors, by its header."""
@@ -182,9 +206,8 @@ class Contents:
                 raise ValueError(path)
             header: dict[str, Any] = json.loads(stream.read(begin - 8))
         found: dict[str, LocatedTensor] = {}
+        header.pop("__metadata__", None)
         for key, each in header.items():
-            if key == "__metadata__":
-                continue
             name, dtype, shape = f"{path}: {key}", _OF_SAFETENSORS[each["dtype"]], tuple(each["shape"])
             start, stop = each["data_offsets"]
             if start < 0 or begin + stop > size or stop - start != math.prod(shape) * dtype.itemsize:
@@ -193,15 +216,8 @@ class Contents:
             place = ChunkLocation(
                 path=path, key=key, offset=payload.offset, size_bytes=payload.size_bytes, payload=payload
             )
-            found[name] = LocatedTensor(name=name, part=part, key=key, dtype=dtype, shape=shape, file=place)
+            found[name] = LocatedTensor(name=name, part=part, dtype=dtype, shape=shape, file=place)
         return found
-
-    def byte_entry(self, name: str) -> tuple[CheckpointPart, ChunkLocation] | None:
-        """Locate a value among the tensors."""
-        if name not in self.byte_entries:
-            return None
-        part, key = self.byte_entries[name]
-        return part, part.find([index := MetadataIndex(key)])[index]
 
     def verify(self, path: str) -> None:
         """Compare a large file with the manifest, once.
@@ -227,21 +243,6 @@ class Contents:
         with self._storage.open(f"{self._files.directory}/{path}") as stream:
             while piece := stream.read(_PIECE_BYTES):
                 yield piece
-
-    def items(self, path: str) -> dict[str, Any]:
-        """Read the values in one of our own small files; pickled ones are byte entries.
-
-        Their names have the file of a rank in front.
-        """
-        if path not in self.entries:
-            return {}
-        content, source = self._files.read(path), f"{self.url}/{path}"
-        if path.startswith("local-"):
-            found = {key: value for (_, key), value in decode_buffers(content, source).items()}
-        else:
-            found = dict(decode_items(content, source).values)
-        prefix = "" if path.startswith("shared") else f"{path.removesuffix('.json')}: "
-        return {f"{prefix}{key}": value for key, value in found.items()}
 
     def host_values(self, entry: FileEntry) -> Any:
         """Return the plain values in a host's file; `MISSING` if it holds no such."""

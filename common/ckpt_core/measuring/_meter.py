@@ -31,6 +31,7 @@ _ENOUGH: Final = 5
 
 _LAST_SAVES: Final = 16
 _MOST_LATE: Final = 8
+"""An upload that takes longer than so many more saves is not waited for."""
 
 
 @final
@@ -39,9 +40,6 @@ class MeasuredSave:
     """The costs of one save, and what they are computed from.
 
     Attributes:
-        step: that it is of.
-        name: directory name.
-        reason: why it was made; "" if nobody said.
         began: time of the call.
         time: the same as Unix time.
         handle: set by the caller; None if the save did not start.
@@ -49,10 +47,10 @@ class MeasuredSave:
         stall: seconds for which calls have blocked training.
         waited: seconds for which optimizer steps have waited for its copies.
         slowdown: further seconds of training, `waited` included; None until it is known.
-        durable: seconds until the commit.
-        uploaded: seconds until every further tier that it was due for had it.
         before: laps without a save in flight before it; the last of them are not older than the last save
             if `fresh`.
+        busy: laps that began while it was in flight, less the waits.
+        after: laps that began after it.
     """
 
     step: int
@@ -69,66 +67,8 @@ class MeasuredSave:
     uploaded: float | None = None
     before: Sequence[_Lap] = ()
     fresh: bool = True
+    busy: list[_Lap] = field(default_factory=list[_Lap])
     after: list[_Lap] = field(default_factory=list[_Lap])
-    _busy: list[_Lap] = field(default_factory=list[_Lap])
-
-    def follow(self, handle: SaveHandle, clock: Callable[[], float]) -> None:
-        """Note the times at which the save is durable and uploaded."""
-        self.name = handle.name
-
-        def durable(future: Future[CheckpointInfo]) -> None:
-            if Future.exception(future) is None:  # looked at without taking it from the user
-                self.durable = clock() - self.began
-
-        def uploaded(future: Future[CheckpointInfo | None]) -> None:
-            if future.exception() is None and future.result() is not None:
-                self.uploaded = clock() - self.began
-
-        handle.committed.add_done_callback(durable)
-        if handle.uploaded is not handle.committed:
-            handle.uploaded.add_done_callback(uploaded)
-
-    def add_busy(self, seconds: float, steps: int, *, waited: float) -> None:
-        """Add a lap that began while the save was in flight."""
-        self.waited += waited
-        if len(self._busy) < _MOST_LAPS:
-            self._busy.append((seconds - waited, steps))
-
-    def add_after(self, lap: _Lap) -> bool:
-        """Add a lap that began after it; return whether there are enough."""
-        self.after.append(lap)
-        return len(self.after) >= _references_for(len(self._busy))
-
-    def conclude(self, usual_share: float) -> float | None:
-        """Fix the slowdown.
-
-        Args:
-            usual_share: of a lap with a save in flight, for saves with nothing to compare with.
-
-        Returns:
-            The share of the laps that the save has cost; None if there was nothing to compare with.
-        """
-        found = _slowdown(self._busy, self.before, self.after) if self.fresh or self.after else None
-        seconds = sum(each for each, _ in self._busy)
-        self.slowdown = self.waited + (usual_share * seconds if found is None else found)
-        self._busy, self.before = [], ()
-        return None if found is None or not seconds else found / seconds
-
-    def known(self) -> dict[str, Any]:
-        """Return what is reported of it."""
-        committed = self.handle if self.handle is not None and self.outcome == "committed" else None
-        return {
-            "step": self.step,
-            "name": self.name,
-            "reason": self.reason,
-            "stall_seconds": self.stall,
-            "slowdown_seconds": self.slowdown,
-            "durable_seconds": self.durable,
-            "uploaded_seconds": self.uploaded,
-            "size_bytes": None if committed is None else committed.committed.result().size_bytes,
-            "outcome": self.outcome,
-            "began": self.time,
-        }
 
     @property
     def outcome(self) -> Literal["committed", "failed", "skipped"]:
@@ -138,9 +78,9 @@ class MeasuredSave:
         return "committed" if Future.exception(self.handle.committed) is None else "failed"
 
     @property
-    def ended(self) -> bool:
-        """Whether its outcome and its slowdown are known."""
-        return self.slowdown is not None and (self.handle is None or self.handle.committed.done())
+    def in_flight(self) -> bool:
+        """Whether it is not durable in the root yet."""
+        return self.handle is not None and not self.handle.committed.done()
 
     @property
     def done(self) -> bool:
@@ -149,91 +89,12 @@ class MeasuredSave:
 
 
 @final
-class _CostLedger:
-    """The costs of the saves of a run. Main thread only.
-
-    Attributes:
-        lost: seconds of training time that all saves have cost, as far as known.
-    """
-
-    def __init__(self) -> None:
-        self.lost = 0.0
-        self._saves = 0
-        self._open: list[MeasuredSave] = []
-        self._unreported: deque[MeasuredSave] = deque()
-        self._last: deque[MeasuredSave] = deque(maxlen=_LAST_SAVES)
-        self._shares: deque[float] = deque(maxlen=_LAST_SAVES)
-
-    def add(self, save: MeasuredSave) -> None:
-        """Add a save, whose call has returned."""
-        self._unreported.append(save)
-        if save.handle is None:
-            save.slowdown = 0.0
-        else:
-            self._open.append(save)
-
-    def conclude(self, save: MeasuredSave) -> None:
-        """Fix the slowdown of a save."""
-        share = save.conclude(statistics.median(self._shares) if self._shares else 0.0)
-        if share is not None:
-            self._shares.append(share)
-        self.lost += save.slowdown or 0.0
-
-    @property
-    def unsettled(self) -> bool:
-        """Whether something of a save is still to become known."""
-        return bool(self._unreported)
-
-    def reportable(self, *, closing: bool = False) -> Generator[MeasuredSave]:
-        """Yield each save once, in order, when everything about it is known.
-
-        An upload that takes longer than eight more saves is not waited for.
-        """
-        while self._unreported:
-            first = self._unreported[0]
-            late = closing or len(self._unreported) > _MOST_LATE
-            if not (first.ended and (late or first.done)):
-                return
-            yield self._unreported.popleft()
-
-    def summary(self, *, expected: bool, step: float) -> SaveCosts | None:
-        """Return the costs; None until one save is committed and its slowdown known.
-
-        Args:
-            expected: whether to add the usual slowdown to `lost`, for a save in flight.
-            step: seconds of a step without a save in flight.
-        """
-        for save in [each for each in self._open if each.ended]:
-            self._open.remove(save)
-            if save.durable is not None:
-                self._last.append(save)
-                self._saves += 1
-        if not self._last:
-            return None
-        slowdown = max(0.0, _median(save.slowdown for save in self._last) or 0.0)
-        return SaveCosts(
-            stall=_median(save.stall for save in self._last) or 0.0,
-            slowdown=slowdown,
-            durable=_median(save.durable for save in self._last) or 0.0,
-            uploaded=_median(save.uploaded for save in self._last),
-            saves=self._saves,
-            lost=max(0.0, self.lost + (slowdown if expected else 0.0)),
-            step=step,
-        )
-
-
-def _median(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
-
-
-@final
 class CostMeter:
     """The costs of this run's saves, measured on this rank.
 
     The training's own calls are the clock: from one decision (`step`) to the next is a lap, less the time in
     `save`. Laps that begin while a save is being written, pruned after, or uploaded are compared with laps
-    before and after them, see `slowdown`. Where a training never decides, the steps of its first optimizer
+    before and after them, see `_slowdown`. Where a training never decides, the steps of its first optimizer
     take the place of decisions, from the first save on.
 
     Concurrency: the main thread; the futures of saves bring their times on any thread.
@@ -243,6 +104,9 @@ class CostMeter:
         coordinator: the ranks.
         work: what the saves do beside the training.
         clock: seconds.
+
+    Attributes:
+        costs: so far; None until one save is committed and its slowdown known.
     """
 
     def __init__(
@@ -266,8 +130,13 @@ class CostMeter:
         self._open: MeasuredSave | None = None  # the newest save, until its slowdown is known
         self._newest: MeasuredSave | None = None
         self._busy = False
-        self._ledger = _CostLedger()
-        self._costs: SaveCosts | None = None
+        self._lost = 0.0  # seconds of training time that all saves have cost, as far as known
+        self._uncounted: list[MeasuredSave] = []
+        self._unreported: deque[MeasuredSave] = deque()
+        self._last: deque[MeasuredSave] = deque(maxlen=_LAST_SAVES)
+        self._saves = 0
+        self._shares: deque[float] = deque(maxlen=_LAST_SAVES)
+        self.costs: SaveCosts | None = None
 
     def step(self, step: int) -> None:
         """Note a decision: the steps up to this one are done."""
@@ -279,13 +148,12 @@ class CostMeter:
             self._lap(now - since, step - last)
         else:
             self._look()
-        if self._ledger.unsettled:
-            self._report()
+        self._report()
 
     def decided(self) -> None:
         """Note that the decision is made: the time since `step` is lost, too."""
         if self._since is not None:
-            self._ledger.lost += self._clock() - self._since
+            self._lost += self._clock() - self._since
 
     def pause(self) -> None:
         """Leave out the present lap: the training does something else."""
@@ -305,8 +173,11 @@ class CostMeter:
             if newest is not None and save.handle is not None and save.handle is newest.handle:
                 newest.stall += save.stall  # asked for twice
             else:
-                self._ledger.add(save)
-                self._follow(save)
+                self._unreported.append(save)
+                if save.handle is None:  # the save in flight, for which it was left out, goes on
+                    save.slowdown = 0.0
+                else:
+                    self._follow(save, save.handle)
             self._sum_up()
 
     @contextmanager
@@ -324,13 +195,7 @@ class CostMeter:
     @property
     def in_flight(self) -> bool:
         """Whether the newest save is not durable in the root yet."""
-        newest = self._newest
-        return newest is not None and newest.handle is not None and not newest.handle.committed.done()
-
-    @property
-    def costs(self) -> SaveCosts | None:
-        """The costs so far; None until one save is committed and its slowdown known."""
-        return self._costs
+        return self._newest is not None and self._newest.in_flight
 
     def close(self) -> None:
         """Report what is not reported yet, when all saves and uploads have ended."""
@@ -341,16 +206,27 @@ class CostMeter:
     def _lose(self, began: float) -> float:
         """Count the time since `began` as lost; the next lap begins now."""
         self._since = now = self._clock()
-        self._ledger.lost += now - began
+        self._lost += now - began
         return now - began
 
-    def _follow(self, save: MeasuredSave) -> None:
+    def _follow(self, save: MeasuredSave, handle: SaveHandle) -> None:
         """Measure what the save costs from now on."""
-        if save.handle is None:
-            return  # the save in flight, for which back-pressure left it out, goes on
+        self._uncounted.append(save)
         self._settle()
         save.before, save.fresh, self._idle_laps = tuple(self._idle), self._idle_laps > 0, 0
-        save.follow(save.handle, self._clock)
+        save.name = handle.name
+
+        def durable(future: Future[CheckpointInfo]) -> None:
+            if Future.exception(future) is None:  # looked at without taking it from the user
+                save.durable = self._clock() - save.began
+
+        def uploaded(future: Future[CheckpointInfo | None]) -> None:
+            if future.exception() is None and future.result() is not None:
+                save.uploaded = self._clock() - save.began
+
+        handle.committed.add_done_callback(durable)
+        if handle.uploaded is not handle.committed:
+            handle.uploaded.add_done_callback(uploaded)
         self._open = self._newest = save
         self._busy, self._waited = True, self._work.waited_seconds
         if self._step is None and self._hook is None and self._work.optimizers:
@@ -362,8 +238,7 @@ class CostMeter:
         self._since = now
         if since is not None:
             self._lap(now - since, 1)
-        if self._ledger.unsettled:
-            self._report()
+        self._report()
 
     def _unhook(self) -> None:
         if self._hook is not None:
@@ -375,13 +250,17 @@ class CostMeter:
         if save is not None and self._busy:
             waited = self._work.waited_seconds - self._waited
             self._waited += waited
-            save.add_busy(seconds, steps, waited=waited)
+            save.waited += waited
+            if len(save.busy) < _MOST_LAPS:
+                save.busy.append((seconds - waited, steps))
             self._look()
             return
         self._idle.append((seconds, steps))
         self._idle_laps += 1
-        if save is not None and save.add_after((seconds, steps)):
-            self._settle()
+        if save is not None:
+            save.after.append((seconds, steps))
+            if len(save.after) >= _references_for(len(save.busy)):
+                self._settle()
 
     def _look(self) -> None:
         """See whether the save whose slowdown is being measured is still in flight."""
@@ -390,22 +269,71 @@ class CostMeter:
 
     def _settle(self) -> None:
         """Conclude the slowdown of the newest save: another begins, or enough is known."""
-        if self._open is not None:
-            self._ledger.conclude(self._open)
-            self._open = None
-            self._sum_up()
+        save, self._open = self._open, None
+        if save is None:
+            return
+        found = _slowdown(save.busy, save.before, save.after) if save.fresh or save.after else None
+        seconds = sum(each for each, _ in save.busy)
+        usual = statistics.median(self._shares) if self._shares else 0.0
+        save.slowdown = save.waited + (usual * seconds if found is None else found)
+        if found is not None and seconds:
+            self._shares.append(found / seconds)
+        save.busy, save.before = [], ()
+        self._lost += save.slowdown
+        self._sum_up()
 
     def _sum_up(self) -> None:
-        step = _typical(self._idle) if self._idle else 0.0
-        self._costs = self._ledger.summary(expected=self._open is not None, step=step)
+        """Bring `costs` up to date; one in flight will cost as much as is usual."""
+        for save in [each for each in self._uncounted if each.slowdown is not None and not each.in_flight]:
+            self._uncounted.remove(save)
+            if save.durable is not None:
+                self._last.append(save)
+                self._saves += 1
+        if not self._last:
+            return
+        slowdown = max(0.0, _median(save.slowdown for save in self._last) or 0.0)
+        self.costs = SaveCosts(
+            stall=_median(save.stall for save in self._last) or 0.0,
+            slowdown=slowdown,
+            durable=_median(save.durable for save in self._last) or 0.0,
+            uploaded=_median(save.uploaded for save in self._last),
+            saves=self._saves,
+            lost=max(0.0, self._lost + (0.0 if self._open is None else slowdown)),
+            step=_typical(self._idle) if self._idle else 0.0,
+        )
 
     def _report(self, *, closing: bool = False) -> None:
-        for save in self._ledger.reportable(closing=closing):
+        """Report each save once, in order, when everything about it is known."""
+        while self._unreported:
+            save = self._unreported[0]
+            late = closing or len(self._unreported) > _MOST_LATE
+            if save.slowdown is None or save.in_flight or not (late or save.done):
+                return
+            self._unreported.popleft()
             self._sum_up()
-            if self._coordinator.is_coordinator:
-                seconds = self._clock() - self._started
-                overhead = max(0.0, self._ledger.lost) / seconds if seconds else 0.0
-                self._telemetry.point(SAVE_COST, overhead=overhead, **save.known())
+            if not self._coordinator.is_coordinator:
+                continue
+            seconds, outcome = self._clock() - self._started, save.outcome
+            committed = save.handle if outcome == "committed" else None
+            self._telemetry.point(
+                SAVE_COST,
+                overhead=max(0.0, self._lost) / seconds if seconds else 0.0,
+                step=save.step,
+                name=save.name,
+                reason=save.reason,
+                stall_seconds=save.stall,
+                slowdown_seconds=save.slowdown,
+                durable_seconds=save.durable,
+                uploaded_seconds=save.uploaded,
+                size_bytes=None if committed is None else committed.committed.result().size_bytes,
+                outcome=outcome,
+                began=save.time,
+            )
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
 
 
 def _references_for(busy: int) -> int:
@@ -419,11 +347,6 @@ def _slowdown(busy: Sequence[_Lap], before: Sequence[_Lap], after: Sequence[_Lap
     Means are compared, not medians: whatever makes single steps slow now and then is then on both sides, and
     the sums over many saves are right. Pauses are left out on both sides: laps of more than five times the
     median. As many laps count before as after, so that steps that become slower or faster do not matter.
-
-    Args:
-        busy: laps that began with the save in flight.
-        before: laps that ended before it, the last at the end.
-        after: laps that began after it.
     """
     idle = [*before[-max(_FEWEST_REFERENCES, len(after)) :], *after] if after else before
     idle = idle[-2 * _references_for(len(busy)) :]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Protocol, Unpack, cast, final
+from typing import Any, Final, Unpack, cast, final
 
 from ckpt_core.cadence import (
     PREEMPTION,
@@ -45,23 +45,6 @@ _COUNTS: Final = "counts"
 """The annotation that holds the counts of a checkpoint."""
 _COSTS: Final = "costs"
 """The annotation that holds what saves had cost until a checkpoint, for the run that continues it."""
-
-
-class MeasuredCosts(Protocol):
-    """What saves cost on this rank: see `CostMeter`.
-
-    Attributes:
-        costs: so far; None until a save was measured.
-        in_flight: whether the newest save is not durable yet.
-    """
-
-    @property
-    def costs(self) -> SaveCosts | None: ...
-
-    @property
-    def in_flight(self) -> bool: ...
-
-
 _UNKNOWN: Final = ("uploaded", None)
 
 
@@ -81,7 +64,7 @@ class CadenceKeeper:
         clock: seconds.
         listen: whether to install signal handlers now; otherwise at the first check, so that without checks
             no signal is swallowed.
-        measured: the costs of saves, for policies that need them; those of the coordinator count.
+        measured: the costs of saves (a `CostMeter`), for policies that need them; the coordinator's count.
         failures: asks the coordinator how often the job fails, once the root is taken; for policies that need
             it.
 
@@ -101,7 +84,7 @@ class CadenceKeeper:
         clock: Callable[[], float] = time.monotonic,
         *,
         listen: bool = True,
-        measured: MeasuredCosts | None = None,
+        measured: Any = None,
         failures: Callable[[], FailureRate] | None = None,
     ) -> None:
         self._policy = policy
@@ -119,11 +102,9 @@ class CadenceKeeper:
         self._timed = True
         self._counts: Counts = {"epochs": 0, "tokens": 0}
         self._since_counts: Counts = self._counts
-        self._sources = self._listening() if listen else None
+        self._sources = PreemptionSources(preemptions(policy)) if listen else None
         self._costs: SaveCosts | None = None
         self._earlier_costs: SaveCosts | None = None
-        self._own: SaveCosts | None = None
-        self._sent = self._heard = _as_integers(None)
         self._failures: FailureRate | None = None
         self._in_flight = False
         self._known = 0
@@ -261,9 +242,6 @@ class CadenceKeeper:
         if self._sources is not None:
             self._sources.close()
 
-    def _listening(self) -> PreemptionSources:
-        return PreemptionSources(preemptions(self._policy))
-
     def _agree_at(self, step: int, *, last: bool) -> None:
         """Agree on the facts, unless those of the last agreement are recent enough.
 
@@ -283,7 +261,7 @@ class CadenceKeeper:
         self._next = step + max(1, steps)
 
     def _agree(self) -> None:
-        sources = self._sources = self._sources or self._listening()
+        sources = self._sources = self._sources or PreemptionSources(preemptions(self._policy))
         self._coordinator.check()  # before anything depends on which rank this is
         own = (self._clock(), self._started) if self._coordinator.is_coordinator else (0.0, 0.0)
         announced, now, started, *measured = self._coordinator.all_reduce_max(
@@ -297,9 +275,7 @@ class CadenceKeeper:
         self._now, self._started = now / _MICROSECONDS, started / _MICROSECONDS
         if measured:
             self._in_flight = bool(measured[0])
-            if measured[1:] != self._heard:
-                self._heard = measured[1:]
-                self._costs = _as_costs(self._heard)
+            self._costs = _as_costs(measured[1:])
         if not self._timed:
             self._last_save_time, self._timed = self._now, True
         if not announced or self.preempted:
@@ -313,9 +289,7 @@ class CadenceKeeper:
         if self._measured is None:
             return ()
         costs = self._measured.costs if self._coordinator.is_coordinator else None
-        if costs is not self._own:
-            self._own, self._sent = costs, _as_integers(costs)
-        return [int(self._measured.in_flight), *self._sent]
+        return [int(self._measured.in_flight), *_as_integers(costs)]
 
     def _announced(self, sources: PreemptionSources) -> int:
         if not self._heeds_preemptions:

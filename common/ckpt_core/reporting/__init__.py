@@ -4,8 +4,8 @@
 `page` is one self-contained HTML page of it.
 """
 
-from ckpt_core.reporting._gathering import Report, report_of
+from ckpt_core.reporting._facts import Report, goodput, report_of
 from ckpt_core.reporting._page import page
 from ckpt_core.reporting._sections import Section, sections, why_kept
 
-__all__ = ["Report", "Section", "page", "report_of", "sections", "why_kept"]
+__all__ = ["Report", "Section", "goodput", "page", "report_of", "sections", "why_kept"]

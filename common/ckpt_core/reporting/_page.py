@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Final
 from jinja2 import Environment
 
 from ckpt_core.disclosure import printable
-from ckpt_core.reporting._gathering import A_DAY, Report, clock_of
+from ckpt_core.reporting._facts import Report, committed, times_in
 from ckpt_core.reporting._sections import headline, parts_of, sections
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
 _INK: Final = "#7d838b"
 """Of axes and texts of pictures: to be read on light and on dark paper."""
@@ -86,13 +86,12 @@ def _pictures(report: Report) -> dict[str, str]:
     """Draw the pictures of sections that have something to show: PNG, in base64."""
     from matplotlib.figure import Figure
 
-    draws: dict[str, tuple[float, Callable[[Report, Any], bool]]] = {
-        "goodput": (1.0, _draw_balance),
-        "runs": (2.2, _draw_time_line),
-        "costs": (4.5, _draw_costs),
-    }
     found: dict[str, str] = {}
-    for key, (height, draw) in draws.items():
+    for key, height, draw in (
+        ("goodput", 1.0, _draw_balance),
+        ("runs", 2.2, _draw_time_line),
+        ("costs", 4.5, _draw_costs),
+    ):
         figure, content = Figure(figsize=(10, height), layout="constrained"), BytesIO()
         if draw(report, figure):
             for axes in figure.axes:
@@ -126,47 +125,43 @@ def _draw_balance(report: Report, figure: Any) -> bool:
 def _draw_time_line(report: Report, figure: Any) -> bool:
     """Draw runs, saves, loads, failures and lost work over time."""
     axes, lanes = figure.subplots(), ("lost work", "failures", "loads", "saves", "runs")
-    known = [run for run in report.runs if run.begin is not None and run.until is not None]
-    for run in known:
-        begin, until = _moments((run.begin, run.until))
+    died: list[float] = []
+    for run in report.runs:
+        if run["begin"] is None or run["until"] is None:
+            continue
+        thick = {"linewidth": 8, "solid_capstyle": "butt"}
         axes.plot(
-            [begin, until], [4, 4], color=_OF_ENDS.get(run.end, _INK), linewidth=8, solid_capstyle="butt"
+            _moments((run["begin"], run["until"])), [4, 4], color=_OF_ENDS.get(run["end"], _INK), **thick
         )
-        if run.lost_seconds and run.until is not None:
-            begin, until = _moments((run.until - run.lost_seconds, run.until))
-            axes.plot([begin, until], [0, 0], color=_COLOURS[3], linewidth=8, solid_capstyle="butt")
-    of_kind = {kind: report.events[kind] for kind in ("save", "load", "upload")}
-    failed = [each for events in of_kind.values() for each in events if each.get("outcome") == "failed"]
-    times: dict[int, list[float]] = {
-        1: [*_times(report, failed), *(run.until for run in known if run.until and run.end == "unclean")],
-        2: _times(report, [each for each in of_kind["load"] if each.get("outcome") == "done"]),
-        3: _times(report, [each for each in of_kind["save"] if each.get("outcome") == "committed"]),
-    }
-    for lane, found in times.items():
-        axes.plot(
-            _moments(found), [lane] * len(found), "|", markersize=11, color=_COLOURS[3 if lane == 1 else 0]
-        )
+        if run["lost_seconds"]:
+            lost = _moments((run["until"] - run["lost_seconds"], run["until"]))
+            axes.plot(lost, [0, 0], color=_COLOURS[3], **thick)
+        died += [run["until"]] * (run["end"] == "unclean")
+    events = report.events
+    failed = [each for kind in ("save", "load", "upload") for each in events[kind]]
+    failed = [each for each in failed if each.get("outcome") == "failed"]
+    loads = [each for each in events["load"] if each.get("outcome") == "done"]
+    times = [[*times_in(report, failed), *died], times_in(report, loads), times_in(report, committed(events))]
+    for lane, found in enumerate(times, start=1):
+        colour = _COLOURS[3 if lane == 1 else 0]
+        axes.plot(_moments(found), [lane] * len(found), "|", markersize=11, color=colour)
     axes.set_yticks(range(len(lanes)), lanes)
     axes.set_ylim(-0.6, 4.6)
     _as_dates(axes)
-    return bool(known or any(times.values()))
+    return bool(axes.lines[len(times) :] or any(times))
 
 
 def _draw_costs(report: Report, figure: Any) -> bool:
     """Draw stall, time to durable and size of saves: over time, and distributed."""
     rows = (("stall_seconds", "stall, s"), ("durable_seconds", "durable, s"), ("size_bytes", "size, GiB"))
-    done = [
-        each
-        for each in report.events["save"]
-        if each.get("outcome") == "committed" and _times(report, [each])
-    ]
+    done = [each for each in committed(report.events) if times_in(report, [each])]
     drawn = False
     for (name, label), (over_time, spread) in zip(
         rows, figure.subplots(3, 2, width_ratios=(3, 1)), strict=True
     ):
         points = [each for each in done if each.get(name) is not None]
         values = [float(each[name]) / (2**30 if name == "size_bytes" else 1) for each in points]
-        over_time.plot(_moments(_times(report, points)), values, ".", markersize=3, color=_COLOURS[0])
+        over_time.plot(_moments(times_in(report, points)), values, ".", markersize=3, color=_COLOURS[0])
         over_time.set_ylim(bottom=0)
         over_time.set_title(label, loc="left", color=_INK, fontsize=9)
         _as_dates(over_time)
@@ -176,14 +171,8 @@ def _draw_costs(report: Report, figure: Any) -> bool:
     return drawn
 
 
-def _times(report: Report, events: Iterable[dict[str, Any]]) -> list[float]:
-    """Return the times of events whose clock can have been right."""
-    times = (clock_of(each) for each in events)
-    return [time for time in times if time is not None and time <= report.made + A_DAY]
-
-
-def _moments(times: Iterable[float | None]) -> list[Any]:
-    return [datetime.fromtimestamp(time, UTC) for time in times if time is not None]
+def _moments(times: Iterable[float]) -> list[Any]:
+    return [datetime.fromtimestamp(time, UTC) for time in times]
 
 
 def _as_dates(axes: Any) -> None:

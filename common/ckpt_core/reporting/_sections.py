@@ -5,24 +5,17 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, Final, TypeVar, final
 
 from ckpt_core.journal import MOST_STEPS
 from ckpt_core.options import bytes_text
-from ckpt_core.reporting._gathering import Balance, Report, RunFacts
-from ckpt_core.reporting._texts import at_least, moment, seconds_text, share_text
+from ckpt_core.reporting._facts import Report, committed, goodput, moment, seconds_text, share_text
 
+T = TypeVar("T")
 _MOST_ROWS: Final = 20
 _MOST_RULES: Final = 40
 _MOST_SHOWN: Final = 6
 _ENDS: Final = {"end": "ended", "preempted": "preempted", "unclean": "unclean", "": "no end known"}
-_LABELS: Final = {
-    "stall_seconds": "stall",
-    "slowdown_seconds": "slowdown",
-    "durable_seconds": "durable",
-    "uploaded_seconds": "uploaded",
-    "size_bytes": "size",
-}
 
 
 @final
@@ -32,6 +25,10 @@ class Section:
 
     Attributes:
         key: which picture belongs to it.
+        title: its heading.
+        lines: sentences above the table.
+        columns: the heads of the table.
+        rows: its cells.
         figures: the first column of those that are aligned to the right.
     """
 
@@ -47,13 +44,7 @@ def sections(report: Report) -> list[Section]:
     """Put a report in words and tables; what has nothing to say is left out."""
     found = [
         Section("advice", "Advice", report.advice),
-        _goodput(report.balance),
-        _runs(report.runs),
-        _costs(report),
-        _cadence(report),
-        _failures(report),
-        _retention(report),
-        _checkpoints(report),
+        *(make(report) for make in (_goodput, _runs, _costs, _cadence, _failures, _retention, _checkpoints)),
         Section("unknown", "Not known", report.unknown),
     ]
     return [each for each in found if each.lines or each.rows]
@@ -61,85 +52,111 @@ def sections(report: Report) -> list[Section]:
 
 def headline(report: Report) -> list[tuple[str, str]]:
     """Return the few figures at the top: a label, and what it is."""
-    saves = [each for each in report.events["save"] if each.get("outcome") == "committed"]
-    stall, durable = report.spreads.get("stall_seconds"), report.spreads.get("durable_seconds")
+    stall, durable = (
+        report.spreads.get(name, {}).get("median") for name in ("stall_seconds", "durable_seconds")
+    )
     return [
         ("goodput", _goodput_text(report.balance)),
-        ("saves", f"{len(saves):,}"),
-        ("stall, median", seconds_text(None if stall is None else stall.median)),
-        ("durable, median", seconds_text(None if durable is None else durable.median)),
-        ("lost work", at_least(seconds_text(report.balance.lost), exact=report.balance.exact)),
+        ("saves", f"{len(committed(report.events)):,}"),
+        ("stall, median", seconds_text(stall)),
+        ("durable, median", seconds_text(durable)),
+        ("lost work", _at_least(seconds_text(report.balance["lost"]), exact=report.balance["exact"])),
         ("in the root", bytes_text(sum(each.size_bytes for each in report.checkpoints))),
     ]
 
 
-def parts_of(balance: Balance) -> list[tuple[str, float]]:
+def parts_of(balance: Mapping[str, Any]) -> list[tuple[str, float]]:
     """Return where time went, in seconds; together it is all that is known of it."""
-    taken = [
-        ("stall", balance.stall),
-        ("slowdown", balance.slowdown),
-        ("lost work" if balance.exact else "lost work, at least", balance.lost),
-        ("loads", balance.loading),
+    useful = balance["covered"] - balance["stall"] - balance["slowdown"] - balance["lost"]
+    return [
+        ("training that counts", max(0.0, useful)),
+        ("stall", balance["stall"]),
+        ("slowdown", balance["slowdown"]),
+        ("lost work" if balance["exact"] else "lost work, at least", balance["lost"]),
+        ("loads", balance["loading"]),
     ]
-    useful = balance.covered - balance.stall - balance.slowdown - balance.lost
-    return [("training that counts", max(0.0, useful)), *taken]
 
 
-def _goodput_text(balance: Balance) -> str:
-    known = balance.exact or balance.goodput is None
-    return f"{'' if known else 'at most '}{share_text(balance.goodput)}"
+def why_kept(events: Iterable[Mapping[str, Any]]) -> dict[int, list[str]]:
+    """Return the reasons for which each step stayed in the root at its last prune.
+
+    Args:
+        events: records of the journal, the oldest first.
+    """
+    found: dict[int, list[str]] = defaultdict(list)
+    pruned = [each for each in events if each.get("kind") == "retention" and _tier(each) == "root"]
+    for reason, steps in (pruned[-1].get("kept") or {} if pruned else {}).items():
+        for step in steps:
+            found[step].append(reason)
+    return found
 
 
-def _goodput(balance: Balance) -> Section:
-    whole = balance.covered + balance.loading
-    if whole <= 0:
-        return Section("goodput", "Goodput")
-    lines = [f"Of {seconds_text(whole)} measured, {_goodput_text(balance)} was training that counts."]
-    if not balance.exact:
-        lines.append("A run that was killed may have trained on after its last sign: that work is lost, too.")
-    if balance.down:
-        lines.append(
-            f"From the last signs of killed runs to the next starts went {seconds_text(balance.down)}; that "
-            "is in no other figure."
-        )
-    rows = [(name, seconds_text(part), share_text(part / whole)) for name, part in parts_of(balance)]
-    return Section("goodput", "Goodput", lines, ("PART", "TIME", "SHARE"), rows)
+def _goodput_text(balance: Mapping[str, Any]) -> str:
+    known = balance["exact"] or goodput(balance) is None
+    return f"{'' if known else 'at most '}{share_text(goodput(balance))}"
 
 
-def _runs(runs: Sequence[RunFacts]) -> Section:
-    ends = Counter(_ENDS.get(run.end, run.end) for run in runs)
-    rows = [
-        (
-            run.run[:12],
-            _ENDS.get(run.end, run.end),
-            moment(run.begin),
-            moment(run.until),
-            "?" if run.first_step is None else f"{run.first_step:,} - {run.last_step:,}",
-            at_least(seconds_text(run.seconds), exact=run.exact or run.seconds is None),
-            at_least(f"{run.lost_steps:,}", exact=run.exact),
-            at_least(seconds_text(run.lost_seconds), exact=run.exact),
-        )
-        for run in runs[-_MOST_ROWS:][::-1]
-    ]
-    lines = [", ".join(f"{count:,} {end}" for end, count in ends.most_common()) + _more(runs)] if runs else []
-    columns = ("RUN", "END", "FROM (UTC)", "LAST SIGN (UTC)", "STEPS", "TRAINING", "LOST STEPS", "LOST")
-    return Section("runs", "Runs", lines, columns, rows, figures=2)
+def _at_least(text: str, *, exact: bool) -> str:
+    return text if exact else f"at least {text}"
+
+
+def _newest(things: Sequence[T]) -> Sequence[T]:
+    return things[-_MOST_ROWS:][::-1]
 
 
 def _more(things: Sequence[object]) -> str:
     return f"; the newest {_MOST_ROWS}:" if len(things) > _MOST_ROWS else ""
 
 
+def _counted(texts: Iterable[Any]) -> str:
+    return ", ".join(f"{count:,} {text}" for text, count in Counter(texts).most_common())
+
+
+def _goodput(report: Report) -> Section:
+    balance = report.balance
+    whole = balance["covered"] + balance["loading"]
+    if whole <= 0:
+        return Section("goodput", "Goodput")
+    lines = [f"Of {seconds_text(whole)} measured, {_goodput_text(balance)} was training that counts."]
+    if not balance["exact"]:
+        lines.append("A run that was killed may have trained on after its last sign: that work is lost, too.")
+    if balance["down"]:
+        lines.append(
+            f"From the last signs of killed runs to the next starts went {seconds_text(balance['down'])}; "
+            "that is in no other figure."
+        )
+    rows = [(name, seconds_text(part), share_text(part / whole)) for name, part in parts_of(balance)]
+    return Section("goodput", "Goodput", lines, ("PART", "TIME", "SHARE"), rows)
+
+
+def _runs(report: Report) -> Section:
+    runs = report.runs
+    rows = [
+        (
+            run["run"][:12],
+            str(_ENDS.get(run["end"], run["end"])),
+            moment(run["begin"]),
+            moment(run["until"]),
+            "?" if run["first_step"] is None else f"{run['first_step']:,} - {run['last_step']:,}",
+            _at_least(seconds_text(run["seconds"]), exact=run["exact"] or run["seconds"] is None),
+            _at_least(f"{run['lost_steps']:,}", exact=run["exact"]),
+            _at_least(seconds_text(run["lost_seconds"]), exact=run["exact"]),
+        )
+        for run in _newest(runs)
+    ]
+    lines = [_counted(_ENDS.get(run["end"], run["end"]) for run in runs) + _more(runs)] if runs else []
+    columns = ("RUN", "END", "FROM (UTC)", "LAST SIGN (UTC)", "STEPS", "TRAINING", "LOST STEPS", "LOST")
+    return Section("runs", "Runs", lines, columns, rows, figures=2)
+
+
 def _costs(report: Report) -> Section:
     rows = []
     for name, spread in report.spreads.items():
         text = bytes_text if name == "size_bytes" else seconds_text
-        figures = (spread.least, spread.median, spread.p95, spread.most, spread.total)
-        rows.append((_LABELS[name], f"{spread.count:,}", *map(text, figures)))
-    outcomes = Counter(str(each.get("outcome")) for each in report.events["save"])
-    lines = (
-        [", ".join(f"{count:,} {outcome}" for outcome, count in outcomes.most_common())] if outcomes else []
-    )
+        count, *figures = spread.values()
+        rows.append((name.rpartition("_")[0], f"{count:,}", *map(text, figures)))
+    saves = report.events["save"]
+    lines = [_counted(each.get("outcome") for each in saves)] if saves else []
     columns = ("MEASURE", "SAVES", "LEAST", "MEDIAN", "95 %", "MOST", "IN ALL")
     return Section("costs", "What saves cost", lines, columns, rows)
 
@@ -147,12 +164,13 @@ def _costs(report: Report) -> Section:
 def _cadence(report: Report) -> Section:
     lines = []
     if (found := report.optimum) is not None:
+        text = {name: seconds_text(value) for name, value in found.items() if isinstance(value, int | float)}
         lines = [
-            f"Failures: one in {seconds_text(found.mtbf)} ({found.mtbf_source}).",
-            f"A save takes {seconds_text(found.cost)} of training and is durable after "
-            f"{seconds_text(found.durable)}; a load takes {seconds_text(found.restart)}.",
-            f"Measured interval: {seconds_text(found.interval)}, expected loss {share_text(found.overhead)}. "
-            f"Optimum: {seconds_text(found.best_interval)}, {share_text(found.best_overhead)}.",
+            f"Failures: one in {text['mtbf']} ({found['mtbf_source']}).",
+            f"A save takes {text['cost']} of training and is durable after {text['durable']}; a load takes "
+            f"{text['restart']}.",
+            f"Measured interval: {text['interval']}, expected loss {share_text(found['overhead'])}. "
+            f"Optimum: {text['best_interval']}, {share_text(found['best_overhead'])}.",
         ]
     # A reason without the numbers of the moment.
     reasons = Counter(
@@ -167,29 +185,25 @@ def _cadence(report: Report) -> Section:
             seconds_text(each.get("mtbf_seconds")),
             str(each.get("mtbf_source") or ""),
         )
-        for each in report.events["cadence"][-_MOST_ROWS:][::-1]
+        for each in _newest(report.events["cadence"])
     ]
     columns = ("DECIDED (UTC)", "RULE", "INTERVAL", "MTBF", "FROM")
     return Section("cadence", "When to save", lines, columns, rows, figures=9)
 
 
 def _failures(report: Report) -> Section:
-    found = [
-        (each["time"], kind, each)
-        for kind in ("save", "load", "upload")
-        for each in report.events[kind]
-        if each.get("outcome") not in {"committed", "done"}
-    ]
-    found.sort(key=lambda each: each[0])
+    of_kind = [each for kind in ("save", "load", "upload") for each in report.events[kind]]
+    found = [each for each in of_kind if each.get("outcome") not in {"committed", "done"}]
+    found.sort(key=lambda each: each["time"])
     rows = [
         (
-            moment(time),
-            kind,
+            moment(each["time"]),
+            each["kind"],
             "?" if each.get("step") is None else f"{each['step']:,}",
             str(each.get("outcome")),
             str(each.get("error") or ""),
         )
-        for time, kind, each in found[-_MOST_ROWS:][::-1]
+        for each in _newest(found)
     ]
     lines = [f"{len(found):,} in all{_more(found)}"] if found else []
     columns = ("TIME (UTC)", "WHAT", "STEP", "OUTCOME", "WHY")
@@ -204,17 +218,14 @@ def _retention(report: Report) -> Section:
         entry[1] += each.get("size_bytes") or 0
     ordered = sorted(why.items(), key=lambda item: -item[1][1])
     rows = [(tier, "deleted", reason, f"{n:,}", bytes_text(size)) for (tier, reason), (n, size) in ordered]
-    total = sum(size for _, (_, size) in ordered)
-    lines = [f"{sum(n for _, (n, _) in ordered):,} deleted, {bytes_text(total)}."] if ordered else []
-    newest = {_tier(each): each for each in report.events["retention"]}
-    for tier, each in newest.items():
-        kept: dict[str, list[int]] = each.get("kept") or {}
+    counts = [sum(column) for column in zip(*why.values(), strict=True)]
+    lines = [f"{counts[0]:,} deleted, {bytes_text(counts[1])}."] if counts else []
+    for tier, each in {_tier(each): each for each in report.events["retention"]}.items():
         lines.append(f"Kept in {tier} at its last prune, {moment(each['time'])}: by the rules below.")
-        for reason, steps in kept.items():
+        for reason, steps in (each.get("kept") or {}).items():
             count = f"{len(steps):,}" if len(steps) < MOST_STEPS else f"{MOST_STEPS} or more"
-            newest_steps = " ".join(f"{step:,}" for step in steps[-_MOST_SHOWN:])
-            shown = newest_steps if len(steps) <= _MOST_SHOWN else f"… {newest_steps}"
-            rows.append((tier, "kept", reason, count, shown))
+            shown = " ".join(f"{step:,}" for step in steps[-_MOST_SHOWN:])
+            rows.append((tier, "kept", reason, count, f"{'… ' * (len(steps) > _MOST_SHOWN)}{shown}"))
     columns = ("TIER", "WHAT", "WHY", "CHECKPOINTS", "SIZE OR STEPS")
     return Section("retention", "What retention did", lines, columns, rows[:_MOST_RULES], figures=3)
 
@@ -232,8 +243,7 @@ def _checkpoints(report: Report) -> Section:
         "pinned": [i for i in infos if i.pinned is not None],
     }
     counted = "".join(f", {len(named):,} {state}" for state, named in states.items() if named)
-    size = bytes_text(sum(info.size_bytes for info in infos))
-    why = why_kept(report.events["retention"])
+    size, why = bytes_text(sum(info.size_bytes for info in infos)), why_kept(report.events["retention"])
     rows = [
         (
             info.name,
@@ -244,22 +254,8 @@ def _checkpoints(report: Report) -> Section:
             f"{info.world_size:,}",
             bytes_text(info.size_bytes),
         )
-        for info in infos[-_MOST_ROWS:][::-1]
+        for info in _newest(infos)
     ]
     lines = [f"{len(infos):,} checkpoints, {size}{counted}{_more(infos)}"]
     columns = ("CHECKPOINT", "STATE", "KEPT AS", "COMMITTED (UTC)", "STEP", "RANKS", "SIZE")
     return Section("checkpoints", "In the root now", lines, columns, rows, figures=4)
-
-
-def why_kept(events: Iterable[Mapping[str, Any]]) -> dict[int, list[str]]:
-    """Return the reasons for which each step stayed in the root at its last prune.
-
-    Args:
-        events: records of the journal, the oldest first.
-    """
-    found: dict[int, list[str]] = defaultdict(list)
-    pruned = [each for each in events if each.get("kind") == "retention" and _tier(each) == "root"]
-    for reason, steps in (pruned[-1].get("kept") or {} if pruned else {}).items():
-        for step in steps:
-            found[step].append(reason)
-    return found

@@ -5,21 +5,18 @@ from ckpt_core.telemetry._spans import (
     SAVE_COST,
     Event,
     InMemorySink,
-    JsonLinesSink,
     Log,
     LoggingSink,
     NumbersSink,
     Phase,
     Sink,
     Telemetry,
-    save_numbers,
 )
 
 __all__ = [
     "SAVE_COST",
     "Event",
     "InMemorySink",
-    "JsonLinesSink",
     "Log",
     "LoggingSink",
     "NumbersSink",
@@ -27,5 +24,4 @@ __all__ = [
     "Phase",
     "Sink",
     "Telemetry",
-    "save_numbers",
 ]

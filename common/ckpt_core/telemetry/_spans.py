@@ -5,14 +5,11 @@ Events are formatted and timed only if a sink is attached.
 
 from __future__ import annotations
 
-import json
 import logging
-import threading
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol, TypeAlias, final
 
 from ckpt_core.disclosure import logger_of
@@ -129,40 +126,6 @@ class InMemorySink:
 
 
 @final
-class JsonLinesSink:
-    """Sink that appends one JSON object per event to a file, flushed by line."""
-
-    def __init__(self, path: str | Path) -> None:
-        self._lock = threading.Lock()
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - lives as long as the sink
-
-    def emit(self, event: Event) -> None:
-        """Write one line."""
-        line = json.dumps(asdict(event), default=str)
-        with self._lock:
-            if not self._file.closed:
-                self._file.write(line + "\n")
-
-    def close(self) -> None:
-        """Close the file; later events are dropped."""
-        with self._lock:
-            self._file.close()
-
-    def __del__(self) -> None:
-        self.close()
-
-
-def save_numbers(cost: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a save, without those that are not known."""
-    return {
-        name: cost[attribute] * factor
-        for name, (attribute, factor) in _NUMBERS.items()
-        if cost.get(attribute) is not None
-    }
-
-
-@final
 class NumbersSink:
     """Sink that passes on what each save has cost.
 
@@ -180,7 +143,12 @@ class NumbersSink:
         """Log the numbers of a save."""
         if event.name != SAVE_COST:
             return
-        numbers, step = save_numbers(event.attributes), event.attributes.get("step")
+        step = event.attributes.get("step")
+        numbers = {
+            name: event.attributes[attribute] * factor
+            for name, (attribute, factor) in _NUMBERS.items()
+            if event.attributes.get(attribute) is not None
+        }
         if not numbers or not isinstance(step, int):
             return
         try:

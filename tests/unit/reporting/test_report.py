@@ -20,9 +20,9 @@ from ckpt_core.cli import main
 from ckpt_core.commit import Catalog
 from ckpt_core.journal import read_events, read_history
 from ckpt_core.journal._run_log import RunLog, Training
-from ckpt_core.reporting import page, report_of, sections
+from ckpt_core.reporting import goodput, page, report_of, sections
+from ckpt_core.reporting._facts import seconds_text, share_text
 from ckpt_core.reporting._page import _draw_time_line
-from ckpt_core.reporting._texts import seconds_text, share_text
 from ckpt_core.storage import open_storage
 from ckpt_core.telemetry import Event
 from tests.kit.clock import FakeClock
@@ -103,10 +103,10 @@ class Page(HTMLParser):
 def test_goodput_is_training_without_stalls_slowdown_lost_work_and_loads(tmp_path):
     balance = report_of(written(tmp_path / "run", two_runs()), NOW).balance
 
-    assert (balance.covered, balance.stall, balance.slowdown) == (2000.0, 40.0, 20.0)
-    assert (balance.lost, balance.loading) == (50.0, 20.0)
-    assert balance.down == 200.0  # from the last sign of the run that died to the next start
-    assert balance.goodput == pytest.approx((2000 - 40 - 20 - 50) / 2020)
+    assert (balance["covered"], balance["stall"], balance["slowdown"]) == (2000.0, 40.0, 20.0)
+    assert (balance["lost"], balance["loading"]) == (50.0, 20.0)
+    assert balance["down"] == 200.0  # from the last sign of the run that died to the next start
+    assert goodput(balance) == pytest.approx((2000 - 40 - 20 - 50) / 2020)
 
 
 def test_the_optimum_is_that_of_the_formulas_and_of_the_mtbf_given(tmp_path):
@@ -117,29 +117,29 @@ def test_the_optimum_is_that_of_the_formulas_and_of_the_mtbf_given(tmp_path):
     found = report_of(written(tmp_path / "run", [given, *two_runs()]), NOW).optimum
 
     known = {"cost": 3.0, "durable": 10.0, "mtbf": 7200.0}
-    assert (found.mtbf, found.interval, found.interval_steps) == (7200.0, 100.0, 50.0)
-    assert found.best_interval == optimal_interval(**known)
-    assert found.overhead == expected_overhead(100.0, **known, restart=20.0)
-    assert found.best_steps == pytest.approx(found.best_interval / 2)
+    assert (found["mtbf"], found["interval"], found["interval_steps"]) == (7200.0, 100.0, 50.0)
+    assert found["best_interval"] == optimal_interval(**known)
+    assert found["overhead"] == expected_overhead(100.0, **known, restart=20.0)
+    assert found["best_steps"] == pytest.approx(found["best_interval"] / 2)
 
 
 def test_without_a_given_mtbf_it_is_learned_from_the_history(tmp_path):
     found = report_of(written(tmp_path / "run", two_runs()), NOW).optimum
-    assert "1 failure" in found.mtbf_source
-    assert found.mtbf > 0
+    assert "1 failure" in found["mtbf_source"]
+    assert found["mtbf"] > 0
 
 
 def test_a_rotated_log_counts_only_the_training_that_its_events_cover(tmp_path):
     lines = run_of("aaaa", BEGIN, saves=10, end="end")
     rest = lines[11:]  # from the save after 600 s on; the start is only in the history
     report = report_of(written(tmp_path / "run", rest, history=[lines[0], lines[-1]]), NOW)
-    covered = {run.run: run.covered for run in report.runs}
+    covered = {run["run"]: run["covered"] for run in report.runs}
     assert covered == {"aaaa": 1000.0}  # the history knows where it began
 
 
 def test_a_run_whose_start_is_gone_is_counted_from_its_first_sign(tmp_path):
     lines = run_of("aaaa", BEGIN, saves=10, end="")[11:]
-    assert report_of(written(tmp_path / "run", lines, history=[]), NOW).balance.covered == 400.0
+    assert report_of(written(tmp_path / "run", lines, history=[]), NOW).balance["covered"] == 400.0
 
 
 @pytest.mark.parametrize("torn", ['{"v":1,"kind":"sa', "\x00\xff not ours", "[]", "null", '{"v":1}'])
@@ -158,8 +158,10 @@ def test_clocks_that_jump_make_no_negative_figure_and_a_page(tmp_path, jump):
         each["time"] += jump
     report = report_of(written(tmp_path / "run", lines), NOW)
     balance = report.balance
-    assert min(balance.covered, balance.stall, balance.lost, balance.down, balance.loading) >= 0
-    assert 0 <= balance.goodput <= 1
+    assert (
+        min(balance["covered"], balance["stall"], balance["lost"], balance["down"], balance["loading"]) >= 0
+    )
+    assert 0 <= goodput(balance) <= 1
     Page(page(report))
 
 
@@ -232,7 +234,7 @@ def test_a_root_without_a_journal_says_what_is_not_known(tmp_path, ckpt_root):
     report = report_of(storage, NOW)
 
     assert len(report.checkpoints) == len(Catalog(storage).committed()) == 2
-    assert report.balance.goodput is None
+    assert goodput(report.balance) is None
     assert report.optimum is None
     assert any("no journal" in text for text in report.unknown)
     assert {each.key for each in sections(report)} == {"advice", "checkpoints", "unknown"}
@@ -377,23 +379,24 @@ def test_work_lost_by_killed_runs_is_a_bound_below_the_truth_and_not_far_below(
     report = report_of(written(root, lines), NOW)
     dead = report.runs[:-1]
 
-    assert [run.end for run in report.runs] == ["unclean"] * len(kills) + [""]
+    assert [run["end"] for run in report.runs] == ["unclean"] * len(kills) + [""]
     for run, truly in zip(dead, lost, strict=True):
-        assert not run.exact
-        assert run.lost_steps <= truly
+        assert not run["exact"]
+        assert run["lost_steps"] <= truly
         # Known to half, to a second or a minute, and to a step; the first step has no time.
         truth = truly * seconds
-        assert truth - 1.5 * seconds - max(1.0, min(60.0, truth / 2)) <= run.lost_seconds <= truth + 0.001
-        assert run.until - run.begin >= run.seconds - 0.001
+        assert truth - 1.5 * seconds - max(1.0, min(60.0, truth / 2)) <= run["lost_seconds"] <= truth + 0.001
+        assert run["until"] - run["begin"] >= run["seconds"] - 0.001
     assert main(["report", str(root)]) == 0
     text = capsys.readouterr().out
-    known = sum(run.lost_steps for run in dead)
+    known = sum(run["lost_steps"] for run in dead)
     assert (
-        f"lost at least {seconds_text(sum(run.lost_seconds for run in dead))} of training ({known:,}" in text
+        f"lost at least {seconds_text(sum(run['lost_seconds'] for run in dead))} of training ({known:,}"
+        in text
     )
-    assert f"measured, at most {share_text(report.balance.goodput)} was training that counts" in text
+    assert f"measured, at most {share_text(goodput(report.balance))} was training that counts" in text
     for run in dead:
-        row = next(line for line in text.splitlines() if line.startswith(f"{run.run} "))
+        row = next(line for line in text.splitlines() if line.startswith(f"{run['run']} "))
         assert row.count("at least") == 3  # the time trained, steps lost, time lost
     shown = page(report)
     assert shown.count("at least") >= 3 * len(dead) + 2
@@ -406,7 +409,7 @@ def test_work_lost_by_killed_runs_is_a_bound_below_the_truth_and_not_far_below(
 
 def test_a_run_that_wrote_its_own_end_has_exact_figures(tmp_path, capsys):
     lines = run_of("aaaa", BEGIN, saves=3, end="end")
-    assert report_of(written(tmp_path / "run", lines), NOW).balance.exact
+    assert report_of(written(tmp_path / "run", lines), NOW).balance["exact"]
     assert main(["report", str(tmp_path / "run")]) == 0
     text = capsys.readouterr().out
     assert "at least" not in text
@@ -446,7 +449,7 @@ def test_each_record_has_the_time_of_its_event_and_figures_agree(tmp_path, way, 
     for each in saves:
         before, after = asked[each["step"]]
         assert before - 0.001 <= each["time"] <= after + 0.001
-        assert run.begin - 0.001 <= each["time"] <= run.until + 0.001
-    assert run.until - run.begin >= run.seconds - 0.002
-    assert report.balance.stall <= report.balance.covered + 0.001
-    assert report.optimum.interval >= min(b[0] - a[1] for a, b in pairwise(asked.values()))
+        assert run["begin"] - 0.001 <= each["time"] <= run["until"] + 0.001
+    assert run["until"] - run["begin"] >= run["seconds"] - 0.002
+    assert report.balance["stall"] <= report.balance["covered"] + 0.001
+    assert report.optimum["interval"] >= min(b[0] - a[1] for a, b in pairwise(asked.values()))

@@ -13,7 +13,7 @@ from ckpt_core.cli._outcome import Outcome, Table
 from ckpt_core.errors import ConfigError
 from ckpt_core.names import DAMAGED, JOURNAL, MARKER, PINS, TIERS, WRITER, is_own_file
 from ckpt_core.options import bytes_text
-from ckpt_core.reporting import Section, page, report_of, sections
+from ckpt_core.reporting import Section, goodput, page, report_of, sections
 
 
 def run(arguments: Namespace) -> Outcome:
@@ -23,7 +23,7 @@ def run(arguments: Namespace) -> Outcome:
         raise none_committed(storage)
     written = "" if arguments.html is None else _write(Path(arguments.html), page(report))
     return Outcome(
-        fields={**asdict(report), "goodput": report.balance.goodput, "html": arguments.html},
+        fields={**asdict(report), "goodput": goodput(report.balance), "html": arguments.html},
         parts=[report.root, *([written] if written else _parts(sections(report)))],
     )
 
