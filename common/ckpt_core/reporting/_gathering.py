@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -12,7 +11,7 @@ from typing import Any, Final, final
 from ckpt_core.cadence import FailureRate, expected_overhead, optimal_interval
 from ckpt_core.commit import Catalog
 from ckpt_core.disclosure import public_url
-from ckpt_core.journal import Record, failure_rate, read_events, read_history
+from ckpt_core.journal import Record, failure_rate, read_events
 from ckpt_core.options import bytes_text
 from ckpt_core.reporting._texts import seconds_text, share_text
 from ckpt_core.storage import Storage
@@ -162,7 +161,6 @@ class Report:
         root: its place, without secrets.
         made: Unix time of the report.
         events: the records of the journal by kind: save, load, upload, prune, retention and cadence.
-        older: the record that sums up runs too old to be listed; None without one.
         checkpoints: those in the root now, the marked and abandoned ones, too.
         unreadable: names of what may be checkpoints.
         spreads: measure -> distribution over all saves.
@@ -174,7 +172,6 @@ class Report:
     made: float
     runs: Sequence[RunFacts]
     events: dict[str, list[dict[str, Any]]]
-    older: dict[str, Any] | None
     checkpoints: Sequence[CheckpointInfo]
     unreadable: Sequence[str]
     spreads: dict[str, Spread]
@@ -194,10 +191,11 @@ def report_of(storage: Storage, now: float) -> Report:
     Raises:
         OSError: storage failed.
     """
-    history, found = read_history(storage), read_events(storage)
+    found = read_events(storage)
+    history = [each for each in found if each["kind"] == "run"]
     survey = Catalog(storage).survey()
     events = {kind: [each for each in found if each["kind"] == kind] for kind in _KINDS}
-    runs = _runs([*history, *found])
+    runs = _runs(found)
     done = [each for each in events["save"] if each.get("outcome") == "committed"]
     known = {name: _values(done, name) for name in _MEASURES}
     report = Report(
@@ -205,7 +203,6 @@ def report_of(storage: Storage, now: float) -> Report:
         made=now,
         runs=runs,
         events=events,
-        older=next((each for each in history if each["kind"] == "summary"), None),
         checkpoints=survey.everything,
         unreadable=sorted(survey.unreadable),
         spreads={name: Spread.of(values) for name, values in known.items() if values},
@@ -224,13 +221,11 @@ def _values(records: Iterable[Record], name: str) -> list[float]:
 
 def _runs(records: Sequence[Record]) -> list[RunFacts]:
     """Return the runs, the earliest first."""
-    of_run: dict[str, dict[str, Record]] = {}
+    of_run: dict[str, list[Record]] = {}
     for each in records:
-        if each["kind"] != "summary" and each["run"]:
-            of_run.setdefault(each["run"], {})[json.dumps(each, sort_keys=True)] = (
-                each  # both files have some
-            )
-    runs = [_run(run, list(own.values())) for run, own in of_run.items()]
+        if each["run"]:
+            of_run.setdefault(each["run"], []).append(each)
+    runs = [_run(run, own) for run, own in of_run.items()]
     return sorted(runs, key=lambda run: (run.begin or 0.0, run.run))
 
 
@@ -294,7 +289,7 @@ def _unknown(report: Report) -> list[str]:
     found: list[str] = []
     known = {each.get("name") for each in report.events["save"]}
     earlier = [each.name for each in report.checkpoints if each.name not in known]
-    if not report.runs and report.older is None:
+    if not report.runs:
         found.append(
             "This root has no journal: it was written with journal=False, or by an older version. What saves "
             "cost, what was lost and what retention deleted is not known; only what is in the root now."
@@ -308,11 +303,6 @@ def _unknown(report: Report) -> list[str]:
         found.append(
             f"{len(bare):,} of {len(report.runs):,} runs have no measured time of training in the events "
             "that are left. The goodput is that of the others."
-        )
-    if report.older is not None:
-        found.append(
-            f"{report.older.get('runs') or 0:,} older runs are known only in sum: "
-            f"{report.older.get('unclean') or 0:,} of them ended unclean."
         )
     times = [clock_of(each) for kind in report.events.values() for each in kind]
     if any(time is None or time > report.made + A_DAY for time in times):
