@@ -183,7 +183,7 @@ def test_what_a_run_has_left_is_uploaded_by_the_next_and_continued_from_where_it
     collected = ".trash-*" if kind == "posix" else "*/manifest.json"
     removed = [one.key for one in again.operations if one.method in {"rename", "delete"}]
     assert not any(fnmatch(key.rpartition(" -> ")[2], collected) for key in removed)
-    assert not [entry for entry in inner.list("") if entry.name.startswith(".")]
+    assert [entry.name for entry in inner.list("") if entry.name.startswith(".")] == [".ckpt-suite"]
 
 
 def test_the_next_run_uploads_only_what_is_due_and_newer_than_the_tier(tmp_path):

@@ -105,8 +105,8 @@ def collect_orphans(storage: Storage, *, keep: Collection[str]) -> list[str]:
     return sorted({*superseded, *orphans, *of_uploads, *remove_drafts(storage)})
 
 
-def settle_asides(storage: Storage) -> list[str]:
-    """Undo or finish interrupted replacements; the caller owns the root.
+def settle_asides(storage: Storage, only: str = "") -> list[str]:
+    """Undo or finish interrupted replacements, `only` those of one name; the caller owns the root.
 
     Under the name of something set aside is what had the name of a checkpoint before, or, until both have
     exchanged their places, a finished save whose name is a directory of the user's.
@@ -119,7 +119,7 @@ def settle_asides(storage: Storage) -> list[str]:
     superseded: list[str] = []
     for name in names:
         original = set_aside(name)
-        if original is None:
+        if original is None or only not in {"", original}:
             continue
         if storage.entry(original) is None:
             storage.rename(name, original)
