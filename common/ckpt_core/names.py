@@ -134,7 +134,7 @@ def drafted(name: str) -> str | None:
 
 
 def run_file(begun: float, run: str) -> str:
-    """Return the key of the journal of a run; these sort by the Unix time of its begin."""
+    """Return the key of the journal of a run; keys sort by its begin, in Unix time."""
     return f"{OWN}/run-{max(0, int(begun * 1e6)):016d}-{run}.jsonl"
 
 

@@ -376,7 +376,7 @@ def _carry_marks(
 
 
 def _unread(runs: Sequence[Storage], target: Storage) -> dict[str, bytes]:
-    """Return the files of the journal that the target lacks; what cannot be read costs a warning."""
+    """Return what the target lacks of journals; one that cannot be read is a warning."""
     files = dict[str, bytes]()
     try:
         for source in runs:
@@ -389,7 +389,7 @@ def _unread(runs: Sequence[Storage], target: Storage) -> dict[str, bytes]:
 
 
 def _carry_journal(files: Mapping[str, bytes], target: Storage) -> None:
-    """Write files of a journal to the target, whose lease is held; a failure is a warning."""
+    """Write to the target, whose lease is held; a failure is a warning."""
     try:
         for key, content in files.items():
             target.replace(key, content)

@@ -106,7 +106,7 @@ def collect_orphans(storage: Storage, *, keep: Collection[str]) -> list[str]:
 
 
 def settle_asides(storage: Storage, only: str = "") -> list[str]:
-    """Undo or finish interrupted replacements, `only` those of one name; the caller owns the root.
+    """Undo or finish interrupted replacements, `only` of one name, for the owner.
 
     Under the name of something set aside is what had the name of a checkpoint before, or, until both have
     exchanged their places, a finished save whose name is a directory of the user's.

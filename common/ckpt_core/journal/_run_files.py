@@ -1,4 +1,4 @@
-"""The files of the journal: one for each run, read by anybody, written by the owner of the root."""
+"""The journal's files, one of each run: anybody reads, the root's owner writes."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _content(storage: Storage, key: str, most: int) -> bytes:
 
 @final
 class RunFile:
-    """The file of one run: lines are appended, or, where that is impossible, all of it is replaced.
+    """The file of one run: appended to, or replaced where that is impossible.
 
     Each replacement costs a request and all bytes, so that the caller collects lines.
 
