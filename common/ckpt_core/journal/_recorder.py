@@ -31,7 +31,7 @@ _ENDS_BYTES: Final = 1 << 19
 
 
 @final
-class _Copy:
+class _FurtherCopy:
     """The copy of the journal in a further tier, which may not answer.
 
     Every request is made on a thread of its own; while one has no answer, there is no other.
@@ -136,7 +136,7 @@ class Recorder:
         self.known, self.wake = threading.Event(), threading.Event()
         self.clock = clock
         self._storage = storage
-        self._tiers = [_Copy(tier) for tier in tiers]
+        self._tiers = [_FurtherCopy(tier) for tier in tiers]
         self._pid = os.getpid()
         self._waiting: deque[Event] = deque(maxlen=MOST_WAITING)
         self._thread: threading.Thread | None = None
