@@ -319,11 +319,12 @@ class Line:
 
 
 def learning(devices: int) -> LearnedRate:
-    """What a root learns: the real estimate, from a history summed up."""
+    """What a root learns: the real estimate, from a history."""
 
     def learned(failures: int, seconds: float) -> FailureRate:
-        past = {"failures": failures, "seconds": seconds, "device_seconds": devices * seconds}
-        return failure_rate([{"kind": "summary", **past}], devices)
+        past = {"devices": devices, "seconds": seconds / max(1, failures), "lost_steps": 0}
+        event = "unclean" if failures else "end"
+        return failure_rate([{"event": event, **past}] * max(1, failures), devices)
 
     return learned
 

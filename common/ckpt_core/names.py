@@ -14,15 +14,13 @@ SIGNATURE = f"{MANIFEST}.sig"
 METADATA = ".metadata"
 SHARED = "shared.json"
 KEPT = "kept_by_rank"
-PINS = "pins.json"
-DAMAGED = "damaged.json"
-WRITER = "writer.json"
-TIERS = "tiers.json"
-HISTORY = "history.jsonl"
-EVENTS = "events.jsonl"
-EARLIER_EVENTS = "events.1.jsonl"
+OWN = ".ckpt-suite"
+"""The directory of a root for all that is ours and no checkpoint; hosts list the root for theirs."""
+PINS = f"{OWN}/pins.json"
+DAMAGED = f"{OWN}/damaged.json"
+WRITER = f"{OWN}/writer.json"
+TIERS = f"{OWN}/tiers.json"
 _LOST_AND_FOUND = "lost+found"
-JOURNAL = frozenset({HISTORY, EVENTS, EARLIER_EVENTS})
 SPARES = frozenset({".spare-0", ".spare-1", ".spare-2"})
 """Beside lock files: the room that pins, marks and the record of an owner take on a full disk."""
 DATA_SUFFIX = ".distcp"
@@ -38,6 +36,7 @@ _RESERVED = re.compile(
 )
 _DRAFT = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.tmp")
 _SHARED = re.compile(r"shared-([0-9]{5,9})\.json")
+_RUN = re.compile(r"run-[0-9]{16,}-.+\.jsonl", re.DOTALL)
 _PROBE = re.compile(r"\.probe-[0-9a-z_]{8,16}")
 
 
@@ -97,11 +96,11 @@ def is_replaced(name: str) -> bool:
 def can_count(name: str) -> bool:
     """Return whether a directory of that name is a checkpoint if it holds a marker.
 
-    False for names of saves in flight, of trash, and of directories moved aside; and for `lost+found`, which
-    lies at the top of some filesystems, and only the administrator may list.
+    False for names of saves in flight, of trash, and of directories moved aside; for `OWN`; and for
+    `lost+found`, which lies at the top of some filesystems, and only the administrator may list.
     """
     never = is_incomplete(name) or is_trash(name) or is_replaced(name)
-    return name != _LOST_AND_FOUND and not never
+    return name not in {OWN, _LOST_AND_FOUND} and not never
 
 
 def set_aside(name: str) -> str | None:
@@ -132,6 +131,16 @@ def drafted(name: str) -> str | None:
     """Return the small file of a draft `name`; None for another name."""
     match = _DRAFT.fullmatch(name)
     return None if match is None else str(match["name"])
+
+
+def run_file(begun: float, run: str) -> str:
+    """Return the key of the journal of a run; keys sort by its begin, in Unix time."""
+    return f"{OWN}/run-{max(0, int(begun * 1e6)):016d}-{run}.jsonl"
+
+
+def is_run_file(name: str) -> bool:
+    """Return whether `name`, without its directory, is that of the journal of a run."""
+    return _RUN.fullmatch(name) is not None
 
 
 def is_probe(name: str) -> bool:

@@ -442,7 +442,7 @@ def test_a_script_that_knows_nothing_of_us_ends_after_its_last_checkpoint(
         made.save_state()
     assert ended.value.code == ENDED
     assert committed(tmp_path) == ["checkpoint_0"]
-    assert not (tmp_path / "writer.json").exists()
+    assert not (tmp_path / ".ckpt-suite/writer.json").exists()
 
 
 def test_a_script_that_knows_us_is_left_to_stop_by_itself(tmp_path: Path) -> None:

@@ -169,7 +169,9 @@ def test_an_unchanged_script_gets_it_from_the_runner_and_the_environment(tmp_pat
     done = run_python("-m", "accelerate_ckpt", "train.py", "out", cwd=tmp_path, variables=variables)
     assert done.returncode == 0, done.stderr
     assert committed(tmp_path / "out") == ["checkpoint_6", "checkpoint_7"]
-    assert not (tmp_path / "out" / "writer.json").exists(), "given back at exit, without end_training"
+    assert not (tmp_path / "out" / ".ckpt-suite/writer.json").exists(), (
+        "given back at exit, without end_training"
+    )
 
 
 @pytest.mark.slow

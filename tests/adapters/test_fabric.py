@@ -376,7 +376,7 @@ fabric.save("run/a", {"model": model})
     done = run_python(script, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert names(tmp_path / "run") == ["a"]
-    assert not (tmp_path / "run" / "writer.json").exists()
+    assert not (tmp_path / "run" / ".ckpt-suite/writer.json").exists()
 
 
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])

@@ -9,6 +9,7 @@ import pytest
 
 from ckpt_core.cli import main
 from ckpt_core.commit import Catalog, verify
+from ckpt_core.names import DAMAGED, OWN, PINS
 from ckpt_core.storage import LocalStorage
 from ckpt_core.tiers import TierRecord, write_tiers
 from tests.unit.commit.checkpoints import save
@@ -58,4 +59,5 @@ def test_every_command_takes_a_bucket_with_its_options(s3_endpoint, tmp_path, ca
     assert [verify(LocalStorage(tmp_path / "back"), info.name) for info in back.committed()] == [[], []]
     assert [each["step"] for each in ckpt("prune", url, "--bad")["drop"]] == [1]
     left = [each["Key"] for each in client.list_objects_v2(Bucket=bucket)["Contents"]]
-    assert {key.split("/")[1] for key in left} == {"step-000000002", "pins.json", "damaged.json"}
+    assert {key.split("/")[1] for key in left} == {"step-000000002", OWN}
+    assert {key.partition("/")[2] for key in left if OWN in key} == {PINS, DAMAGED}

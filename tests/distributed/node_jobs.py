@@ -112,7 +112,7 @@ def damaged(base: Path, node: int, name: str) -> Any:
     return (
         found,
         len(told) == (node == node_of_this_rank()),
-        (base / f"node-{node}" / "damaged.json").exists(),
+        (base / f"node-{node}" / ".ckpt-suite/damaged.json").exists(),
     )
 
 
@@ -185,7 +185,7 @@ def live(base: Path) -> dict[str, Any]:
             path.write_bytes(path.read_bytes()[:-1] + b"?")
     torch.distributed.barrier()
     found["damaged, upload"] = resumed(tiers, upload=upload, repaired=True)
-    marks = json.loads((tiers / f"node-{node_of_this_rank()}" / "damaged.json").read_text())
+    marks = json.loads((tiers / f"node-{node_of_this_rank()}" / ".ckpt-suite/damaged.json").read_text())
     found["repaired again"] = contents(tiers) == before, resumed(tiers), marks["checkpoints"]
     saved(tiers, [3], upload=upload)
     found["went on"] = resumed(tiers)

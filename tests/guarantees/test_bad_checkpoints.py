@@ -89,7 +89,7 @@ def test_a_bad_checkpoint_is_never_chosen(run, verify):
 def test_rotten_pins_never_stop_a_resume_and_protect_everything_while_they_cannot_be_read(run):
     with CheckpointManager(run) as checkpoints:
         checkpoints.pin(1, "paper")
-    chance, pins = random.Random(SEED), run / "pins.json"
+    chance, pins = random.Random(SEED), run / ".ckpt-suite/pins.json"
     for _ in range(20):
         content = flip(pins, chance)
         assert resumed(run) == NEWEST

@@ -12,7 +12,7 @@ from ckpt_core import CheckpointManager, KeepLatest
 from ckpt_core.cli import main
 from ckpt_core.commit import verify
 from ckpt_core.errors import ArchivedError
-from ckpt_core.names import EARLIER_EVENTS, JOURNAL
+from ckpt_core.names import OWN
 from ckpt_core.storage import object_storage
 
 pytestmark = pytest.mark.emulator
@@ -74,11 +74,11 @@ def test_a_versioned_bucket_keeps_what_is_pruned_and_encrypts_every_object(bucke
     live = bucket.keys()
     assert strangers <= set(live), "what is not ours is left"
     ours = [key for key in live if key not in strangers]
-    assert {key.split("/")[1] for key in ours} == {"step-000000003"} | (JOURNAL - {EARLIER_EVENTS})
+    assert {key.split("/")[1] for key in ours} == {"step-000000003", OWN}
     assert {client.head_object(Bucket=name, Key=key)["ServerSideEncryption"] for key in ours} == {"aws:kms"}
     versions = client.list_object_versions(Bucket=name)
     pruned = Counter(each["Key"].split("/")[1] for each in versions["DeleteMarkers"])
-    assert {"step-000000001", "step-000000002", "writer.json"} <= set(pruned)
+    assert {"step-000000001", "step-000000002", OWN} <= set(pruned)
     old = [each for each in versions["Versions"] if each["Key"].startswith("run/step-000000001/")]
     assert len(old) >= 6, "only a lifecycle rule frees what was pruned"
 
@@ -105,4 +105,4 @@ def test_an_archived_checkpoint_is_refused_if_it_is_the_newest_and_else_passed_o
     said = capsys.readouterr()
     assert "restore it" in said.out
     assert "Traceback" not in said.err
-    assert "damaged.json" not in str(bucket.keys()), "what is archived is whole"
+    assert ".ckpt-suite/damaged.json" not in str(bucket.keys()), "what is archived is whole"

@@ -123,8 +123,9 @@ def test_no_canary_in_any_file_runs_in_the_manager_or_a_command(saved, tmp_path,
 
 @pytest.mark.usefixtures("recorder")
 def test_no_canary_in_a_small_file_of_the_root_runs(saved, tmp_path, capsys):
-    for name in ("pins.json", "damaged.json", "writer.json"):
+    for name in (".ckpt-suite/pins.json", ".ckpt-suite/damaged.json", ".ckpt-suite/writer.json"):
         root = copy_of(saved, tmp_path / name)
+        (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_bytes(raw(Canary(tmp_path / "traces", name)))
         walk_manager(root)
         walk_commands(root)

@@ -119,9 +119,12 @@ def test_what_is_no_file_of_ours_costs_that_checkpoint_only(run, name, spoil, ca
     assert 3 in [info.step for info in Catalog(LocalStorage(run)).committed()]
 
 
-@pytest.mark.parametrize("name", ["pins.json", "damaged.json", "writer.json"])
+@pytest.mark.parametrize(
+    "name", [".ckpt-suite/pins.json", ".ckpt-suite/damaged.json", ".ckpt-suite/writer.json"]
+)
 @pytest.mark.parametrize("spoil", [link_out, pipe, directory, sparse])
 def test_what_is_no_file_of_ours_in_the_root_blocks_no_resume_and_no_command(run, name, spoil, capsys):
+    (run / name).parent.mkdir(exist_ok=True)
     (run / name).write_text("{}")
     if spoil is link_out:
         (run / name).unlink()
@@ -137,7 +140,7 @@ def test_what_is_no_file_of_ours_in_the_root_blocks_no_resume_and_no_command(run
 
 
 def test_pins_that_nobody_can_read_let_nothing_be_pruned(run):
-    sparse(run / "pins.json")
+    sparse(run / ".ckpt-suite/pins.json")
     assert main(["prune", str(run), "--keep-latest", "1"]) == 0
     assert len(Catalog(LocalStorage(run)).committed()) == 2
 

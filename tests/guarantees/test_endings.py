@@ -58,7 +58,7 @@ def test_ctrl_c_drains_the_save_in_flight(ended):
     assert done.stdout.split() == ["training"]
     assert "KeyboardInterrupt" in done.stderr
     assert whole_steps(done.root) == [1, 2]
-    assert not (done.root / "writer.json").exists(), "the root was not given back"
+    assert not (done.root / ".ckpt-suite/writer.json").exists(), "the root was not given back"
 
 
 def test_interpreter_exit_without_close_still_commits(ended):

@@ -80,19 +80,19 @@ def steps(root):
 
 
 def forget_locks(root):
-    for lock in root.glob("*.lock"):
+    for lock in root.glob("*/*.lock"):
         lock.unlink()
 
 
 def drain_spares(root):
     """The spare files are used up, or could not be made."""
-    for spare in root.glob(".spare-*"):
+    for spare in root.glob("*/.spare-*"):
         spare.unlink()
 
 
 def leave_claim(root):
     """A job that was killed has left its record."""
-    (root / "writer.json").write_text(
+    (root / ".ckpt-suite/writer.json").write_text(
         '{"id": "1", "job": "killed", "host": "elsewhere", "pid": 1, "started": 1}'
     )
 
@@ -127,7 +127,7 @@ def test_a_job_whose_retention_frees_space_starts_and_saves_on_a_full_disk(disk,
         checkpoints.save(4, state_of(4)).result()
         checkpoints.save(5, state_of(5)).result()
     assert steps(root)[-1] == 5
-    assert not (root / "writer.json").exists()
+    assert not (root / ".ckpt-suite/writer.json").exists()
 
 
 @FILL
@@ -142,7 +142,9 @@ def test_a_job_on_a_full_disk_is_told_by_its_first_save_and_goes_on_once_there_i
         for path in disk.glob("many/*"):
             path.unlink()
         checkpoints.save(5, state_of(5)).result()
-        assert (root / "writer.json").exists()  # the record is made as soon as there is room for it
+        assert (
+            root / ".ckpt-suite/writer.json"
+        ).exists()  # the record is made as soon as there is room for it
     assert steps(root) == [1, 2, 3, 5]
 
 
@@ -151,7 +153,7 @@ def test_the_lock_alone_keeps_a_second_job_out_of_a_full_disk(disk, root, fill):
     drain_spares(root)
     fill(disk)
     with Lease.acquire(LocalStorage(root), "the first") as lease:
-        assert not (root / "writer.json").exists()
+        assert not (root / ".ckpt-suite/writer.json").exists()
         lease.check()
         answer = subprocess.run(
             [sys.executable, "-m", "ckpt_core.cli", "prune", str(root), "--keep-latest", "1"],
@@ -214,7 +216,7 @@ def test_what_finds_no_room_says_where_and_what_to_do(disk, root, capsys):
     fill_inodes(disk)
     assert main(["pin", f"{root}@1", "--reason", "published"]) == 1
     assert "no room for this small file: free some, as by `ckpt prune`" in (told := capsys.readouterr().err)
-    assert f"{root}/pins.json" in told
+    assert f"{root}/.ckpt-suite/pins.json" in told
 
 
 def test_only_a_spare_file_without_another_name_is_taken_and_never_through_a_link(disk, root):
@@ -222,12 +224,12 @@ def test_only_a_spare_file_without_another_name_is_taken_and_never_through_a_lin
     for each in precious:
         each.write_bytes(bytes(8192))
     drain_spares(root)
-    (root / ".spare-0").symlink_to(precious[0])
-    (root / ".spare-1").hardlink_to(precious[1])
-    os.mkfifo(root / ".spare-2")
+    (root / ".ckpt-suite/.spare-0").symlink_to(precious[0])
+    (root / ".ckpt-suite/.spare-1").hardlink_to(precious[1])
+    os.mkfifo(root / ".ckpt-suite/.spare-2")
     fill_bytes(disk)
     assert main(["pin", f"{root}@1", "--reason", "published"]) == 1
-    assert not (root / "pins.json").exists()
+    assert not (root / ".ckpt-suite/pins.json").exists()
     assert [each.stat().st_size for each in precious] == [8192, 8192]
 
 
@@ -237,7 +239,11 @@ class CrashError(BaseException):
 
 def test_a_power_cut_while_a_full_disk_is_pinned_leaves_the_pins_of_before_or_after(tmp_path):
     full = [
-        Fault(method="create", key=".pins.json.*", error=OSError(errno.ENOSPC, "No space left on device")),
+        Fault(
+            method="create",
+            key=".ckpt-suite/.pins.json.*",
+            error=OSError(errno.ENOSPC, "No space left on device"),
+        ),
     ]
     found = set()
     for number in range(1, 100):

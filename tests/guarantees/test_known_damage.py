@@ -133,7 +133,7 @@ def test_what_is_damaged_counts_although_its_mark_cannot_be_written(tmp_path):
     root = LocalStorage(tmp_path)
     save_all(root, 1, 2, 3)
     flip(root, 3)
-    refusal = Fault(method="replace", key="damaged.json", error=PermissionError("no"))
+    refusal = Fault(method="replace", key=".ckpt-suite/damaged.json", error=PermissionError("no"))
     with CheckpointManager(FaultyStorage(root, [refusal] * 3), keep=KeepLatest(1)) as manager:
         assert [info.step for info in manager.prune().drop] == [1]
     assert steps(root) == [2, 3]

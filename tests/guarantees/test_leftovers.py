@@ -12,10 +12,11 @@ import pytest
 from ckpt_core import CheckpointManager
 from ckpt_core.commit import Catalog, collect_orphans, verify
 from ckpt_core.commit._marks import locked
-from ckpt_core.names import SPARES
+from ckpt_core.names import WRITER
 from ckpt_core.storage import LocalStorage
 from tests.guarantees import leftover_jobs
 from tests.guarantees.leftover_jobs import claim, mark, pin, prune, replace_last, set_quarantine, sweep_mark
+from tests.kit.own_files import beside_own
 from tests.kit.ranks import run_ranks
 from tests.unit.commit.checkpoints import save, save_over
 
@@ -60,10 +61,8 @@ def next_run(root):
 
 def strays(root):
     """Everything that is neither a checkpoint nor a file that is meant to stay."""
-    names = {path.name for path in root.iterdir()}
     checkpoints = {info.name for info in Catalog(LocalStorage(root)).committed()}
-    small = {f"{name}.json{end}" for name in ("writer", "pins", "damaged") for end in ("", ".lock")}
-    return names - checkpoints - small - SPARES - {name.partition("/")[0] for name in FOREIGN}
+    return beside_own(root) - checkpoints - {WRITER} - {name.partition("/")[0] for name in FOREIGN}
 
 
 @pytest.mark.slow
@@ -137,12 +136,13 @@ def test_the_draft_of_somebody_who_is_writing_just_now_is_left_alone(tmp_path):
     """`ckpt pin` needs no lease, so a job that starts meanwhile must not take its draft away."""
     storage = LocalStorage(tmp_path)
     save(storage, 1)
-    draft = tmp_path / ".pins.json.0123abcd.tmp"
+    draft = tmp_path / ".ckpt-suite/.pins.json.0123abcd.tmp"
+    draft.parent.mkdir(exist_ok=True)
     draft.write_bytes(b"half")
-    with locked(storage, "pins.json"):
+    with locked(storage, ".ckpt-suite/pins.json"):
         assert collect_orphans(storage, keep=()) == []
         assert draft.exists()
-    assert collect_orphans(storage, keep=()) == [draft.name]
+    assert collect_orphans(storage, keep=()) == [f".ckpt-suite/{draft.name}"]
 
 
 def test_a_torn_directory_loses_its_name_before_its_files(tmp_path):
@@ -186,8 +186,8 @@ def test_two_at_once_lose_neither_pin_nor_mark(tmp_path):
 def test_a_lock_that_is_never_given_back_ends_in_an_error_that_says_so(tmp_path):
     storage = LocalStorage(tmp_path)
     with (
-        locked(storage, "pins.json"),
+        locked(storage, ".ckpt-suite/pins.json"),
         pytest.raises(TimeoutError, match=r"this very process has held the lock .*pins\.json"),
-        locked(storage, "pins.json", patience_seconds=0),
+        locked(storage, ".ckpt-suite/pins.json", patience_seconds=0),
     ):
         pass

@@ -18,8 +18,8 @@ LEFT = {
     "a torn save": ".incomplete-deadbeef-step-000000009",
     "a checkpoint on its way out": ".trash-deadbeef-step-000000009",
     "a checkpoint that was replaced": ".aside-deadbeef-step-000000001",
-    "a draft of a claim": ".writer.json.deadbeef.tmp",
-    "a draft of pins": ".pins.json.deadbeef.tmp",
+    "a draft of a claim": ".ckpt-suite/.writer.json.deadbeef.tmp",
+    "a draft of pins": ".ckpt-suite/.pins.json.deadbeef.tmp",
     "a probe": ".probe-deadbeef",
 }
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
@@ -88,9 +88,10 @@ def test_a_leftover_that_is_a_link_is_judged_by_who_made_the_link(tmp_path):
     storage = LocalStorage(tmp_path / "root")
     storage.check_root()
     (tmp_path / "precious").mkdir()
-    link = tmp_path / "root" / ".writer.json.deadbeef.tmp"
+    (tmp_path / "root" / ".ckpt-suite").mkdir()
+    link = tmp_path / "root" / ".ckpt-suite/.writer.json.deadbeef.tmp"
     link.symlink_to(tmp_path / "precious")
     os.chown(link, NOBODY, NOBODY, follow_symlinks=False)
-    assert storage.other_owner(link.name) == f"user id {NOBODY}"
+    assert storage.other_owner(f".ckpt-suite/{link.name}") == f"user id {NOBODY}"
     os.chown(link, 0, 0, follow_symlinks=False)
-    assert storage.other_owner(link.name) is None
+    assert storage.other_owner(f".ckpt-suite/{link.name}") is None

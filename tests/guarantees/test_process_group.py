@@ -311,7 +311,7 @@ def test_a_fork_after_a_save_is_told_at_once_and_the_parent_goes_on(tmp_path):
 
         told = in_a_fork(in_child)
         assert all(text.startswith("ConfigError") and "forked from" in text for text in told), told
-        assert (tmp_path / "run" / "writer.json").exists()
+        assert (tmp_path / "run" / ".ckpt-suite/writer.json").exists()
         checkpoints.save(2, values).result(60)
     with CheckpointManager(tmp_path / "run") as checkpoints:
         assert checkpoints.resume({"x": torch.zeros(3)}) == 2

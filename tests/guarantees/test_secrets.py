@@ -319,7 +319,7 @@ def test_writer_json_tells_no_more_than_a_person_needs(tmp_path, monkeypatch):
     for options, job in (({}, "train.py"), ({"job_name": "llama 7"}, "llama 7")):
         with CheckpointManager(tmp_path, **options) as manager:
             manager.save(1 if not options else 2, {"w": torch.ones(4)})
-            told = json.loads(clean((tmp_path / "writer.json").read_text()))
+            told = json.loads(clean((tmp_path / ".ckpt-suite/writer.json").read_text()))
         assert told["job"] == job
         assert (told["host"] == "") is (told["pid"] == 0) is ("job_name" in options)
 

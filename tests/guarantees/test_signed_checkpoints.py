@@ -21,7 +21,7 @@ from ckpt_core import (
     SaveError,
     UntrustedCheckpointError,
 )
-from ckpt_core.names import SIGNATURE, SPARES
+from ckpt_core.names import OWN, SIGNATURE
 from tests.kit.ranks import run_ranks
 
 KEY = b"only the job has it"
@@ -167,7 +167,7 @@ def test_a_save_that_cannot_be_signed_commits_nothing_and_the_next_can(tmp_path)
         assert not failure.in_doubt
         manager.save(3, state_of(3)).result()
         assert [info.step for info in manager.checkpoints()] == [1, 3]
-    assert {path.name for path in tmp_path.glob(".*")} <= SPARES
+    assert {path.name for path in tmp_path.glob(".*")} <= {OWN}
 
 
 def test_a_save_whose_signing_hangs_is_given_up_and_never_committed_later(tmp_path):

@@ -358,17 +358,17 @@ def test_a_claim_that_was_removed_is_made_again_and_that_of_another_job_respecte
     for tier in (LocalStorage(tmp_path / "share"), MemoryStorage("posix"), bucket_like()):
         with CheckpointManager(tmp_path / tier.url.replace("/", "-"), upload=Upload(tier)) as manager:
             manager.save(1, state_of(1)).uploaded.result(60)
-            tier.delete("writer.json")
+            tier.delete(".ckpt-suite/writer.json")
             manager.save(2, state_of(2)).uploaded.result(60)
             assert "writer.json was removed while this job holds the root, and is there again" in caplog.text
             assert Owner.of(tier) is not None
-            tier.replace("writer.json", b"not ours")
+            tier.replace(".ckpt-suite/writer.json", b"not ours")
             failure = manager.save(3, state_of(3)).uploaded.exception(60)
             assert f"{tier.url} was taken over by another job, whose claim cannot be read" in str(failure)
             assert "its saves go on" in str(failure)
             assert "stopped saving" not in str(failure)
             assert steps(manager.storage) == [1, 2, 3]
-            tier.delete("writer.json")
+            tier.delete(".ckpt-suite/writer.json")
             manager.save(4, state_of(4)).uploaded.result(60)
         assert steps(tier) == [1, 2, 4]
 
@@ -428,7 +428,7 @@ def test_what_was_due_for_a_tier_that_the_next_run_does_not_have_is_named(tmp_pa
 
 def test_a_root_never_claims_itself_again(tmp_path):
     with Lease.acquire(LocalStorage(tmp_path), "job") as lease:
-        (tmp_path / "writer.json").unlink()
+        (tmp_path / ".ckpt-suite/writer.json").unlink()
         with pytest.raises(RootBusyError, match="its claim was removed"):
             lease.check()
         lease.check(reclaim=True)
@@ -438,7 +438,7 @@ def test_a_root_never_claims_itself_again(tmp_path):
 def test_of_two_that_claim_again_in_a_bucket_one_is_fenced():
     tier = bucket_like()
     first, second = Lease.acquire(tier, "first"), Lease.acquire(tier, "second")
-    tier.delete("writer.json")
+    tier.delete(".ckpt-suite/writer.json")
     second.check(reclaim=True)
     with pytest.raises(RootBusyError, match="taken over by second"):
         first.check(reclaim=True)

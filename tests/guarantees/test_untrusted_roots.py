@@ -17,7 +17,7 @@ import pytest
 
 from ckpt_core.cli import main
 from ckpt_core.commit import Catalog, begin, commit
-from ckpt_core.names import SPARES
+from ckpt_core.names import OWN
 from ckpt_core.storage import LocalStorage
 from ckpt_core.tiers import TierRecord, write_tiers
 from tests.unit.commit.checkpoints import manifest_of, save, write_files
@@ -144,7 +144,7 @@ def test_no_file_that_other_programs_read_by_its_hidden_name_is_copied(untrusted
     root = untrusted("step-000000008", ".metadata", path)
     assert main(["cp", str(root), str(tmp_path / "to")]) == 1
     assert f"hidden files, which other programs may read: {path}" in capsys.readouterr().out
-    assert not [file for file in tree(tmp_path / "to") if not file.endswith(".lock") and file not in SPARES]
+    assert not [file for file in tree(tmp_path / "to") if not file.startswith(OWN)]
 
 
 def test_upload_writes_to_no_place_that_the_user_has_not_named(untrusted, project, capsys):

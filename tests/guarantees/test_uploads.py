@@ -183,7 +183,7 @@ def test_what_a_run_has_left_is_uploaded_by_the_next_and_continued_from_where_it
     collected = ".trash-*" if kind == "posix" else "*/manifest.json"
     removed = [one.key for one in again.operations if one.method in {"rename", "delete"}]
     assert not any(fnmatch(key.rpartition(" -> ")[2], collected) for key in removed)
-    assert not [entry for entry in inner.list("") if entry.name.startswith(".")]
+    assert [entry.name for entry in inner.list("") if entry.name.startswith(".")] == [".ckpt-suite"]
 
 
 def test_the_next_run_uploads_only_what_is_due_and_newer_than_the_tier(tmp_path):
@@ -194,7 +194,7 @@ def test_the_next_run_uploads_only_what_is_due_and_newer_than_the_tier(tmp_path)
         for step in range(1, 8):
             manager.maybe_save(step, state_of(step)).result(60)
         manager.close(wait_for_uploads=False)
-    (tmp_path / "tiers.json").unlink()
+    (tmp_path / ".ckpt-suite/tiers.json").unlink()
     upload["deadline_seconds"] = 60
     with CheckpointManager(root, upload=Upload(tier, **upload), save=EverySteps(1)) as manager:
         manager.resume(state_of(0))
@@ -376,7 +376,7 @@ def test_without_an_upload_a_save_is_uploaded_on_commit_and_notes_nothing(tmp_pa
         (handle,) = saved(manager, 1)
         assert handle.uploaded is handle.committed
     assert dict(Catalog(LocalStorage(tmp_path)).manifest("step-000000001").annotations) == {}
-    assert not (tmp_path / "tiers.json").exists()
+    assert not (tmp_path / ".ckpt-suite/tiers.json").exists()
 
 
 def test_an_abandoned_name_in_the_tier_does_not_stop_a_run_that_went_back(tmp_path):

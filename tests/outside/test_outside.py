@@ -46,7 +46,7 @@ def test_a_difference_that_no_page_documents_is_one_to_mend():
     [
         ("    assert os.path.isfile(last)", ">   assert trainer.global_step == 4"),
         ("    torch_save = Mock()", ">   assert model.loaded"),
-        ("    # writer.json.lock is left out", ">   trainer.fit(model)"),
+        ("    # .ckpt-suite is left out", ">   trainer.fit(model)"),
     ],
 )
 def test_only_the_statement_that_failed_tells_what_a_difference_is(looks, failed):

@@ -35,13 +35,15 @@ from ckpt_core.errors import (
     RootBusyError,
     SaveError,
 )
-from ckpt_core.names import EVENTS, HISTORY, SPARES, drafted
+from ckpt_core.names import OWN, SPARES, drafted, is_run_file
 from ckpt_core.root import _ownership
 from ckpt_core.storage import LocalStorage, Space, object_storage
 from ckpt_core.testing import Fault, FaultyStorage
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-LOCK_FILE = "writer.json.lock"  # stays behind on purpose: a lock file that goes away excludes nobody
+LOCK_FILE = (
+    ".ckpt-suite/writer.json.lock"  # stays behind on purpose: a lock file that goes away excludes nobody
+)
 
 
 def train_state(seed=0, *, width=3, dtype=torch.float32, bias=True):
@@ -82,7 +84,8 @@ def tree(root):
     return {
         str(path.relative_to(root)): path.read_bytes() if path.is_file() else None
         for path in sorted(root.rglob("*"))
-        if not {path.name, drafted(path.name)} & {LOCK_FILE, HISTORY, EVENTS, *SPARES}
+        if not {path.name, drafted(path.name)} & {OWN, Path(LOCK_FILE).name, *SPARES}
+        and not is_run_file(drafted(path.name) or path.name)
     }
 
 
@@ -194,11 +197,7 @@ def test_unknown_options_in_yaml_are_all_named_with_the_nearest_known(tmp_path):
         ({"annotations": {"x": float("nan")}}, "annotations of step 3 must be plain JSON"),
         ({"name": "../outside"}, "'../outside' cannot be the name of a checkpoint"),
         ({"name": ""}, "'' cannot be the name"),
-        ({"name": "pins.json"}, "'pins.json' cannot be the name"),
-        ({"name": "damaged.json"}, "'damaged.json' cannot be the name"),
-        ({"name": "writer.json"}, "'writer.json' cannot be the name"),
-        ({"name": "history.jsonl"}, "'history.jsonl' cannot be the name"),
-        ({"name": "events.1.jsonl"}, "'events.1.jsonl' cannot be the name"),
+        ({"name": ".ckpt-suite"}, "'.ckpt-suite' cannot be the name"),
         ({"name": ".trash-0123abcd-x"}, "cannot be the name"),
         ({"name": "COMMITTED"}, "'COMMITTED' cannot be the name"),
         ({"name": "step-000000009"}, "'step-000000009' is the name of step 9"),
@@ -254,7 +253,7 @@ def test_a_disk_that_is_full_at_any_moment_of_a_save_costs_that_save_only(histor
     rehearsed = operations_of_a_save(shutil.copytree(history, tmp_path / "rehearsal"))
     last_change = max(op.number for op in rehearsed if op.method == "rename")
     # The record of the owner is of no need: the lock is what protects.
-    changes = [op for op in rehearsed if op.method in CHANGES and op.key != "writer.json"]
+    changes = [op for op in rehearsed if op.method in CHANGES and op.key != ".ckpt-suite/writer.json"]
     numbers = [op.number for op in changes if op.number <= last_change]
     assert len(numbers) > 20
     for number in numbers:
@@ -487,7 +486,7 @@ def test_a_checkpoint_of_an_older_format_is_called_that_and_never_damaged(run, c
         (failure,) = verify(checkpoints.storage, "step-000000002")
     assert re.search(told, str(failure))
     assert "damaged" not in f"{failure} {caplog.text}"
-    assert not (run / "damaged.json").exists()
+    assert not (run / ".ckpt-suite/damaged.json").exists()
 
 
 def test_a_manifest_of_an_older_format_is_called_that_without_its_marker():

@@ -82,7 +82,11 @@ def test_a_persons_own_directory_is_not_mistaken_for_ours(name):
 def test_file_names_are_those_of_format_version_2():
     assert names.FORMAT_VERSION == 2
     assert (names.MARKER, names.MANIFEST, names.METADATA) == ("COMMITTED", "manifest.json", ".metadata")
-    assert (names.SHARED, names.PINS, names.DAMAGED) == ("shared.json", "pins.json", "damaged.json")
+    assert (names.SHARED, names.PINS, names.DAMAGED) == (
+        "shared.json",
+        ".ckpt-suite/pins.json",
+        ".ckpt-suite/damaged.json",
+    )
     assert names.step_name(1000) == "step-000001000"
     assert names.rank_name(7) == "rank-00007.json"
     assert names.data_name(12, 3) == "__12_3.distcp"

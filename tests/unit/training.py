@@ -12,6 +12,7 @@ from torch import nn
 
 from ckpt_core import TrainState
 from ckpt_core.errors import FileFailure
+from ckpt_core.names import OWN
 from ckpt_core.storage import LocalStorage, Storage
 from ckpt_core.testing import Fault, FaultyStorage
 
@@ -112,7 +113,7 @@ def damage(root: Path, name: str, file: str = "__0_0.distcp", place: int = 4096)
 
 def children(root: Path) -> list[str]:
     """Directories of checkpoints, torn ones and all."""
-    return sorted(path.name for path in root.iterdir() if path.is_dir())
+    return sorted(path.name for path in root.iterdir() if path.is_dir() and path.name != OWN)
 
 
 def paths(failures: list[FileFailure]) -> list[str]:

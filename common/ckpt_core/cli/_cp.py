@@ -6,7 +6,7 @@ import re
 import signal
 import threading
 from argparse import Namespace
-from collections.abc import Callable, Container, Generator, Iterable, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -38,7 +38,7 @@ from ckpt_core.errors import (
     RootBusyError,
 )
 from ckpt_core.hosting import root_of
-from ckpt_core.journal import JoinedJournal, RunJournal
+from ckpt_core.journal import unread
 from ckpt_core.names import TIERS, is_own_file, parse_step_name, run_name
 from ckpt_core.options import bytes_text, parse_size
 from ckpt_core.storage import Storage, Throttle, open_storage
@@ -266,11 +266,11 @@ def _copy_all(
             results.append(_found(selection, info, found, target))
     _refuse_places(todo, target, there)
     runs = [] if mixed else [each.source for each in selections if each.is_run and each.infos]
-    journal = _joined_journal(runs, target)
+    journal = _unread(runs, target)
     if not todo and not is_left_over(Owner.of(target)):
-        if journal is not None:
+        if journal:
             with suppress(RootBusyError), claim():  # a live job there has a journal of its own
-                _carry_journal(journal)
+                _carry_journal(journal, target)
         return results
     _refuse_without_room(target, [info for _, info in todo])
     what, total = f"copying to {target.url}", sum(info.size_bytes for _, info in todo)
@@ -279,8 +279,7 @@ def _copy_all(
             abandon(target, working_name(target, result.info.name, result.info.save_id))
         terms = CopyTerms(pace=pace, progress=line.add, stop=stop)
         results += [_copied(selection, info, target, terms=terms, lease=lease) for selection, info in todo]
-        if journal is not None:
-            _carry_journal(journal)
+        _carry_journal(journal, target)
     return results
 
 
@@ -376,32 +375,24 @@ def _carry_marks(
         Catalog(target).pin(info.step, info.pinned)
 
 
-def _joined_journal(runs: Sequence[Storage], target: Storage) -> JoinedJournal | None:
-    """Join the journals of runs with that of the target; None if there is nothing new.
-
-    What cannot be read costs a warning: journals never stop a copy.
-    """
-    journals: list[RunJournal] = []
+def _unread(runs: Sequence[Storage], target: Storage) -> dict[str, bytes]:
+    """Return what the target lacks of journals; one that cannot be read is a warning."""
+    files = dict[str, bytes]()
     try:
         for source in runs:
             owner = Owner.of(source)
             may_live = owner is not None and not owner.has_ended and not is_idle(source)
-            journals.append(RunJournal.of(source, is_alive=may_live))
-            if lines := journals[-1].unreadable:
-                _logger.warning(
-                    "%d lines of the journal of %s cannot be read, and are not copied", lines, source.url
-                )
-        joined = JoinedJournal(target, journals) if journals else None
+            files |= unread(source, target, is_alive=may_live)
     except OSError as error:
         _logger.warning("the journal cannot be read, and is not copied: %s", error)
-        return None
-    return joined if joined is not None and joined.has_news else None
+    return files
 
 
-def _carry_journal(journal: JoinedJournal) -> None:
-    """Write a journal to the target, whose lease is held; a failure is a warning."""
+def _carry_journal(files: Mapping[str, bytes], target: Storage) -> None:
+    """Write to the target, whose lease is held; a failure is a warning."""
     try:
-        journal.write()
+        for key, content in files.items():
+            target.replace(key, content)
     except OSError as error:
         _logger.warning("the checkpoints were copied, and their journal was not: %s", error)
 

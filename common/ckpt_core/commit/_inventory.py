@@ -196,7 +196,7 @@ class Inventory:
         until one is. A damaged one is marked and no longer counts, so that `choose` is called again.
 
         A deletion that is not in the history is of a checkpoint of which only a part is here. The rest may
-        come back, so that one newer than it must remain whole.
+        come back, so that one of its step or a newer one must remain whole.
 
         Args:
             choose: selects what to delete from a history; it must not count marked checkpoints.
@@ -213,7 +213,7 @@ class Inventory:
             stays = [
                 info
                 for info in history
-                if info.usable and not info.abandoned and info.name not in names and info.step > least
+                if info.usable and not info.abandoned and info.name not in names and info.step >= least
             ]
             # The newest first: it is the most likely to be known, and there may be thousands.
             if any(_key(info) in self._whole and self.still_there(info) for info in reversed(stays)):

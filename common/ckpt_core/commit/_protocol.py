@@ -56,15 +56,10 @@ from ckpt_core.errors import (
     SaveError,
 )
 from ckpt_core.names import (
-    DAMAGED,
-    JOURNAL,
     MANIFEST,
     MARKER,
     METADATA,
-    PINS,
     SHARED,
-    TIERS,
-    WRITER,
     aside_name,
     can_count,
     data_rank,
@@ -81,7 +76,7 @@ from ckpt_core.types import CheckpointInfo
 
 _logger = logger_of(__name__)
 
-_RESERVED: Final = JOURNAL | {DAMAGED, PINS, TIERS, WRITER, MANIFEST, MARKER, METADATA, SHARED}
+_RESERVED: Final = {MANIFEST, MARKER, METADATA, SHARED}
 _KINDS: Final = {
     Occupant.UNREADABLE: "a torn or damaged checkpoint",
     Occupant.TORN: "a torn or damaged checkpoint",
@@ -99,7 +94,7 @@ def is_name(name: str) -> bool:
     It must be one plain directory name, and none that we use ourselves.
     """
     plain = name not in {".", ".."} and all(char >= " " and char not in "/\x7f" for char in name)
-    reserved = name.removesuffix(".lock") in _RESERVED or is_probe(name) or drafted(name) is not None
+    reserved = name in _RESERVED or is_probe(name) or drafted(name) is not None
     return (
         plain and 0 < len(name.encode(errors="replace")) <= _LONGEST_NAME and not reserved and can_count(name)
     )

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -35,14 +35,11 @@ from ckpt_core.errors import CheckpointError
 from ckpt_core.formats.chunks import decode_table
 from ckpt_core.names import (
     DAMAGED,
-    JOURNAL,
     MANIFEST,
     MARKER,
+    OWN,
     PINS,
     SIGNATURE,
-    SPARES,
-    TIERS,
-    WRITER,
     beside_name,
     drafted,
     is_own_file,
@@ -61,8 +58,6 @@ from ckpt_core.types import CheckpointInfo
 
 _logger = logger_of(__name__)
 
-_OWNERS: Final = JOURNAL | SPARES | {TIERS, WRITER}
-"""Small files that only the owner of a root writes."""
 _DELETING_THREADS: Final = 8
 _warned: set[tuple[str, str]] = set()
 
@@ -110,8 +105,8 @@ def collect_orphans(storage: Storage, *, keep: Collection[str]) -> list[str]:
     return sorted({*superseded, *orphans, *of_uploads, *remove_drafts(storage)})
 
 
-def settle_asides(storage: Storage) -> list[str]:
-    """Undo or finish interrupted replacements; the caller owns the root.
+def settle_asides(storage: Storage, only: str = "") -> list[str]:
+    """Undo or finish interrupted replacements, `only` of one name, for the owner.
 
     Under the name of something set aside is what had the name of a checkpoint before, or, until both have
     exchanged their places, a finished save whose name is a directory of the user's.
@@ -124,7 +119,7 @@ def settle_asides(storage: Storage) -> list[str]:
     superseded: list[str] = []
     for name in names:
         original = set_aside(name)
-        if original is None:
+        if original is None or only not in {"", original}:
             continue
         if storage.entry(original) is None:
             storage.rename(name, original)
@@ -169,28 +164,29 @@ def without_others(storage: Storage, names: Iterable[str]) -> list[str]:
 
 
 def remove_drafts(storage: Storage) -> list[str]:
-    """Remove leftovers of interrupted replacements of small files.
+    """Remove leftovers of interrupted replacements of small files, and of probes.
 
-    The caller owns the root.
+    The caller owns the root, but for pins and marks, which anybody changes under their lock.
     """
-
-    def listed() -> list[str]:
-        return [entry.name for entry in storage.list("") if not entry.is_directory]
-
-    names = listed()
-    removed = without_others(storage, [name for name in names if is_probe(name) or drafted(name) in _OWNERS])
+    removed = without_others(storage, [entry.name for entry in storage.list("") if is_probe(entry.name)])
     for name in removed:
         storage.delete(name)
-    for key in {PINS, DAMAGED}.intersection(map(drafted, names)):
-        if (lock := storage.try_lock(key)) is None:
-            continue  # another process is changing it
-        try:
-            found = without_others(storage, [name for name in listed() if drafted(name) == key])
-            for name in found:
-                storage.delete(name)
-        finally:
-            lock.release()
-        removed += found
+
+    def drafts(of: Callable[[str], bool]) -> list[str]:
+        names = [entry.name for entry in storage.list(OWN) if not entry.is_directory]
+        own = [f"{OWN}/{name}" for name in names if (key := drafted(name)) and of(f"{OWN}/{key}")]
+        found = without_others(storage, own)
+        for name in found:
+            storage.delete(name)
+        return found
+
+    removed += drafts(lambda key: key not in {PINS, DAMAGED})
+    for shared in (PINS, DAMAGED):
+        if any(drafted(entry.name) for entry in storage.list(OWN)) and (lock := storage.try_lock(shared)):
+            try:
+                removed += drafts(shared.__eq__)
+            finally:
+                lock.release()
     return removed
 
 

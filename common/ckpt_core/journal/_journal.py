@@ -11,7 +11,7 @@ from typing import Final, final
 
 from ckpt_core.cadence import FailureRate
 from ckpt_core.journal._failure_rate import failure_rate
-from ckpt_core.journal._recorder import Recorder, Tenure
+from ckpt_core.journal._recorder import Recorder
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Sink
 
@@ -20,7 +20,7 @@ _PATIENCE_SECONDS: Final = 5.0
 
 @final
 class Journal:
-    """What has happened to a root: `history.jsonl` and `events.jsonl`.
+    """What has happened to a root: a file for this run, beside those of earlier ones.
 
     Every rank of a job has one, and that of the coordinator writes, on a thread of its own, from the moment
     at which the root is taken. A run begins with its first step, so that one that only loads leaves no
@@ -31,7 +31,7 @@ class Journal:
 
     Args:
         storage: the root.
-        tiers: further roots of the run, which get a copy of the history.
+        tiers: further roots of the run, which get a copy when a run begins or ends.
         enabled: whether anything is written.
     """
 
@@ -62,7 +62,7 @@ class Journal:
             self._recorder.drop()
             return
         self._opened = True
-        self._recorder.begin(Tenure(run=run, ranks=ranks, check=check))
+        self._recorder.begin(run, ranks, check)
 
     def seen(self, step: int, *, began: tuple[float, float] | None = None) -> None:
         """Note that training has come to a step. In every step: two writes to memory.

@@ -7,19 +7,16 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from typing import Final, final
 
 from ckpt_core.crew import run_with_timeout
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError
-from ckpt_core.journal._event_records import is_wanted
-from ckpt_core.journal._files import EventFile, HistoryFile, last_events, read_history
 from ckpt_core.journal._records import Record, encode
-from ckpt_core.journal._run_log import MOST_WAITING, RunLog, Training
+from ckpt_core.journal._run_files import MOST_RUNS, RunFile, Runs, read_runs, run_files
+from ckpt_core.journal._run_log import MOST_WAITING, RunLog, Training, is_wanted
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Event
 
@@ -29,27 +26,13 @@ _GRACE_SECONDS: Final = 10.0
 _IDLE_SECONDS: Final = 60.0
 _TIER_SECONDS: Final = 0.5
 """The longest wait for a further tier; the journal of the root must not wait for a bucket that is down."""
+_ENDS_BYTES: Final = 1 << 19
+"""So much of a file tells how its run began, and where it was last."""
 
 
 @final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tenure:
-    """The time for which a job holds a root.
-
-    Attributes:
-        run: its id.
-        ranks: of the job.
-        check: raises once another job has the root.
-    """
-
-    run: str
-    ranks: int
-    check: Callable[[], None]
-
-
-@final
-class TierHistory:
-    """The copy of the history in a further tier, which may not answer.
+class _FurtherCopy:
+    """The copy of the journal in a further tier, which may not answer.
 
     Every request is made on a thread of its own; while one has no answer, there is no other.
 
@@ -58,32 +41,53 @@ class TierHistory:
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        self._file = HistoryFile(storage)
         self._free = threading.Event()
         self._free.set()
         self._failure: OSError | None = None
+        self._has: set[str] | None = None
+        self._told = 0
 
-    def read(self) -> list[Record]:
-        """Return the history that is there; what has not come in time is left out.
+    def read(self) -> Runs:
+        """Return the runs that are there; what has not come in time is left out.
 
         Raises:
             OSError: storage failed.
         """
-        found: list[Record] = []
-        self._ask(lambda: found.extend(read_history(self._storage)))
-        return found if self._free.is_set() else []
+        found: dict[str, Sequence[Record]] = {}
 
-    def lacks(self, history: Sequence[Record]) -> bool:
-        """Return whether the history is to be written there now; without I/O."""
-        return self._free.is_set() and self._file.lacks(history)
+        def read() -> None:
+            found.update(read_runs(self._storage, most=_ENDS_BYTES))
+            self._has = {*found}
 
-    def write(self, history: Sequence[Record]) -> None:
-        """Write the history, unless the request before has no answer yet.
+        self._ask(read)
+        return found if self._free.is_set() else {}
+
+    def has(self, key: str) -> bool:
+        """Return whether the file of an earlier run is known to be there."""
+        return self._has is not None and key in self._has
+
+    def is_due(self, told: int) -> bool:
+        """Return whether so long a history is to be written there now; without I/O."""
+        return self._free.is_set() and self._told != told
+
+    def write(self, earlier: Mapping[str, bytes], file: RunFile, told: int) -> None:
+        """Write what it lacks of earlier runs, and the file of this one.
 
         Raises:
             OSError: storage failed, now or in the request before.
         """
-        self._ask(lambda: self._file.write(history))
+        content = file.content
+
+        def write() -> None:
+            if self._has is None:
+                self._has = {*run_files(self._storage)}
+            for key in earlier.keys() - self._has:
+                self._storage.replace(key, earlier[key])
+                self._has.add(key)
+            self._storage.replace(file.key, content)
+            self._told = told
+
+        self._ask(write)
 
     def _ask(self, act: Callable[[], None]) -> None:
         def quietly() -> None:
@@ -120,7 +124,7 @@ class Recorder:
 
     Args:
         storage: the root.
-        tiers: further roots of the run, which get a copy of the history.
+        tiers: further roots of the run.
         clock: see above.
     """
 
@@ -132,12 +136,15 @@ class Recorder:
         self.known, self.wake = threading.Event(), threading.Event()
         self.clock = clock
         self._storage = storage
-        self._tiers = [TierHistory(tier) for tier in tiers]
+        self._tiers = [_FurtherCopy(tier) for tier in tiers]
         self._pid = os.getpid()
         self._waiting: deque[Event] = deque(maxlen=MOST_WAITING)
         self._thread: threading.Thread | None = None
         self._closing = self._stopped = self._warned = False
-        self._wrote_at = -math.inf
+        self._file: RunFile | None = None
+        self._earlier = dict[str, bytes]()
+        self._lacking = set[str]()
+        self._told, self._wrote_at = 0, -math.inf
 
     def emit(self, event: Event) -> None:
         """Take an event, if the journal has a record for it."""
@@ -145,12 +152,19 @@ class Recorder:
             self._waiting.append(event)
             self.wake.set()
 
-    def begin(self, tenure: Tenure) -> None:
-        """Start to write: this process is the coordinator, and has the root."""
+    def begin(self, run: str, ranks: int, check: Callable[[], None]) -> None:
+        """Start to write: this process is the coordinator, and has the root.
+
+        Args:
+            run: the id of this start of the job.
+            ranks: of the job.
+            check: raises once another job has the root.
+        """
         if self._thread is not None or self._stopped or os.getpid() != self._pid:
             return
+        self.log.begin(run, ranks)
         # A daemon: the process must be able to end while storage hangs.
-        thread = threading.Thread(target=self._loop, args=(tenure,), name="ckpt-journal", daemon=True)
+        thread = threading.Thread(target=self._loop, args=(run, check), name="ckpt-journal", daemon=True)
         try:
             thread.start()
         except RuntimeError:  # the interpreter ends, or there are too many threads
@@ -175,12 +189,9 @@ class Recorder:
         self._waiting.clear()
         self.known.set()
 
-    def _loop(self, tenure: Tenure) -> None:
+    def _loop(self, run: str, check: Callable[[], None]) -> None:
         try:
-            self.log.begin(tenure.run, tenure.ranks)
             self._read()
-            own = self._storage.own
-            files = HistoryFile(own), EventFile(own), self._tiers
             closing = False
             while not (closing or self._stopped):
                 self.wake.wait(self.log.next_look(self.clock()) if self.training.first else _IDLE_SECONDS)
@@ -189,7 +200,12 @@ class Recorder:
                 while self._waiting:
                     self.log.take(self._waiting.popleft())
                 self.log.look(closing=closing)
-                self._write(*files, check=tenure.check, closing=closing)
+                if self._file is None and (self.log.started or self.log.lines):
+                    first = self.training.first
+                    begun = self.log.lines[0]["time"] if first is None else first[2]
+                    self._file = RunFile(self._storage.own, run, begun)
+                if self._file is not None:
+                    self._write(self._file, check=check, closing=closing)
         except CheckpointError:
             pass  # another job has the root, and keeps its journal
         except Exception as error:  # noqa: BLE001 - nobody waits for this thread, and no save may fail with it
@@ -199,53 +215,58 @@ class Recorder:
 
     def _read(self) -> None:
         """Read what earlier runs have left; a tier may know what a new disk does not."""
-        histories: list[list[Record]] = []
-        events: list[Record] = []
-        own: Callable[[], list[Record]] = partial(read_history, self._storage)
-        reads = [own, *(tier.read for tier in self._tiers)]
-        for read in reads:
+        runs: dict[str, Sequence[Record]] = {}
+        for tier in self._tiers:
             with self._warning():
-                histories.append(read())
+                runs |= tier.read()
         with self._warning():
-            events = last_events(self._storage)
-        self.log.continue_from(histories, events)
+            own = read_runs(self._storage, most=_ENDS_BYTES)
+            self._lacking = runs.keys() - own.keys()
+            runs |= own
+        self._earlier = {
+            key: encode(runs[key])
+            for key in sorted(runs)[-MOST_RUNS:]
+            if key in self._lacking or not all(tier.has(key) for tier in self._tiers)
+        }
+        self.log.continue_from({key: runs[key] for key in sorted(runs)})
+        self._told = len(self.log.history)
         self.known.set()
 
-    def _write(
-        self,
-        history: HistoryFile,
-        events: EventFile,
-        copies: Sequence[TierHistory],
-        *,
-        check: Callable[[], None],
-        closing: bool,
-    ) -> None:
-        """Write what is new, the history first.
+    def _write(self, file: RunFile, *, check: Callable[[], None], closing: bool) -> None:
+        """Write what is new; how a run began or ended at once, and to further tiers, too.
 
         Raises:
             RootBusyError: another job has the root.
         """
-        log, now = self.log, self.clock()
+        log, now, told = self.log, self.clock(), len(self.log.history)
         pause = log.pause(self._wrote_at, whole_run=True)
-        waited = closing or log.ended or events.appends or now - self._wrote_at >= pause
-        lines_due = bool(log.lines) and waited
-        files: Sequence[HistoryFile | TierHistory] = (history, *copies)
-        due = [each for each in files if log.started and each.lacks(log.history)]
-        if not due and not lines_due:
+        at_once = closing or log.ended or file.appends or told != self._told
+        lines_due = bool(log.lines) and (at_once or now - self._wrote_at >= pause)
+        tiers = [tier for tier in self._tiers if log.started and tier.is_due(told)]
+        if not lines_due and not tiers:
             return
         with self._warning():
             check()
             with self._warning():
-                if history in due:
-                    history.write(log.history)
+                if log.started and self._told != told:
+                    self._settle()
                 if lines_due:
                     self._wrote_at = now
-                    events.write(encode(log.lines))
+                    file.write(log.lines)
                     log.lines.clear()
-            for copy in copies:
+                    self._told = told
+            for tier in tiers:
                 with self._warning():  # a tier that fails keeps nothing from the root, or from other tiers
-                    if copy in due:
-                        copy.write(log.history)
+                    tier.write(self._earlier, file, told)
+
+    def _settle(self) -> None:
+        """Write the files that only a tier has, and delete those of runs too old to count."""
+        own = self._storage.own
+        for key in sorted(self._lacking & self._earlier.keys()):
+            own.replace(key, self._earlier[key])
+            self._lacking.discard(key)
+        for key in run_files(own)[:-MOST_RUNS]:
+            own.delete(key)
 
     @contextmanager
     def _warning(self) -> Generator[None]:

@@ -16,8 +16,7 @@ from ckpt_core.disclosure import printable, public_url
 Record: TypeAlias = dict[str, Any]
 
 VERSION: Final = 1
-START: Final = b'{"v":'
-"""How every line of ours begins."""
+_START: Final = b'{"v":'
 
 MOST_STEPS: Final = 100
 """Of those that one rule of retention keeps, the newest are noted."""
@@ -90,18 +89,6 @@ _KINDS: Final[Mapping[str, Mapping[str, Check]]] = {
         "lost_seconds": _number,
         "found_by": _text,
     },
-    "summary": {
-        "runs": _count,
-        "ends": _count,
-        "preempted": _count,
-        "unclean": _count,
-        "failures": _count,
-        "seconds": _number,
-        "device_seconds": _number,
-        "lost_steps": _count,
-        "lost_seconds": _number,
-        "since": _number,
-    },
     "save": {
         "step": _count,
         "name": _text,
@@ -154,17 +141,8 @@ def decode(content: bytes) -> list[Record]:
     return [found for line in content.splitlines() if (found := _decoded(line)) is not None]
 
 
-def is_ours(content: bytes) -> bool:
-    """Return whether the beginning of a file is that of a journal, torn or not.
-
-    A power cut may leave zeros instead of the first lines.
-    """
-    start = content[: 1 << 16].lstrip(b"\0\n")[: len(START)]
-    return START.startswith(start)
-
-
 def _decoded(line: bytes) -> Record | None:
-    if not line.startswith(START) or len(line) > _LONGEST_LINE:
+    if not line.startswith(_START) or len(line) > _LONGEST_LINE:
         return None
     try:
         fields = json.loads(line)

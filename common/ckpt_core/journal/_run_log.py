@@ -9,15 +9,29 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias, final
 
-from ckpt_core.journal._event_records import translate
-from ckpt_core.journal._history import Trail, loss, merge, trail_of, unclean, without_end
+from ckpt_core.disclosure import public_url
+from ckpt_core.journal._history import Trail, loss, trail_of, unclean, without_end
 from ckpt_core.journal._records import Record, record
+from ckpt_core.journal._run_files import Runs
 from ckpt_core.telemetry import Event
 
 MOST_WAITING: Final = 2000
 _SOONEST_SECONDS: Final = 1.0
 _LATEST_SECONDS: Final = 60.0
 _SAME_INTERVAL: Final = 0.1
+
+
+_KINDS: Final[Mapping[str, str]] = {
+    "save.cost": "save",
+    "upload.failed": "upload",
+    **{name: name for name in ("load", "upload", "prune", "retention", "cadence")},
+}
+"""Name of the event -> kind of the record."""
+
+
+def is_wanted(event: Event) -> bool:
+    """Return whether an event becomes a record, or says that a save was committed."""
+    return event.phase != "started" and (event.name in _KINDS or event.name == "save.commit")
 
 
 Moment: TypeAlias = tuple[int, float, float]
@@ -50,7 +64,7 @@ class RunLog:
 
     Attributes:
         history: of the root, with this run.
-        lines: for `events.jsonl`, not yet written.
+        lines: of this run, not yet written.
         started: whether training has begun.
 
     Args:
@@ -78,9 +92,10 @@ class RunLog:
         """Set the id of the run, and how many ranks it has."""
         self._run, self._ranks = run, ranks
 
-    def continue_from(self, histories: Sequence[Sequence[Record]], events: Sequence[Record]) -> None:
+    def continue_from(self, runs: Runs) -> None:
         """Set what earlier runs have left."""
-        self.history = merge(histories)
+        events = [each for records in runs.values() for each in records]
+        self.history = [each for each in events if each["kind"] == "run"]
         dead = without_end(self.history)
         self._dead = [(start, trail_of(start["run"], start["step"] or 0, events)) for start in dead]
 
@@ -113,10 +128,14 @@ class RunLog:
                 self._committed = event.attributes.get("step", self._committed)
                 self._kept_at = self._clock()
             return
-        found = translate(event, self._root)
-        if found is None:
-            return
-        kind, fields = found
+        kind, fields = _KINDS[event.name], dict(event.attributes)
+        if event.name in {"load", "upload", "upload.failed"}:
+            failed = event.phase == "failed" or event.name == "upload.failed"
+            fields |= {"seconds": event.duration_seconds, "outcome": "failed" if failed else "done"}
+        # The place of the root is not written into it: it may be copied elsewhere.
+        place, error = str(fields.get("tier", fields.get("to", "root"))), fields.get("error")
+        fields["tier"] = "root" if place == self._root else public_url(place)
+        fields["error"] = None if error is None else str(error).replace(self._root, "root")
         if kind != "cadence" or self._is_new(fields.get("interval_seconds")):
             self.lines.append(record(kind, fields.get("began", event.time), self._run, fields))
 

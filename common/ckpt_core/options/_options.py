@@ -120,8 +120,8 @@ class CheckpointOptions:
         deadline_seconds: the longest wait of ranks for one another.
         job_name: the name of this job in `writer.json`, for a job that finds the root in use; host and
             process are then omitted. None for the name of the script, with both.
-        journal: whether the coordinator keeps `history.jsonl` and `events.jsonl` in the root: what its saves,
-            loads and prunes cost, and how runs ended. No save waits for them, or fails with them.
+        journal: whether the coordinator keeps a journal of this run in the root: what its saves, loads and
+            prunes cost, and how it ended. No save waits for them, or fails with them.
         storage_options: passed to the filesystem behind a URL, e.g. an endpoint; `request_seconds` and
             `conditional_writes` belong to `object_storage`. No repr, error or log shows their values.
         on_exception: `save` commits the last whole step when an exception ends the training on all ranks, at

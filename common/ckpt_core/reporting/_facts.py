@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Any, Final, final
 from ckpt_core.cadence import FailureRate, expected_overhead, optimal_interval
 from ckpt_core.commit import Catalog
 from ckpt_core.disclosure import public_url
-from ckpt_core.journal import Record, failure_rate, read_events, read_history
+from ckpt_core.journal import Record, failure_rate, read_events
 from ckpt_core.options import bytes_text
 from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo
@@ -41,7 +40,6 @@ class Report:
         made: Unix time of the report.
         runs: starts of the job, the earliest first; fields as in the schema of `ckpt report --json`.
         events: the records of the journal by kind: save, load, upload, prune, retention and cadence.
-        older: the record that sums up runs too old to be listed; None without one.
         checkpoints: those in the root now, the marked and abandoned ones, too.
         spreads: measure -> distribution over all saves.
         balance: where the time of training went, in seconds, as far as it was measured.
@@ -52,7 +50,6 @@ class Report:
     made: float
     runs: Sequence[dict[str, Any]]
     events: dict[str, list[dict[str, Any]]]
-    older: dict[str, Any] | None
     checkpoints: Sequence[CheckpointInfo]
     unreadable: Sequence[str]
     spreads: dict[str, dict[str, float]]
@@ -72,14 +69,15 @@ def report_of(storage: Storage, now: float) -> Report:
     Raises:
         OSError: storage failed.
     """
-    history, found = read_history(storage), read_events(storage)
+    found = read_events(storage)
+    history = [each for each in found if each["kind"] == "run"]
     survey = Catalog(storage).survey()
     events = {kind: [each for each in found if each["kind"] == kind] for kind in _KINDS}
-    of_run: dict[str, dict[str, Record]] = {}
-    for each in (*history, *found):
-        if each["kind"] != "summary" and each["run"]:  # both files have some
-            of_run.setdefault(each["run"], {})[json.dumps(each, sort_keys=True)] = each
-    runs = [_run(run, list(own.values())) for run, own in of_run.items()]
+    of_run: dict[str, list[Record]] = {}
+    for each in found:
+        if each["run"]:
+            of_run.setdefault(each["run"], []).append(each)
+    runs = [_run(run, own) for run, own in of_run.items()]
     runs.sort(key=lambda run: (run["begin"] or 0.0, run["run"]))
     known = {name: _values(committed(events), name) for name in _MEASURES}
     report = Report(
@@ -87,7 +85,6 @@ def report_of(storage: Storage, now: float) -> Report:
         made=now,
         runs=runs,
         events=events,
-        older=next((each for each in history if each["kind"] == "summary"), None),
         checkpoints=survey.everything,
         unreadable=sorted(survey.unreadable),
         spreads={name: _spread(values) for name, values in known.items() if values},
@@ -241,7 +238,7 @@ def _unknown(report: Report) -> Iterator[str]:
     """Say what this report cannot know, and why."""
     known = {each.get("name") for each in report.events["save"]}
     earlier = [each.name for each in report.checkpoints if each.name not in known]
-    if not report.runs and report.older is None:
+    if not report.runs:
         yield (
             "This root has no journal: it was written with journal=False, or by an older version. What saves "
             "cost, what was lost and what retention deleted is not known; only what is in the root now."
@@ -255,11 +252,6 @@ def _unknown(report: Report) -> Iterator[str]:
         yield (
             f"{len(bare):,} of {len(report.runs):,} runs have no measured time of training in the events "
             "that are left. The goodput is that of the others."
-        )
-    if report.older is not None:
-        yield (
-            f"{report.older.get('runs') or 0:,} older runs are known only in sum: "
-            f"{report.older.get('unclean') or 0:,} of them ended unclean."
         )
     if any(len(times_in(report, of_kind)) < len(of_kind) for of_kind in report.events.values()):
         yield "Some records have no credible time; they are counted, but not on the time line."

@@ -45,14 +45,24 @@ from ckpt_core.errors import (
 from ckpt_core.journal import Journal
 from ckpt_core.names import run_name
 from ckpt_core.provenance import code_version
-from ckpt_core.root._disks import Disks
-from ckpt_core.root._settling import settle_parts
+from ckpt_core.root._disks import find_disks, leave_disks, settle_parts
 from ckpt_core.storage import Storage, unwritable
+from ckpt_core.telemetry import Telemetry
 from ckpt_core.types import CheckpointInfo, Lineage, Parent
 
 _logger = logger_of(__name__)
 
 Elsewhere: TypeAlias = Callable[[Survey], tuple[Sequence[CheckpointInfo], Lineage]]
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """The job that a manager serves: its root, its ranks, and who hears of it."""
+
+    storage: Storage
+    coordinator: Coordinator
+    telemetry: Telemetry
 
 
 @final
@@ -109,7 +119,6 @@ class Ownership:
         self._further: dict[str, CheckpointInfo] = {}
         self._job_name = job_name
         self.until_idle = until_idle
-        self._disks = Disks(storage, coordinator)
         self._superseded = False
         self._storage = storage
         self._coordinator = coordinator
@@ -117,7 +126,7 @@ class Ownership:
         self._taken = self._given_back = False
         self._damaged: set[str] = set()
         self._occupied: set[str] = set()
-        self._prefix = ""
+        self._prefix = self._owner_id = ""
         self.inventory = Inventory(
             storage, self._hooks.held, mark=lambda name, problem: self.note_damaged({name: problem})
         )
@@ -143,9 +152,12 @@ class Ownership:
             return [(self._lease.owner.id, urls)] * len(urls)
 
         owner_id, urls = self._coordinator.gather_scatter(self._storage.url, acquire, what="taking the root")
+        self._owner_id = owner_id
         try:
             lease = self._lease
-            self._prefix = self._disks.find(
+            self._prefix = find_disks(
+                self._storage,
+                self._coordinator,
                 owner_id,
                 urls,
                 claim=lambda part: None if lease is None else lease.extend(part),
@@ -294,7 +306,7 @@ class Ownership:
             lease.release()
             self._given_back = True
         self._lease, self._taken = None, False
-        self._disks.leave()
+        leave_disks(self._storage, self._coordinator, self._owner_id)
 
     def supersede(self) -> None:
         """Note that another manager of this process has taken the root."""

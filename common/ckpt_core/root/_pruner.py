@@ -139,7 +139,7 @@ class Pruner:
         """Return the parts to remove: retention would not keep them if they were whole.
 
         None is the newest. The rest of a part may come back with its node, and nothing is removed that would
-        be kept then. Where the step was saved again, that checkpoint stands for it.
+        be kept then. Where the step was saved again, that checkpoint stands for it, also of the newest.
         """
         parts = self._ownership.inventory.parts
         if not parts:
@@ -151,8 +151,8 @@ class Pruner:
         return [
             info
             for info in parts
-            if ((info.name, info.save_id) in drop or info.step in whole)
-            and info.step < max(whole, default=-1)
+            if (info.step in whole or (info.name, info.save_id) in drop)
+            and info.step <= max(whole, default=-1)
             and info.pinned is None
             and info.usable
             and info.name not in held

@@ -36,7 +36,7 @@ from ckpt_core.errors import (
     CorruptCheckpointError,
     IncompatibleCheckpointError,
 )
-from ckpt_core.names import MANIFEST, SIGNATURE, is_incomplete, original_name, twin_name
+from ckpt_core.names import MANIFEST, SIGNATURE, is_incomplete, twin_name
 from ckpt_core.storage import ForeignFileError, Storage, read_small
 from ckpt_core.tiers._checked_reader import CheckedReader, damaged
 from ckpt_core.types import CheckpointInfo, FileEntry
@@ -303,9 +303,8 @@ def is_committed_as(storage: Storage, name: str, manifest: Manifest, content: by
         CheckpointExistsError: it holds another checkpoint, or a damaged marker, under that name.
     """
     working = working_name(storage, name, manifest.save_id)
-    for aside in settle_asides(storage):
-        if original_name(aside) == name:
-            abandon(storage, aside)
+    for aside in settle_asides(storage, name):
+        abandon(storage, aside)
     try:
         marker = Catalog(storage).marker(name)
     except (CheckpointNotFoundError, NotADirectoryError):

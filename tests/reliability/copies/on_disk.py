@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from ckpt_core.names import SPARES
 from ckpt_core.storage import LocalStorage
+from tests.kit.own_files import beside_own
 from tests.reliability import forks
 from tests.reliability.copies.cases import NAME, Point, copied, digest, look, make_source, outcome_of
 from tests.reliability.disk.traps import Call, Recorder, Trap
@@ -73,5 +73,5 @@ def _killed(point: Point, source: Path, target: Path, tell: forks.Tell) -> None:
 
 def _strays(target: Path) -> str:
     """What was left behind."""
-    strays = {path.name for path in target.iterdir()} - SPARES - {NAME, "writer.json.lock"}
+    strays = beside_own(target) - {NAME}
     return f"left behind: {sorted(strays)}" if strays else ""

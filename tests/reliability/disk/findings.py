@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Final
 
 from ckpt_core.commit import Catalog, verify
-from ckpt_core.names import DAMAGED, JOURNAL, PINS, SPARES, WRITER
 from ckpt_core.storage import LocalStorage
+from tests.kit.own_files import beside_own
 from tests.reliability.disk.victims import (
     ALONE,
     FOREIGN,
@@ -108,12 +108,10 @@ def strangers(root: Path) -> None:
     for name, content in FOREIGN.items():
         path = root / name
         _require(path.is_file() and path.read_bytes() == content, f"{name} is not ours and was changed")
-    known = {Path(name).parts[0] for name in FOREIGN} | {DAMAGED}
-    known |= JOURNAL | SPARES
-    known |= {f"{name}.lock" for name in (DAMAGED, PINS, WRITER)}
+    known = {Path(name).parts[0] for name in FOREIGN}
     # A damaged checkpoint that stood in the way is abandoned, and kept for a person.
     known |= {info.name for info in Catalog(LocalStorage(root)).committed(abandoned=True)}
-    left = {path.name for path in root.iterdir()} - known
+    left = beside_own(root) - known
     _require(not left, f"left over: {sorted(left)}")
 
 

@@ -13,7 +13,7 @@ from typing import Any, Final, final
 
 import torch
 
-from ckpt_core.names import JOURNAL, SPARES
+from tests.kit.own_files import beside_own
 from tests.reliability import forks
 from tests.reliability.disk.findings import PromiseBrokenError
 from tests.reliability.disk.power import FATES
@@ -86,8 +86,8 @@ def inspect(place: Path, acknowledged: int) -> int:
         failures = [checkpoints.verify(info.step) for info in checkpoints.checkpoints()]
         if failures != [[]] * (1 + bool(step)):
             raise PromiseBrokenError(f"not all that is committed is sound: {failures}")
-    left = {path.name for path in (place / ROOT).iterdir() if not path.name.startswith("step-00000000")}
-    if left - JOURNAL - SPARES != {"writer.json.lock"}:
+    left = {name for name in beside_own(place / ROOT) if not name.startswith("step-00000000")}
+    if left:
         raise PromiseBrokenError(f"left over: {sorted(left)}")
     return step
 

@@ -69,6 +69,6 @@ def test_a_root_that_a_killed_job_made_is_durable_once_the_next_job_uses_it(tmp_
     with SystemCalls(disk, [PowerLog(disk, log).fault]):
         root.mkdir(parents=True)  # and killed before it was synced
         LocalStorage(root).check_root()
-        LocalStorage(root).replace("writer.json", b"{}")
+        LocalStorage(root).replace(".ckpt-suite/writer.json", b"{}")
     power_cut(log, disk, tmp_path / "left")
-    assert (tmp_path / "left" / "runs" / "a" / "writer.json").read_bytes() == b"{}"
+    assert (tmp_path / "left" / "runs" / "a" / ".ckpt-suite/writer.json").read_bytes() == b"{}"

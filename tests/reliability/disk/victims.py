@@ -47,9 +47,9 @@ TORN: Final = {
     f".incomplete-0123abcd-{step_name(9)}/{data_name(0, 0)}": b"half",
     f".incomplete-0123abcd-{step_name(9)}/part/.metadata": b"half",
     f".trash-4567cdef-{step_name(8)}/{data_name(0, 0)}": b"half deleted",
-    ".writer.json.89ab0123.tmp": b"half a claim",
-    ".damaged.json.89ab0123.tmp": b"half a mark",
-    ".pins.json.89ab0123.tmp": b"half a pin",
+    ".ckpt-suite/.writer.json.89ab0123.tmp": b"half a claim",
+    ".ckpt-suite/.damaged.json.89ab0123.tmp": b"half a mark",
+    ".ckpt-suite/.pins.json.89ab0123.tmp": b"half a pin",
 }
 """What the next job clears away."""
 

@@ -22,6 +22,7 @@ from ckpt_core import CheckpointError, CheckpointManager, KeepLatest
 from ckpt_core.errors import PartialCheckpointError
 from ckpt_core.storage import LocalStorage
 from ckpt_core.testing import Fault, FaultyStorage, Operation
+from tests.kit.own_files import beside_own
 from tests.reliability import forks
 from tests.reliability.outcome import Choice, Outcome
 
@@ -239,9 +240,9 @@ def _judged(sweep: NodeSweep, heirs: Sequence[forks.Child], base: Path) -> tuple
     if not all(each.get("right") and each.get("again") for each in found):
         return steps[0], f"wrong values, or the next save was not found: {found}"
     left = [
-        str(path.relative_to(base))
+        f"node-{node}/{name}"
         for node in range(_NODES)
-        for path in (base / f"node-{node}").iterdir()
-        if path.name.startswith(".") and not path.name.startswith((".replaced-", ".spare-"))
+        for name in beside_own(base / f"node-{node}")
+        if name.startswith(".") and not name.startswith(".replaced-")
     ]
     return steps[0] or 0, f"left behind: {', '.join(left)}" if left else ""

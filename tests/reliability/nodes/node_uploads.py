@@ -17,9 +17,10 @@ from typing import Any, Final, TypeAlias, final
 from ckpt_core import CheckpointManager, EverySteps, KeepLatest, Upload
 from ckpt_core.commit import Catalog, verify
 from ckpt_core.errors import CheckpointError
-from ckpt_core.names import JOURNAL, MANIFEST, MARKER, METADATA, SPARES, step_name
+from ckpt_core.names import MANIFEST, MARKER, METADATA, step_name
 from ckpt_core.storage import LocalStorage, Storage
 from ckpt_core.testing import FaultyStorage
+from tests.kit.own_files import beside_own
 from tests.reliability import forks
 from tests.reliability.disk.findings import PromiseBrokenError
 from tests.reliability.disk.kills import start
@@ -39,7 +40,6 @@ _ATTEMPTS: Final = 3
 _LIMIT_SECONDS: Final = 100.0
 _LOSSES: Final = ((0,), (1,), (0, 1))
 _ON_EVERY_DISK: Final = (MARKER, MANIFEST, METADATA)
-_KNOWN: Final = {"writer.json.lock", "tiers.json", "damaged.json.lock", "pins.json.lock"} | JOURNAL | SPARES
 
 
 @final
@@ -250,7 +250,7 @@ def _problem_after(base: Path, last: int) -> str:
         return f"the durable tier has the steps {there} after step {last}"
     expected = {step_name(step) for step in range(last - _KEPT + 1, last + 1)}
     for node in range(_NODES):
-        names = {path.name for path in (base / f"node-{node}").iterdir()} - _KNOWN
+        names = beside_own(base / f"node-{node}")
         # A save whose name a part has gets one of its lineage.
         if len(names) != _KEPT or {name[: len(step_name(0))] for name in names} != expected:
             return f"on the disk of node {node} are {sorted(names)}, not {sorted(expected)}"

@@ -123,10 +123,14 @@ TARGETS: Final = (
     Target(name="data", act="save", method="P*", path=f"/{_SAVED}/__*", error="SaveError"),
     Target(name="manifest", act="save", method="PUT", path=f"/{_SAVED}/manifest.json", error="SaveError"),
     Target(name="marker", act="save", method="PUT", path=f"/{_SAVED}/COMMITTED", error="SaveError"),
-    Target(name="lease", act="save", method="[GH]E*", path="/{root}/writer.json", error="SaveError"),
+    Target(
+        name="lease", act="save", method="[GH]E*", path="/{root}/.ckpt-suite/writer.json", error="SaveError"
+    ),
     Target(name="prune", act="save", method="DELETE", path="/{root}/step-000000001/*", error=""),
     Target(name="load", act="load", method="GET", path="/{root}/step-000000001/__*", error="LoadError"),
-    Target(name="claim", act="resume", method="PUT", path="/{root}/writer.json", error="ConfigError"),
+    Target(
+        name="claim", act="resume", method="PUT", path="/{root}/.ckpt-suite/writer.json", error="ConfigError"
+    ),
     Target(
         name="list on resume",
         act="resume",

@@ -17,7 +17,7 @@ from torch import nn
 
 from ckpt_core import CheckpointManager, KeepLatest, TrainState
 from ckpt_core.commit import Catalog, verify
-from ckpt_core.names import JOURNAL
+from ckpt_core.names import OWN
 from ckpt_core.storage import ObjectStorage, object_storage
 from tests.reliability import forks
 from tests.support.emulators import emulator
@@ -123,7 +123,7 @@ def assert_clean(found: Service, root: str, kept: int) -> None:
     """Nothing is left in the root but the checkpoint of step `kept`, neither seen nor unseen."""
     client = client_of(found)
     keys = [entry["Key"] for entry in client.list_objects_v2(Bucket=BUCKET, Prefix=f"{root}/")["Contents"]]
-    ours = tuple(f"{root}/{name}" for name in (*JOURNAL, f"step-{kept:09d}/"))
+    ours = tuple(f"{root}/{name}" for name in (OWN, f"step-{kept:09d}/"))
     stray = [key for key in keys if not key.startswith(ours)]
     assert not stray, f"left over: {stray}"
     uploads = client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", [])

@@ -8,7 +8,7 @@ import pytest
 
 from ckpt_core import CheckpointManager, KeepLatest, RootBusyError, SaveError
 from ckpt_core.errors import CheckpointExistsError
-from ckpt_core.names import JOURNAL
+from ckpt_core.names import OWN
 from ckpt_core.root import _ownership
 from tests.reliability.objects.filled import state_of, value_of
 from tests.support.clouds import Cloud
@@ -49,7 +49,7 @@ def test_a_job_saves_in_parts_prunes_and_is_resumed_and_leaves_nothing_else(clou
         assert checkpoints.resume(state) == 2
         assert value_of(state) == 2
         assert checkpoints.verify() == []
-    assert {name.split("/")[1] for name in cloud.names()} - JOURNAL == {"step-000000002"}
+    assert {name.split("/")[1] for name in cloud.names()} - {OWN} == {"step-000000002"}
 
 
 def test_a_save_that_was_refused_midway_is_passed_over_and_cleared_away(cloud):

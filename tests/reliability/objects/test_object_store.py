@@ -11,7 +11,7 @@ import pytest
 from ckpt_core import CheckpointManager, KeepLatest, RootBusyError, SaveError
 from ckpt_core.commit import Catalog, collect_orphans, remove, verify
 from ckpt_core.errors import CheckpointExistsError
-from ckpt_core.names import JOURNAL
+from ckpt_core.names import OWN
 from ckpt_core.root import _ownership
 from ckpt_core.storage import object_storage
 from tests.reliability.objects.filled import state_of, value_of
@@ -335,7 +335,7 @@ def test_a_marker_is_deleted_although_no_listing_shows_it(bucket):
     remove(storage, info)
     bucket.control.clear()
     assert Catalog(storage).committed() == []
-    assert {entry.name for entry in storage.list("")} <= JOURNAL
+    assert {entry.name for entry in storage.list("")} <= {OWN}
 
 
 def test_a_listing_that_does_not_show_the_data_yet_fails_no_commit(bucket):

@@ -29,9 +29,9 @@ _WORK: Final = f".incomplete-*-{_NEW}~"
 
 PLACES: Final[dict[str, tuple[tuple[str, str], ...]]] = {
     "take the root": (
-        ("create", ".writer.json.*"),
-        ("fsync", ".writer.json.*"),
-        ("rename", ".writer.json.*"),
+        ("create", ".ckpt-suite/.writer.json.*"),
+        ("fsync", ".ckpt-suite/.writer.json.*"),
+        ("rename", ".ckpt-suite/.writer.json.*"),
     ),
     "open": (("mkdir", _WORK),),
     "data": (("create", f"{_WORK}/*.distcp"), ("write", f"{_WORK}/*.distcp"), ("fsync", f"{_WORK}/*.distcp")),

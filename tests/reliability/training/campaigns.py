@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import final
 
 from ckpt_core.commit import Catalog, verify
-from ckpt_core.names import JOURNAL, SPARES
 from ckpt_core.storage import LocalStorage
+from tests.kit.own_files import beside_own
 from tests.reliability.outcome import Choice, Outcome
 from tests.reliability.training.lives import PATIENCE_SECONDS, Death, Ended, live
 from tests.reliability.training.loops import Life
@@ -130,7 +130,7 @@ class Campaign:
         problems = [] if steps in (wanted, wanted[-KEPT:]) else [f"at the end there are steps {steps}"]
         problems += [str(failure) for info in found for failure in verify(storage, info.name)]
         known = {info.name for info in found} | {Path(name).parts[0] for name in _FOREIGN}
-        stray = {path.name for path in self._root.iterdir()} - known - JOURNAL - SPARES - {"writer.json.lock"}
+        stray = beside_own(self._root) - known
         stray |= {path.name for path in self._temporary.iterdir()}
         problems += [f"left over: {name}" for name in sorted(stray)]
         for name, content in _FOREIGN.items():

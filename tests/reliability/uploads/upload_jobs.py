@@ -19,8 +19,9 @@ import torch.distributed.checkpoint as dcp
 
 from ckpt_core import CheckpointManager, EverySteps, KeepLatest, TrainState, Upload
 from ckpt_core.commit import Catalog, verify
-from ckpt_core.names import JOURNAL, SPARES, data_name, step_name
+from ckpt_core.names import data_name, step_name
 from ckpt_core.storage import LocalStorage
+from tests.kit.own_files import beside_own
 from tests.reliability import forks
 from tests.reliability.disk.findings import PromiseBrokenError
 from tests.reliability.disk.victims import ALONE, Rank, state_of, values
@@ -38,17 +39,6 @@ NEXT: Final = 2
 """How many steps the job after the crash saves."""
 
 _LIMIT_SECONDS: Final = 100.0
-_KNOWN: Final = (
-    {
-        "writer.json.lock",
-        "tiers.json",
-        "damaged.json",
-        "damaged.json.lock",
-        "pins.json.lock",
-    }
-    | JOURNAL
-    | SPARES
-)
 _HIDDEN: Final = {".metadata", ".metadata.replica"}
 _SPOILED: Final = step_name(HISTORY)
 _FLIPPED: Final = 5000
@@ -285,8 +275,8 @@ def require_tidy(root: Path) -> None:
     """Nothing is left but checkpoints, their files, and the files of the root."""
     names = {info.name for info in Catalog(LocalStorage(root)).committed(abandoned=True)}
     # What was damaged and in the way is kept for a person to look at.
-    there = {path.name for path in root.iterdir() if not path.name.startswith(".replaced-")}
-    left = there - names - _KNOWN
+    there = {name for name in beside_own(root) if not name.startswith(".replaced-")}
+    left = there - names
     for name in names:
         # What a checkpoint may hold is in its manifest, but for what a copy or a replacement forgot.
         left |= {f"{name}/{path.name}" for path in (root / name).glob(".*") if path.name not in _HIDDEN}

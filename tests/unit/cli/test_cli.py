@@ -15,6 +15,7 @@ import pytest
 
 from ckpt_core.cli.upkeep import _verify
 from ckpt_core.commit import Catalog, Lease, begin, commit, replaced
+from ckpt_core.names import OWN
 from ckpt_core.storage import LocalStorage, object_storage
 from ckpt_core.testing import Fault, FaultyStorage
 from ckpt_core.tiers import TierRecord, write_tiers
@@ -193,17 +194,19 @@ def test_verify_marks_what_is_damaged_once_and_says_so(ckpt, ckpt_json, root):
     damage(root, 200)
     code, out, _ = ckpt("verify", root, "--all")
     assert (code, "it is marked" in out) == (1, True)
-    before = (root / "damaged.json").read_bytes()
+    before = (root / ".ckpt-suite/damaged.json").read_bytes()
     assert "__0_0.distcp" in Catalog(LocalStorage(root)).known_damage("step-000000200")
     code, found = ckpt_json("verify", root, "--step", "200")
     assert (code, found["checkpoints"][0]["ok"]) == (1, False)
-    assert (root / "damaged.json").read_bytes() == before
+    assert (root / ".ckpt-suite/damaged.json").read_bytes() == before
 
 
 def test_damage_in_a_root_that_cannot_be_written_is_told_all_the_same(root):
     damage(root, 200)
     refusal = PermissionError("read-only file system")
-    storage = FaultyStorage(LocalStorage(root), [Fault(method="replace", key="damaged.json", error=refusal)])
+    storage = FaultyStorage(
+        LocalStorage(root), [Fault(method="replace", key=".ckpt-suite/damaged.json", error=refusal)]
+    )
     outcome = _verify.outcome(storage, ["step-000000200"])
     assert outcome.exit_code == 1
     assert "could not be marked: read-only file system" in str(outcome.parts)
@@ -285,7 +288,9 @@ def test_a_marked_checkpoint_that_verifies_loses_its_mark(ckpt, root, how):
 def test_a_mark_that_cannot_be_taken_away_does_not_make_a_whole_checkpoint_fail(root):
     mark(root, 200, 300)
     refusal = PermissionError("read-only file system")
-    storage = FaultyStorage(LocalStorage(root), [Fault(method="replace", key="damaged.json", error=refusal)])
+    storage = FaultyStorage(
+        LocalStorage(root), [Fault(method="replace", key=".ckpt-suite/damaged.json", error=refusal)]
+    )
     outcome = _verify.outcome(storage, ["step-000000200"])
     (row,) = outcome.fields["checkpoints"]
     assert (outcome.exit_code, row["ok"], row["was_marked"]) == (0, True, "__0_0.distcp: missing")
@@ -317,7 +322,7 @@ def test_prune_damaged_deletes_the_marked_and_nothing_else(ckpt, ckpt_json, root
     assert re.search(r"^left +100 .*pinned: paper$", out, flags=re.MULTILINE)
     assert steps(root) == [100, 200]
     assert (root / ".incomplete-deadbeef-step-000000400~").is_dir()
-    marks = json.loads((root / "damaged.json").read_bytes())["checkpoints"]
+    marks = json.loads((root / ".ckpt-suite/damaged.json").read_bytes())["checkpoints"]
     assert list(marks) == ["step-000000100"]
 
 
@@ -461,7 +466,7 @@ def test_prune_removes_what_no_policy_keeps_and_what_is_torn(ckpt, root):
     assert code == 0
     assert "dropped 1 checkpoints" in out
     assert steps(root) == [100, 300]
-    assert sorted(path.name for path in root.iterdir() if path.is_dir()) == [
+    assert sorted(path.name for path in root.iterdir() if path.is_dir() and path.name != OWN) == [
         "step-000000100",
         "step-000000300",
     ]

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 
 from ckpt_core.commit import Catalog, Lease, Owner, begin, commit, verify
-from ckpt_core.names import SPARES
+from ckpt_core.names import OWN
 from ckpt_core.storage import LocalStorage, Space, open_storage
 from ckpt_core.tiers import CheckpointCopy, CopyTerms, TierRecord, Uploading, copy_checkpoint, write_tiers
 from ckpt_core.types import Lineage
+from tests.kit.own_files import beside_own
 from tests.unit.commit.checkpoints import manifest_of, write_files
 
 pytestmark = pytest.mark.reliability
@@ -84,9 +85,7 @@ def test_cp_copies_a_run_there_and_back_and_says_what_it_did(ckpt, root, bucket,
         "failures": [],
     }
     assert steps(tmp_path / "back") == [100, 300]
-    assert sorted(path.name for path in (tmp_path / "back").iterdir()) == [
-        *(*sorted(SPARES), "step-000000100", "step-000000300", "writer.json.lock"),
-    ]
+    assert beside_own(tmp_path / "back") == {"step-000000100", "step-000000300"}
     assert Catalog(LocalStorage(tmp_path / "back")).latest() == Catalog(LocalStorage(root)).latest()
 
 
@@ -224,7 +223,8 @@ def test_a_killed_cp_is_continued_by_the_same_command(ckpt, root, bucket):
     )
     owner = replace(Owner.here("ckpt cp"), pid=int(dead.stdout))
     target.replace(
-        "writer.json", json.dumps({name: getattr(owner, name) for name in owner.__slots__}).encode()
+        ".ckpt-suite/writer.json",
+        json.dumps({name: getattr(owner, name) for name in owner.__slots__}).encode(),
     )
     copy.begin()
     copy.copy_files(copy.manifest.files[:2], CopyTerms())
@@ -313,11 +313,11 @@ def test_upload_leaves_its_tiers_to_a_live_job_and_other_places_are_free(ckpt, r
 def test_upload_takes_a_bucket_over_from_the_job_that_died_with_the_root(ckpt, root, bucket):
     tiers_of(root, TierRecord(url=bucket))
     dead = {"job": "train.py", "host": "node-7", "pid": 4711, "started": 1.0}
-    LocalStorage(root).replace("writer.json", json.dumps({"id": "one", **dead}).encode())
+    LocalStorage(root).replace(".ckpt-suite/writer.json", json.dumps({"id": "one", **dead}).encode())
     target = open_storage(bucket)
-    target.replace("writer.json", json.dumps({"id": "two", **dead, "pid": 4712}).encode())
+    target.replace(".ckpt-suite/writer.json", json.dumps({"id": "two", **dead, "pid": 4712}).encode())
     assert ckpt("upload", root, "--to", bucket)[0] == 1  # another process
-    target.replace("writer.json", json.dumps({"id": "two", **dead}).encode())
+    target.replace(".ckpt-suite/writer.json", json.dumps({"id": "two", **dead}).encode())
     assert ckpt("upload", root, "--to", bucket)[0] == 0
     assert steps(bucket) == [300]
 
@@ -356,7 +356,8 @@ def test_ls_shows_a_column_for_each_tier(ckpt, root, bucket):
 
 
 def test_ls_lists_a_root_whose_file_of_tiers_is_damaged(ckpt, root):
-    (root / "tiers.json").write_text("{}")
+    (root / OWN).mkdir(exist_ok=True)
+    (root / ".ckpt-suite/tiers.json").write_text("{}")
     code, out, _ = ckpt("ls", root)
     assert code == 0
     assert "3 committed" in out
@@ -387,7 +388,7 @@ def test_ls_shows_what_a_job_that_has_ended_left_as_waiting(ckpt, root, bucket, 
     if died == "killed elsewhere":
         owner = replace(owner, host="node-7")
     if died != "released":
-        storage.replace("writer.json", json.dumps(asdict(owner)).encode())
+        storage.replace(".ckpt-suite/writer.json", json.dumps(asdict(owner)).encode())
     out = ckpt("ls", root)[1]
     known = died != "killed elsewhere"  # there it may be alive
     assert ("waiting 40 %" in out, "uploading 40 %" in out) == (known, not known)

@@ -19,7 +19,17 @@ from ckpt_core.cli import main
 from ckpt_core.cli.inspection._show import _shown
 from ckpt_core.commit import Catalog
 from ckpt_core.journal import read_events
-from ckpt_core.names import data_name, data_rank, is_own_json, parse_step_name
+from ckpt_core.names import (
+    DAMAGED,
+    OWN,
+    PINS,
+    TIERS,
+    WRITER,
+    data_name,
+    data_rank,
+    is_own_json,
+    parse_step_name,
+)
 from ckpt_core.storage import LocalStorage
 from ckpt_core.testing import FaultyStorage
 from tests.support.payloads import first_payload
@@ -57,7 +67,7 @@ def test_no_page_is_written_into_a_checkpoint(root, name, capsys):
     assert (path.read_bytes() if path.exists() else None) == before
 
 
-@pytest.mark.parametrize("name", ["writer.json", "pins.json", "damaged.json", "tiers.json", "events.jsonl"])
+@pytest.mark.parametrize("name", [WRITER, PINS, DAMAGED, TIERS, f"{OWN}/page.html"])
 def test_no_page_is_written_over_a_file_of_a_root(root, name, tmp_path):
     for place in (root, tmp_path):
         there = (place / name).exists()
@@ -109,10 +119,8 @@ def test_a_prune_by_hand_begins_no_journal_and_does_not_need_one(tmp_path):
         for step in (1, 2, 3):
             manager.save(step, {"w": torch.ones(3)})
     assert main(["prune", str(root), "--keep-latest", "2"]) == 0
-    assert not (root / "events.jsonl").exists()
-    (root / "events.jsonl").write_text("the user's own\n")
     assert main(["prune", str(root), "--keep-latest", "1"]) == 0
-    assert (root / "events.jsonl").read_text() == "the user's own\n"
+    assert not list((root / OWN).glob("*.jsonl"))
 
 
 def pruned(root: Path) -> list[dict[str, Any]]:
@@ -319,7 +327,8 @@ def test_ls_says_why_each_checkpoint_stays(tmp_path, capsys):
     assert told(capsys, "ls", root)[1]["checkpoints"][2]["kept_as"] == []
     assert main(["ls", str(root)]) == 0
     assert re.search(r"^2 .*loss=0 +KeepBest", capsys.readouterr().out, flags=re.MULTILINE)
-    (root / "events.jsonl").unlink()
+    for path in (root / OWN).glob("*.jsonl"):
+        path.unlink()
     assert told(capsys, "ls", root)[1]["checkpoints"][0]["kept_as"] == ["marked as bad"]
 
 

@@ -51,7 +51,7 @@ def test_a_listing_reads_one_small_file_per_checkpoint():
     before = len(storage.operations)
     Catalog(storage).committed()
     opened = [o.key for o in storage.operations[before:] if o.method == "open"]
-    small = ["damaged.json", "pins.json"]
+    small = [".ckpt-suite/damaged.json", ".ckpt-suite/pins.json"]
     assert sorted(opened) == sorted([*small, *(f"step-00000000{i}/COMMITTED" for i in range(5))])
 
 
@@ -188,13 +188,13 @@ def test_pins_are_kept_with_their_reasons(storage):
 def test_only_a_committed_step_can_be_pinned(storage):
     with pytest.raises(CheckpointNotFoundError):
         Catalog(storage).pin(1, "paper")
-    assert not storage.exists("pins.json")
+    assert not storage.exists(".ckpt-suite/pins.json")
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"pins": []}', b'{"pins": {"one": "x"}}', b"\xff"])
 def test_unreadable_pins_keep_every_checkpoint(storage, content, caplog):
     save(storage, 1)
-    storage.replace("pins.json", content)
+    storage.replace(".ckpt-suite/pins.json", content)
     catalog = Catalog(storage)
     (info,) = catalog.committed()
     assert info.pinned is not None
@@ -202,10 +202,10 @@ def test_unreadable_pins_keep_every_checkpoint(storage, content, caplog):
     assert "no checkpoint is pruned" in caplog.text
     with pytest.raises(CorruptCheckpointError, match=r"pins\.json"):
         catalog.pin(1, "paper")
-    assert storage.read_bytes("pins.json") == content
+    assert storage.read_bytes(".ckpt-suite/pins.json") == content
 
 
-@pytest.mark.parametrize("name", ["pins.json", "damaged.json"])
+@pytest.mark.parametrize("name", [".ckpt-suite/pins.json", ".ckpt-suite/damaged.json"])
 def test_a_file_that_cannot_be_read_is_warned_of_once_for_each_content(storage, name, caplog):
     save(storage, 1)
     told = []
@@ -223,4 +223,4 @@ def test_a_file_that_cannot_be_read_is_warned_of_once_for_each_content(storage, 
 def test_pins_are_plain_json_that_a_person_can_edit(storage):
     save(storage, 12)
     Catalog(storage).pin(12, "paper")
-    assert json.loads(storage.read_bytes("pins.json")) == {"pins": {"12": "paper"}}
+    assert json.loads(storage.read_bytes(".ckpt-suite/pins.json")) == {"pins": {"12": "paper"}}

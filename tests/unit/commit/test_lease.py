@@ -34,12 +34,12 @@ def test_a_second_live_job_is_refused_with_the_name_of_the_first():
     storage = posix_like()
     with Lease.acquire(storage, "job 42") as lease:
         other = replace(lease.owner, pid=lease.owner.pid + 1)
-        storage.replace("writer.json", json.dumps(asdict(other)).encode())
+        storage.replace(".ckpt-suite/writer.json", json.dumps(asdict(other)).encode())
         with pytest.raises(
             RootBusyError, match=rf"job 42 \(host .*, pid {other.pid}, started .*another root"
         ):
             Lease.acquire(storage, "job 43")
-        storage.replace("writer.json", json.dumps(asdict(lease.owner)).encode())
+        storage.replace(".ckpt-suite/writer.json", json.dumps(asdict(lease.owner)).encode())
         assert lease.is_held()
     Lease.acquire(storage, "job 43").release()
 
@@ -78,7 +78,7 @@ def test_a_job_that_was_replaced_stops_and_says_who_took_over():
 
 def test_a_removed_claim_stops_the_job_too(storage):
     lease = Lease.acquire(storage, "job")
-    storage.delete("writer.json")
+    storage.delete(".ckpt-suite/writer.json")
     with pytest.raises(RootBusyError, match="its claim was removed"):
         lease.check()
 
@@ -93,15 +93,15 @@ def test_a_job_owns_a_root_for_as_long_as_it_owns_the_disk_of_every_node(lost, t
     for disk in disks[1:]:
         lease.extend(disk)
     lease.check()
-    disks[lost].delete("writer.json")
+    disks[lost].delete(".ckpt-suite/writer.json")
     if taker is not None:
         claim = json.dumps(asdict(Owner.here(taker)))
-        disks[lost].write_bytes("writer.json", claim.encode())
+        disks[lost].write_bytes(".ckpt-suite/writer.json", claim.encode())
     assert not lease.is_held()
     with pytest.raises(RootBusyError, match=rf"disk {lost} of .*({taker or 'its claim was removed'})"):
         lease.check()
     lease.release()
-    assert [disk.exists("writer.json") for disk in disks] == [
+    assert [disk.exists(".ckpt-suite/writer.json") for disk in disks] == [
         bool(taker) and number == lost for number in range(3)
     ]
 
@@ -116,7 +116,7 @@ def test_a_job_owns_a_root_for_as_long_as_it_owns_the_disk_of_every_node(lost, t
 )
 def test_an_unreadable_claim_neither_blocks_nor_passes_for_ours(storage, content):
     lease = Lease.acquire(storage, "job")
-    storage.replace("writer.json", content)
+    storage.replace(".ckpt-suite/writer.json", content)
     assert Owner.of(storage) is None
     assert not lease.is_held()
     lease.release()

@@ -33,7 +33,7 @@ def marked(storage):
 
 
 def stored(storage):
-    return list(json.loads(storage.read_bytes("damaged.json"))["checkpoints"])
+    return list(json.loads(storage.read_bytes(".ckpt-suite/damaged.json"))["checkpoints"])
 
 
 def save_again(storage, name, save_id):
@@ -55,8 +55,8 @@ def test_a_mark_is_seen_by_everyone_who_lists_and_hides_nothing(storage):
 
 def test_a_mark_says_what_is_wrong_with_which_save_and_when_it_was_found(storage):
     Catalog(storage).mark_damaged(TWO, PROBLEM)
-    content = storage.read_bytes("damaged.json")
-    assert codec.has_checksum(content, source="damaged.json")
+    content = storage.read_bytes(".ckpt-suite/damaged.json")
+    assert codec.has_checksum(content, source=".ckpt-suite/damaged.json")
     (mark,) = json.loads(content)["checkpoints"].values()
     assert (mark["save_id"], mark["problem"]) == ("00000002", PROBLEM)
     assert mark["found"] > 1_700_000_000
@@ -75,7 +75,7 @@ def test_a_mark_can_be_taken_away_again(storage):
 
 def test_unmarking_where_nothing_is_marked_writes_nothing(storage):
     Catalog(storage).unmark(ONE)
-    assert not storage.exists("damaged.json")
+    assert not storage.exists(".ckpt-suite/damaged.json")
 
 
 def test_a_new_save_of_the_name_is_not_meant(storage):
@@ -117,11 +117,11 @@ def test_what_is_marked_already_is_not_written_again():
     save(storage, 1)
     catalog = Catalog(storage)
     catalog.mark_damaged(ONE, PROBLEM)
-    before = storage.read_bytes("damaged.json")
+    before = storage.read_bytes(".ckpt-suite/damaged.json")
     operations = len(storage.operations)
     catalog.mark_damaged(ONE, PROBLEM)
     assert "replace" not in [o.method for o in storage.operations[operations:]]
-    assert storage.read_bytes("damaged.json") == before
+    assert storage.read_bytes(".ckpt-suite/damaged.json") == before
     catalog.mark_damaged(ONE, "another problem")
     assert marked(storage) == {ONE: "another problem"}
 
@@ -132,7 +132,7 @@ def test_only_a_committed_checkpoint_can_be_marked(storage):
         Catalog(storage).mark_damaged("step-000000009", PROBLEM)
     with pytest.raises(CorruptCheckpointError):
         Catalog(storage).mark_damaged("step-000000003", PROBLEM)
-    assert not storage.exists("damaged.json")
+    assert not storage.exists(".ckpt-suite/damaged.json")
 
 
 @pytest.mark.slow
@@ -144,7 +144,7 @@ def test_ten_thousand_marks_of_any_length_can_be_read_back(storage):
         for number in range(10_000)
     }
     replace_marks(storage, Marks(damaged=marks, bad=marks))
-    assert storage.size("damaged.json") <= MAX_MARKS_BYTES
+    assert storage.size(".ckpt-suite/damaged.json") <= MAX_MARKS_BYTES
     for kept in (read_marks(storage).damaged, read_marks(storage).bad):
         assert len(kept) == MAX_MARKS
         assert min(mark.found for mark in kept.values()) == 10_000 - MAX_MARKS
@@ -182,7 +182,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
 def test_unreadable_marks_are_no_marks_and_the_next_mark_replaces_them(storage, content, caplog):
-    storage.replace("damaged.json", content)
+    storage.replace(".ckpt-suite/damaged.json", content)
     catalog = Catalog(storage)
     assert marked(storage) == {}
     assert [info.step for info in catalog.committed()] == [1, 2]
@@ -195,31 +195,31 @@ def test_unreadable_marks_are_no_marks_and_the_next_mark_replaces_them(storage, 
 
 def test_marks_of_a_newer_version_are_not_known_and_not_overwritten(storage, caplog):
     content = sealed({"format_version": 99})
-    storage.replace("damaged.json", content)
+    storage.replace(".ckpt-suite/damaged.json", content)
     assert marked(storage) == {}
     assert "upgrade" in caplog.text
     with pytest.raises(IncompatibleCheckpointError, match="upgrade"):
         Catalog(storage).mark_damaged(ONE, PROBLEM)
     with pytest.raises(IncompatibleCheckpointError, match="upgrade"):
         Catalog(storage).unmark(ONE)
-    assert storage.read_bytes("damaged.json") == content
+    assert storage.read_bytes(".ckpt-suite/damaged.json") == content
 
 
 def test_marks_that_storage_cannot_read_hide_no_checkpoint(tmp_path, caplog):
     storage = LocalStorage(tmp_path)
     save(storage, 1)
-    (tmp_path / "damaged.json").mkdir()
+    (tmp_path / ".ckpt-suite/damaged.json").mkdir(parents=True)
     assert [(info.step, info.damaged) for info in Catalog(storage).committed()] == [(1, None)]
     assert "damaged.json cannot be read" in caplog.text
 
 
 def test_no_flipped_bit_turns_a_mark_into_that_of_another_checkpoint(storage):
     Catalog(storage).mark_damaged(TWO, PROBLEM)
-    content, chance = storage.read_bytes("damaged.json"), random.Random(3)
+    content, chance = storage.read_bytes(".ckpt-suite/damaged.json"), random.Random(3)
     for _ in range(300):
         place, bit = chance.randrange(len(content)), 1 << chance.randrange(8)
         storage.replace(
-            "damaged.json", content[:place] + bytes([content[place] ^ bit]) + content[place + 1 :]
+            ".ckpt-suite/damaged.json", content[:place] + bytes([content[place] ^ bit]) + content[place + 1 :]
         )
         assert marked(storage) in ({}, {TWO: PROBLEM})
 
@@ -229,7 +229,7 @@ def test_a_listing_shows_the_old_marks_or_the_new_ones(tmp_path):
     storage = LocalStorage(tmp_path)
     save(storage, 1)
     Catalog(storage).mark_damaged(ONE, "old")
-    with storage.open("damaged.json") as before:
+    with storage.open(".ckpt-suite/damaged.json") as before:
         Catalog(storage).mark_damaged(ONE, "new")
         assert b'"old"' in before.read()
     assert marked(storage) == {ONE: "new"}

@@ -84,6 +84,26 @@ def test_a_part_goes_when_its_step_was_saved_again(disk):
     assert pruned(disk, KeepLatest(2)) == [f"{step_name(1)}.run-0123abcd", step_name(2)]
 
 
+AGAIN = f"{step_name(2)}.run-0123abcd"
+
+
+@pytest.mark.parametrize("older", [None, save, save_part])
+def test_a_part_of_the_newest_step_goes_when_that_was_saved_again(disk, older):
+    if older is not None:
+        older(disk, 1)
+    save_part(disk, 2)
+    save(disk, 2, name=AGAIN)
+    assert pruned(disk, KeepLatest(5)) == [*[step_name(1)] * (older is not None), AGAIN]
+
+
+def test_a_part_of_the_newest_step_stays_beside_a_replacement_that_is_damaged(disk):
+    save(disk, 1)
+    save_part(disk, 2)
+    save(disk, 2, name=AGAIN)
+    disk.replace(f"{AGAIN}/__0_0.distcp", bytes(len(FILES["__0_0.distcp"])))
+    assert pruned(disk, KeepLatest(5)) == [step_name(1), step_name(2), AGAIN]
+
+
 def test_a_pinned_part_stays(disk):
     save_part(disk, 1)
     save(disk, 2)

@@ -18,8 +18,8 @@ import torch
 from ckpt_core import CheckpointManager, EverySteps, KeepLatest, OnPreemption, Optimal, Upload
 from ckpt_core.errors import RootBusyError
 from ckpt_core.journal import Journal, _recorder, failure_rate, read_events, read_history
-from ckpt_core.journal._recorder import Recorder, Tenure
-from ckpt_core.names import EVENTS, HISTORY
+from ckpt_core.journal._recorder import Recorder
+from ckpt_core.names import OWN
 from ckpt_core.storage import LocalStorage, object_storage
 from ckpt_core.telemetry import Event
 from ckpt_core.testing import Fault, FaultyStorage
@@ -49,6 +49,11 @@ def told(root, kind="run"):
     storage = LocalStorage(root)
     found = read_history(storage) if kind == "run" else read_events(storage)
     return [(each.get("event", kind), each["step"]) for each in found if each["kind"] == kind]
+
+
+def files(root):
+    """The journals of its runs, the oldest first."""
+    return sorted((root / OWN).glob("run-*.jsonl"))
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +89,7 @@ def die(root, steps, *, resumed=()):
     recorder.training.first = (steps[0], 0.0, begun)
     recorder.training.last = (steps[-1], float(len(steps) - 1), begun + len(steps) - 1)
     recorder.training.resumed.extend(((step, 0.0, begun), None) for step in resumed)
-    recorder.begin(Tenure(run="dead", ranks=1, check=lambda: None))
+    recorder.begin("dead", 1, lambda: None)
     recorder.finish()
 
 
@@ -105,7 +110,7 @@ def test_runs_that_follow_one_another_are_told_in_order(tmp_path):
     assert first["run"] != second["run"]
     assert first["devices"] == first["world_size"] == 1
     assert first["seconds"] > 0
-    assert str(tmp_path) not in (tmp_path / EVENTS).read_text()
+    assert all(str(tmp_path) not in each.read_text() for each in files(tmp_path))
 
 
 def test_a_run_that_dies_is_unclean_and_what_it_lost_is_known(tmp_path):
@@ -247,7 +252,7 @@ def test_a_preemption_loses_what_its_last_save_did_not_keep(tmp_path):
 
 def test_without_a_journal_nothing_is_there(tmp_path):
     train(tmp_path, 4, journal=False)
-    assert not list(tmp_path.glob("*.jsonl"))
+    assert not files(tmp_path)
     assert CheckpointManager(tmp_path, journal=False).options.chosen == {}
 
 
@@ -256,7 +261,7 @@ def test_after_close_no_thread_and_no_file_is_open(tmp_path):
     journal = Journal(LocalStorage(tmp_path))
     journal.open("a", 1, lambda: None)
     journal.seen(1)
-    eventually((tmp_path / EVENTS).exists)
+    eventually(lambda: files(tmp_path))
     assert threads() == ["ckpt-journal"]
     journal.close()
     assert not threads()
@@ -283,9 +288,7 @@ def test_a_forked_child_writes_nothing_and_ends_nothing(tmp_path):
     assert told(tmp_path) == [("start", 0), ("end", 1)]
 
 
-@pytest.mark.parametrize(
-    ("method", "key"), [("replace", HISTORY), ("append", EVENTS), ("open", "*.jsonl"), ("*", "*.jsonl")]
-)
+@pytest.mark.parametrize(("method", "key"), [("replace", "*.jsonl"), ("append", "*.jsonl"), ("*", "*.jsonl")])
 @pytest.mark.parametrize("error", [FULL, PermissionError(13, "denied"), ValueError("a defect")])
 def test_a_journal_that_fails_is_one_warning_and_no_failed_save(tmp_path, caplog, method, key, error):
     faults = [Fault(key=key, error=error)] if method == "*" else [Fault(method=method, key=key, error=error)]
@@ -307,7 +310,7 @@ def test_what_could_not_be_written_is_written_later(tmp_path):
 def test_storage_that_hangs_holds_no_close_up(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(_recorder, "_GRACE_SECONDS", 0.05)
     hung = threading.Event()
-    fault = Fault(method="replace", key=HISTORY, before=lambda _: hung.wait(60))
+    fault = Fault(method="replace", key="*.jsonl", before=lambda _: hung.wait(60))
     try:
         train(FaultyStorage(LocalStorage(tmp_path), [fault]), 2)
     finally:
@@ -316,11 +319,22 @@ def test_storage_that_hangs_holds_no_close_up(tmp_path, caplog, monkeypatch):
     eventually(lambda: not threads())
 
 
-def test_a_foreign_file_is_left_alone_and_named_once(tmp_path, caplog):
-    (tmp_path / EVENTS).write_text('{"loss": 1}\n')
+def test_what_is_no_journal_of_a_run_is_left_alone(tmp_path):
+    (tmp_path / OWN).mkdir()
+    theirs = {"events.jsonl": '{"loss": 1}\n', "run-1.jsonl": "", f"run-{0:016d}-a.jsonl": '{"loss": 1}\n'}
+    for name, content in theirs.items():
+        (tmp_path / OWN / name).write_text(content)
     train(tmp_path, 4)
-    assert (tmp_path / EVENTS).read_text() == '{"loss": 1}\n'
-    assert sum("was not written by ckpt-suite" in each for each in caplog.messages) == 1
+    assert {name: (tmp_path / OWN / name).read_text() for name in theirs} == theirs
+    assert told(tmp_path) == [("start", 0), ("end", 4)]
+
+
+def test_of_many_runs_the_newest_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(_recorder, "MOST_RUNS", 3)
+    for upto in range(1, 7):
+        train(tmp_path, upto)
+    assert len(files(tmp_path)) == 3
+    assert told(tmp_path)[-1] == ("end", 6)
 
 
 def test_once_another_job_has_the_root_nothing_is_written(tmp_path, caplog):
@@ -334,11 +348,11 @@ def test_once_another_job_has_the_root_nothing_is_written(tmp_path, caplog):
     journal.open("a", 1, check)
     journal.seen(1)
     eventually(lambda: told(tmp_path, "progress"))
-    before = (tmp_path / EVENTS).read_bytes()
+    before = files(tmp_path)[0].read_bytes()
     taken.set()
     journal.sinks[0].emit(Event(name="prune", phase="point", time=1.0))
     journal.close()
-    assert (tmp_path / EVENTS).read_bytes() == before
+    assert files(tmp_path)[0].read_bytes() == before
     assert not caplog.messages
 
 
@@ -346,8 +360,8 @@ def test_in_a_bucket_many_events_are_few_requests(tmp_path):
     clock, storage = FakeClock(), FaultyStorage(object_storage(f"memory://paced-{tmp_path.name}"))
     recorder = Recorder(storage, clock=clock)
     recorder.training.first = recorder.training.last = (1, clock(), time.time())
-    recorder.begin(Tenure(run="a", ranks=1, check=lambda: None))
-    eventually(lambda: storage.exists(EVENTS))
+    recorder.begin("a", 1, lambda: None)
+    eventually(lambda: storage.list(OWN))
     clock.advance(600)
     for number in range(500):
         recorder.emit(Event(name="prune", phase="point", time=float(number)))
@@ -409,7 +423,7 @@ def test_neither_secrets_nor_the_place_of_the_root_are_written(tmp_path):
         attributes = {"name": "step-000000001", "error": error, "storage_options": {"x": "hunter2"}, **fields}
         journal.sinks[0].emit(Event(name=name, phase="failed", time=1.0, attributes=attributes))
     journal.close()
-    written = (tmp_path / EVENTS).read_text()
+    written = files(tmp_path)[0].read_text()
     assert len(written.splitlines()) == 3
     assert "s3://bucket/run" in written
     for secret in ("hunter2", "abcdef", "key:", str(tmp_path), "storage_options"):
@@ -482,7 +496,7 @@ def snapshots(root, act):
 
     def look(operation):
         if operation.method in CHANGING and ".jsonl" in operation.key:
-            found.append({each.name: each.read_bytes() for each in root.glob("*.jsonl*")})
+            found.append({each.name: each.read_bytes() for each in (root / OWN).glob("*.jsonl*")})
 
     with SystemCalls(root, [Fault(before=look), Fault(after=look)]):
         act()
@@ -490,16 +504,16 @@ def snapshots(root, act):
 
 
 def test_a_kill_at_any_write_leaves_a_journal_that_reads_and_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr("ckpt_core.journal._files.MOST_APPENDED", 500)
+    monkeypatch.setattr("ckpt_core.journal._run_files.MOST_APPENDED", 1000)
     root = tmp_path / "run"
     train(root, 2)
     left = snapshots(root, lambda: train(root, 8, keep=KeepLatest(1)))
     assert len(left) > 20
-    for number, files in enumerate(left):
+    for number, kept in enumerate(left):
         copy = tmp_path / f"killed-{number}"
-        copy.mkdir()
-        for name, content in files.items():
-            (copy / name).write_bytes(content)
+        (copy / OWN).mkdir(parents=True)
+        for name, content in kept.items():
+            (copy / OWN / name).write_bytes(content)
         history = told(copy)
         assert history[:2] == [("start", 0), ("end", 2)]
         assert {event for event, _ in told(copy, "save")} <= {"save"}
@@ -511,7 +525,7 @@ def test_a_kill_at_any_write_leaves_a_journal_that_reads_and_goes_on(tmp_path, m
         ends = [event for event, _ in told(copy) if event in {"end", "unclean"}]
         starts = [event for event, _ in told(copy) if event == "start"]
         assert len(ends) == len(starts)
-        for line in (copy / HISTORY).read_bytes().splitlines():
+        for line in files(copy)[-1].read_bytes().splitlines():
             json.loads(line)
 
 

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_core.journal import _files, read_events, read_history
-from ckpt_core.journal._files import EventFile, ForeignJournalError, HistoryFile
+from ckpt_core.journal import _run_files, add_event, read_events, read_history
 from ckpt_core.journal._records import _KINDS, decode, encode, record
-from ckpt_core.names import EARLIER_EVENTS, EVENTS, HISTORY
+from ckpt_core.journal._run_files import RunFile, read_runs
+from ckpt_core.names import OWN, run_file
 from ckpt_core.storage import LocalStorage, object_storage
+from ckpt_core.testing import Fault, FaultyStorage
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -31,69 +32,65 @@ def steps(records):
     return [each["step"] for each in records]
 
 
-def write(root, *records):
-    EventFile(root).write(encode(records))
+RUN = run_file(1.0, "r")
 
 
-def test_lines_follow_one_another_over_writers(root):
-    first = EventFile(root)
-    first.write(encode([progress(1)]))
-    first.write(encode([progress(2), progress(3)]))
-    write(root, progress(4))
-    assert steps(read_events(root)) == [1, 2, 3, 4]
-    assert len(root.read_bytes(EVENTS).splitlines()) == 4
+def write(root, *records, run="r", begun=1.0):
+    RunFile(root, run, begun).write(records)
+
+
+def test_lines_follow_one_another_in_the_order_of_the_runs(root):
+    write(root, progress(9), run="b", begun=5.0)
+    first = RunFile(root, "r", 1.0)
+    first.write([progress(1)])
+    first.write([progress(2), progress(3)])
+    assert steps(read_events(root)) == [1, 2, 3, 9]
+    assert len(root.read_bytes(RUN).splitlines()) == 3
 
 
 @pytest.mark.parametrize("cut", range(1, 60, 7))
-def test_a_torn_last_line_is_skipped_and_mended_by_the_next_writer(root, cut):
+def test_a_torn_last_line_is_skipped_and_mended_by_the_next_event(root, cut):
     whole = encode([progress(1), progress(2)])
-    root.replace(EVENTS, whole[:-cut])
+    root.replace(RUN, whole[:-cut])
     assert steps(read_events(root)) == ([1, 2] if cut == 1 else [1])
-    write(root, progress(3))
-    assert steps(read_events(root))[-1] == 3
-    assert 1 in steps(read_events(root))
+    add_event(root, "prune", 3.0, {"names": ["a"]})
+    assert [each["kind"] for each in read_events(root)][-1] == "prune"
+    assert read_events(root)[0]["step"] == 1
+
+
+def test_a_write_that_tears_a_line_is_mended_by_the_next(tmp_path):
+    torn = Fault(method="append", nth=0, error=OSError(28, "full"))
+    storage = FaultyStorage(LocalStorage(tmp_path), [torn])
+    file = RunFile(storage, "r", 1.0)
+    file.write([progress(1)])
+    LocalStorage(tmp_path).append(RUN, b'{"v":1,"ki')
+    with pytest.raises(OSError, match="full"):
+        file.write([progress(2)])
+    file.write([progress(2), progress(3)])
+    file.write([progress(4)])
+    assert steps(read_events(storage)) == [1, 2, 3, 4]
+    assert b"ki" + b"{" not in storage.read_bytes(RUN)
 
 
 @pytest.mark.parametrize("zeros", [b"\0", b"\0" * 5000])
 def test_zeros_after_a_power_cut_are_no_obstacle(root, zeros):
-    root.replace(EVENTS, zeros)
-    write(root, progress(3))
+    root.replace(RUN, zeros)
+    add_event(root, "progress", 3.0, {"step": 3})
     assert steps(read_events(root)) == [3]
 
 
-def test_files_are_bounded_and_the_older_part_is_kept_once(root, monkeypatch):
-    monkeypatch.setattr(_files, "MOST_APPENDED", 1000)
-    monkeypatch.setattr(_files, "MOST_REPLACED", 1000)
-    events = EventFile(root)
+def test_a_file_is_bounded_and_keeps_how_the_run_began_and_its_newest_lines(root, monkeypatch):
+    monkeypatch.setattr(_run_files, "MOST_APPENDED", 1000)
+    monkeypatch.setattr(_run_files, "MOST_REPLACED", 1000)
+    file = RunFile(root, "r", 1.0)
+    file.write([record("run", 0.0, "r", {"event": "start", "step": 0})])
     for step in range(1, 101):
-        events.write(encode([progress(step)]))
-        assert root.size(EVENTS) <= 1000
-    assert {entry.name for entry in root.list("")} == {EVENTS, EARLIER_EVENTS}
-    found = steps(read_events(root))
+        file.write([progress(step)])
+        assert root.size(RUN) <= 1000
+    assert read_history(root) == read_events(root)[:1]
+    found = steps(read_events(root))[1:]
     assert found == list(range(found[0], 101))
-    assert len(found) > 10
-    write(root, progress(101))
-    assert steps(read_events(root))[-1] == 101
-
-
-def write_much(root, key):
-    if key == HISTORY:
-        HistoryFile(root).write([progress(1)])
-    events = EventFile(root)
-    for step in range(10):
-        events.write(encode([progress(step)]))
-
-
-@pytest.mark.parametrize("key", [EVENTS, EARLIER_EVENTS, HISTORY])
-def test_a_users_file_of_that_name_is_never_touched(root, key, monkeypatch):
-    theirs = b'{"loss": 0.5}\n' * 100
-    root.replace(key, theirs)
-    monkeypatch.setattr(_files, "MOST_APPENDED", 100)
-    monkeypatch.setattr(_files, "MOST_REPLACED", 100)
-    with pytest.raises(ForeignJournalError, match=rf"{key}|not written by"):
-        write_much(root, key)
-    assert root.read_bytes(key) == theirs
-    assert read_history(root) == []
+    assert len(found) > 5
 
 
 HOSTILE = [
@@ -116,10 +113,8 @@ HOSTILE = [
 @pytest.mark.parametrize("line", HOSTILE)
 def test_foreign_lines_are_skipped(root, line):
     good = encode([record("run", 2.0, "b", {"event": "start"})])
-    for key in (EVENTS, HISTORY):
-        root.replace(key, good + line + b"\n" + good)
+    root.replace(RUN, good + line + b"\n" + good)
     assert [each["run"] for each in read_events(root)] == ["b", "b"]
-    assert [each["run"] for each in read_history(root)] == ["b"]
 
 
 def test_fields_of_the_wrong_type_are_unknown_and_texts_are_plain():
@@ -144,34 +139,32 @@ def test_fields_of_the_wrong_type_are_unknown_and_texts_are_plain():
     assert "mine" not in found
 
 
-def test_reading_is_bounded(root, monkeypatch):
-    monkeypatch.setattr(_files, "_MOST_READ", 1000)
-    root.replace(EVENTS, encode([progress(step) for step in range(1000)]))
-    found = steps(read_events(root))
-    assert found[-1] == 999
+def test_reading_is_bounded_and_takes_both_ends(root, monkeypatch):
+    root.replace(RUN, encode([progress(step) for step in range(1000)]))
+    (found,) = read_runs(root, most=1000).values()
+    assert (found[0]["step"], found[-1]["step"]) == (0, 999)
     assert 5 < len(found) < 20
+    monkeypatch.setattr(_run_files, "MOST_RUNS", 2)
+    for number in range(4):
+        write(root, progress(number), run=f"r{number}", begun=10.0 + number)
+    assert steps(read_events(root)) == [2, 3]
 
 
 def test_a_pipe_or_a_directory_of_that_name_is_no_journal(tmp_path):
-    os.mkfifo(tmp_path / EVENTS)
-    (tmp_path / HISTORY).mkdir()
-    root = LocalStorage(tmp_path)
-    assert read_events(root) == []
-    assert read_history(root) == []
-    with pytest.raises(OSError, match="is no regular file"):
-        HistoryFile(root).write([progress(1)])
-    with pytest.raises(OSError, match="is no regular file"):
-        write(root, progress(1))
+    (tmp_path / OWN).mkdir()
+    os.mkfifo(tmp_path / RUN)
+    (tmp_path / run_file(2.0, "d")).mkdir()
+    assert read_events(LocalStorage(tmp_path)) == []
 
 
 def test_nothing_is_written_through_a_link(tmp_path):
     outside, inside = tmp_path / "outside", tmp_path / "run"
+    outside.mkdir()
     inside.mkdir()
-    outside.write_bytes(encode([progress(1)]))
-    (inside / EVENTS).symlink_to(outside)
-    with pytest.raises(OSError, match=EVENTS):
+    (inside / OWN).symlink_to(outside)
+    with pytest.raises(OSError, match=OWN):
         write(LocalStorage(inside), progress(2))
-    assert outside.read_bytes() == encode([progress(1)])
+    assert not list(outside.iterdir())
 
 
 def test_secrets_in_urls_stay_out():

@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
-from ckpt_core.journal._history import (
-    compact,
-    experience_of,
-    loss,
-    merge,
-    seconds_at,
-    trail_of,
-    unclean,
-    without_end,
-)
-from ckpt_core.journal._records import decode, encode, record
+from ckpt_core.journal._history import experience_of, loss, seconds_at, trail_of, unclean, without_end
+from ckpt_core.journal._records import record
 from ckpt_core.journal._run_log import RunLog, Training
 from tests.kit.clock import FakeClock
 
@@ -76,48 +65,12 @@ def test_runs_without_an_end_are_found_whatever_ended():
     assert [each["run"] for each in without_end([*history, dead])] == ["d"]
 
 
-def test_copies_that_lack_records_make_one_history():
-    a, b, c = life("a", 1.0), life("b", 2.0), life("c", 3.0)
-    assert merge([[*a, *c], [*a, *b]]) == [*a, *b, *c]
-    assert merge([[], [*a]]) == a
-    assert merge([]) == []
-
-
-def test_the_newest_summary_counts_and_nothing_counts_twice():
-    lives = [each for number in range(300) for each in life(f"r{number}", float(number))]
-    once = compact(lives, most=400, left=200)
-    twice = compact(
-        [*once, *(e for n in range(300, 500) for e in life(f"r{n}", float(n)))], most=400, left=200
-    )
-    stale_copies = [lives, once, twice, lives[:10]]
-    assert merge(stale_copies) == twice
-    assert experience_of(twice).seconds == 500 * 10.0
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_summary_loses_no_count_and_no_run_without_an_end(seed):
-    chance, history, time = random.Random(seed), [], 0.0
-    for number in range(400):
-        time += chance.choice([0.0, 1.0])
-        lived = life(f"r{number}", time, chance.choice(["end", "unclean", "preempted"]))
-        history += lived if chance.random() < 0.99 else lived[:1]
-    history.sort(key=lambda each: each["time"])
-    found = compact(history, most=400, left=200)
-    assert len(found) < len(history)
-    assert len(compact(found, most=400, left=200)) <= max(400, len(found))
-    assert experience_of(found) == experience_of(history)
-    assert {e["run"] for e in without_end(found)} == {e["run"] for e in without_end(history)}
-    summary = found[0]
-    ends = [each for each in history if each["event"] != "start"]
-    kept = [each for each in found[1:] if each["event"] != "start"]
-    assert summary["runs"] + len(kept) == len(ends)
-    assert summary["lost_steps"] + sum(each["lost_steps"] for each in kept) == len(ends)
-    assert decode(encode(found)) == found
-
-
-def test_a_short_history_is_left_alone():
-    history = life("a", 1.0)
-    assert compact(history) == history
+def test_an_end_counts_wherever_it_stands():
+    a, b = life("a", 1.0), run("b", "start", 2.0)
+    assert without_end([a[1], b, a[0]]) == [b]
+    dead = run("b", "unclean", 9.0, seconds=5.0)
+    assert without_end([dead, *a, b]) == []
+    assert experience_of([dead, *a, b]) == (1, 15.0, 30.0)
 
 
 @pytest.mark.parametrize("late", [0.0, 0.004, 0.3])

@@ -79,7 +79,7 @@ def test_a_job_that_has_lost_the_root_marks_nothing(storage, ownership, caplog):
     """Where locks do not work, as on an object store, a second job can take the root: it writes its claim."""
     ownership.take()
     ownership.note_damaged({ONE: PROBLEM})
-    storage.replace("writer.json", json.dumps(asdict(Owner.here("job 43"))).encode())
+    storage.replace(".ckpt-suite/writer.json", json.dumps(asdict(Owner.here("job 43"))).encode())
     ownership.note_damaged({TWO: PROBLEM})
     ownership.note_sound(ONE)
     assert marked(storage) == {ONE: PROBLEM}
@@ -94,7 +94,7 @@ def test_a_mark_that_cannot_be_written_is_a_warning_and_resume_goes_on(tmp_path,
         for step in (1, 2):
             checkpoints.save(step, {"w": torch.full((4,), float(step))})
     flip(tmp_path / TWO / "__0_0.distcp")
-    full = Fault(method="replace", key="damaged.json", error=OSError(number, "unwell"))
+    full = Fault(method="replace", key=".ckpt-suite/damaged.json", error=OSError(number, "unwell"))
     state = {"w": torch.zeros(4)}
     with CheckpointManager(FaultyStorage(LocalStorage(tmp_path), [full])) as checkpoints:
         assert checkpoints.resume(state) == 1
@@ -144,7 +144,9 @@ def resume_counting_marks(root: str) -> tuple[int | None, int]:
     storage = FaultyStorage(LocalStorage(root))
     with CheckpointManager(storage) as checkpoints:
         step = checkpoints.resume({"w": torch.zeros(4)})
-    return step, sum(o.key == "damaged.json" and o.method == "replace" for o in storage.operations)
+    return step, sum(
+        o.key == ".ckpt-suite/damaged.json" and o.method == "replace" for o in storage.operations
+    )
 
 
 @pytest.mark.distributed

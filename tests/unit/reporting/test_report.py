@@ -20,6 +20,7 @@ from ckpt_core.cli import main
 from ckpt_core.commit import Catalog
 from ckpt_core.journal import read_events, read_history
 from ckpt_core.journal._run_log import RunLog, Training
+from ckpt_core.names import OWN, run_file
 from ckpt_core.reporting import goodput, page, report_of, sections
 from ckpt_core.reporting._facts import seconds_text, share_text
 from ckpt_core.reporting._page import _draw_time_line
@@ -55,11 +56,12 @@ def run_of(run, begin, *, saves, end, lost=0.0, first=0, every=100.0):
     return lines
 
 
-def written(root, lines, history=None):
-    root.mkdir(exist_ok=True)
-    (root / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
-    runs = [each for each in lines if each["kind"] == "run"] if history is None else history
-    (root / "history.jsonl").write_text("".join(json.dumps(each) + "\n" for each in runs))
+JOURNAL = run_file(BEGIN, "all")
+
+
+def written(root, lines):
+    (root / OWN).mkdir(parents=True, exist_ok=True)
+    (root / JOURNAL).write_text("".join(json.dumps(each) + "\n" for each in lines))
     return open_storage(str(root))
 
 
@@ -131,22 +133,22 @@ def test_without_a_given_mtbf_it_is_learned_from_the_history(tmp_path):
 
 def test_a_rotated_log_counts_only_the_training_that_its_events_cover(tmp_path):
     lines = run_of("aaaa", BEGIN, saves=10, end="end")
-    rest = lines[11:]  # from the save after 600 s on; the start is only in the history
-    report = report_of(written(tmp_path / "run", rest, history=[lines[0], lines[-1]]), NOW)
+    rest = [lines[0], *lines[11:]]  # of a long run its start stays, and what follows the save after 600 s
+    report = report_of(written(tmp_path / "run", rest), NOW)
     covered = {run["run"]: run["covered"] for run in report.runs}
-    assert covered == {"aaaa": 1000.0}  # the history knows where it began
+    assert covered == {"aaaa": 1000.0}  # it is known where it began
 
 
 def test_a_run_whose_start_is_gone_is_counted_from_its_first_sign(tmp_path):
     lines = run_of("aaaa", BEGIN, saves=10, end="")[11:]
-    assert report_of(written(tmp_path / "run", lines, history=[]), NOW).balance["covered"] == 400.0
+    assert report_of(written(tmp_path / "run", lines), NOW).balance["covered"] == 400.0
 
 
 @pytest.mark.parametrize("torn", ['{"v":1,"kind":"sa', "\x00\xff not ours", "[]", "null", '{"v":1}'])
 def test_torn_and_foreign_lines_change_nothing(tmp_path, torn):
     storage = written(tmp_path / "run", two_runs())
     before = report_of(storage, NOW)
-    with (tmp_path / "run" / "events.jsonl").open("a", encoding="utf-8") as file:
+    with (tmp_path / "run" / JOURNAL).open("a", encoding="utf-8") as file:
         file.write(torn)
     assert report_of(storage, NOW) == before
 
@@ -227,8 +229,8 @@ def test_thousands_of_saves_make_a_page_of_bounded_size(tmp_path):
 
 
 def test_a_root_without_a_journal_says_what_is_not_known(tmp_path, ckpt_root):
-    for name in ("events.jsonl", "history.jsonl"):
-        (ckpt_root / name).unlink(missing_ok=True)
+    for path in (ckpt_root / OWN).glob("*.jsonl"):
+        path.unlink()
     storage = open_storage(str(ckpt_root))
     assert read_events(storage) == read_history(storage) == []
     report = report_of(storage, NOW)
@@ -337,7 +339,7 @@ def killed_after(clock, lines, run, *, begin, last, every, seconds):
     training = Training()
     log = RunLog("root", training, clock)
     log.begin(run, 1)
-    log.continue_from([[each for each in lines if each["kind"] == "run"]], lines)
+    log.continue_from({"earlier": lines})
     if begin:
         training.resumed.append(((begin, clock(), clock()), None))
     training.first = training.last = (begin + 1, clock(), clock())

@@ -15,6 +15,7 @@ import pytest
 
 from ckpt_core.commit import Lease
 from ckpt_core.errors import RootBusyError
+from ckpt_core.names import OWN, WRITER
 from ckpt_core.storage import LocalStorage
 
 IS_ROOT = os.geteuid() == 0
@@ -30,7 +31,8 @@ SQUATTER = (
 )
 HOLDER = (
     "import fcntl, os, sys\n"
-    "file = os.open(sys.argv[1] + '/writer.json.lock', os.O_RDWR | os.O_CREAT, 0o600)\n"
+    "os.mkdir(sys.argv[1] + '/.ckpt-suite')\n"
+    "file = os.open(sys.argv[1] + '/.ckpt-suite/writer.json.lock', os.O_RDWR | os.O_CREAT, 0o600)\n"
     "fcntl.lockf(file, fcntl.LOCK_EX)\n"
     "print('locked', flush=True)\n"
     "sys.stdin.read()\n"
@@ -55,20 +57,22 @@ def test_a_lock_file_is_for_those_who_may_write_to_the_root(tmp_path, of_root, o
     tmp_path.chmod(of_root)
     before = os.umask(umask)
     try:
-        taken(LocalStorage(tmp_path))
+        taken(LocalStorage(tmp_path), WRITER)
     finally:
         os.umask(before)
-    assert mode_of(tmp_path / "writer.json.lock") == of_lock
-    assert (tmp_path / "writer.json.lock").stat().st_gid == tmp_path.stat().st_gid
+    assert mode_of(tmp_path / f"{WRITER}.lock") == of_lock
+    assert mode_of(tmp_path / OWN) == mode_of(tmp_path)
+    for path in (tmp_path / OWN, tmp_path / f"{WRITER}.lock"):
+        assert path.stat().st_gid == tmp_path.stat().st_gid
 
 
 @pytest.mark.skipif(not IS_ROOT, reason="only root can give a directory to another group")
 def test_the_group_of_the_root_may_lock_it_and_no_other_group(tmp_path):
     os.chown(tmp_path, -1, NOBODY)
     tmp_path.chmod(0o775)
-    taken(LocalStorage(tmp_path))
-    status = (tmp_path / "writer.json.lock").stat()
-    assert (status.st_gid, status.st_mode & 0o777) == (NOBODY, 0o660)
+    taken(LocalStorage(tmp_path), WRITER)
+    for path, mode in ((tmp_path / OWN, 0o775), (tmp_path / f"{WRITER}.lock", 0o660)):
+        assert (path.stat().st_gid, mode_of(path)) == (NOBODY, mode)
 
 
 def test_a_lock_file_of_an_earlier_version_is_taken_from_readers(tmp_path):
@@ -135,11 +139,11 @@ def test_who_holds_the_root_is_named_by_its_process_id(tmp_path):
         [sys.executable, "-c", HOLDER, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as holder:
         assert holder.stdout.readline() == "locked\n"
-        assert storage.lock_holder("writer.json") == holder.pid
+        assert storage.lock_holder(WRITER) == holder.pid
         with pytest.raises(RootBusyError, match=rf"another live process; the kernel names pid {holder.pid} "):
             Lease.acquire(storage, "a job")
         holder.communicate()
-    assert storage.lock_holder("writer.json") is None
+    assert storage.lock_holder(WRITER) is None
 
 
 def test_to_ask_who_holds_a_lock_does_not_give_it_up(tmp_path):

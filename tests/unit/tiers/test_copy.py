@@ -14,7 +14,7 @@ import pytest
 from ckpt_core.commit import Catalog, begin, collect_orphans, commit, verify, working_name
 from ckpt_core.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError
 from ckpt_core.formats.checksums import checksum
-from ckpt_core.names import run_name
+from ckpt_core.names import aside_name, run_name
 from ckpt_core.storage import LocalStorage, MemoryStorage, Storage
 from ckpt_core.testing import Fault, FaultyStorage
 from ckpt_core.tiers import CheckpointCopy, CopyTerms, copy_checkpoint
@@ -267,3 +267,18 @@ def test_an_object_in_place_of_the_prefix_is_named_where_it_is_in_the_way():
     target.write_bytes(info.name, b"mine")
     with pytest.raises(CheckpointExistsError, match="is a file, where the directory of a copy must be"):
         CheckpointCopy.of(source, target, info.name).begin()
+
+
+def test_a_copy_settles_what_was_set_aside_for_its_own_name_only(tmp_path):
+    source, target = LocalStorage(tmp_path / "source"), LocalStorage(tmp_path / "target")
+    names = [save(source, step).name for step in (1, 2, 3)]
+    for name in names[:2]:
+        copy_checkpoint(source, target, name, CopyTerms())
+    asides = [aside_name(name, "0123abcd") for name in names[:2]]
+    for name, aside in zip(names[:2], asides, strict=True):
+        target.rename(name, aside)
+    copy_checkpoint(source, target, names[2], CopyTerms())
+    assert {asides[0], asides[1], names[2]} <= target.directories("")
+    copy_checkpoint(source, target, names[0], CopyTerms())
+    assert target.directories("") == {names[0], asides[1], names[2]}
+    assert verify(target, names[0]) == []

@@ -31,11 +31,11 @@ def test_tiers_read_back_as_written_and_none_where_nothing_was_written():
 def test_a_file_of_tiers_that_was_changed_or_is_newer_is_refused():
     storage = MemoryStorage()
     write_tiers(storage, RECORDS)
-    content = storage.read_bytes("tiers.json")
+    content = storage.read_bytes(".ckpt-suite/tiers.json")
     for wrong in (content[:-9], content.replace(b"bucket", b"other!"), b"{}", b"[", b"\xff" * 9):
-        storage.replace("tiers.json", wrong)
+        storage.replace(".ckpt-suite/tiers.json", wrong)
         with pytest.raises(CorruptCheckpointError):
             read_tiers(storage)
-    storage.replace("tiers.json", b'{"format_version":99}')
+    storage.replace(".ckpt-suite/tiers.json", b'{"format_version":99}')
     with pytest.raises((CorruptCheckpointError, IncompatibleCheckpointError)):
         read_tiers(storage)

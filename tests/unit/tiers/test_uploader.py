@@ -13,6 +13,7 @@ import pytest
 from ckpt_core.commit import Catalog
 from ckpt_core.coordination import Solo
 from ckpt_core.errors import UploadError
+from ckpt_core.names import OWN
 from ckpt_core.options import CheckpointOptions, Upload
 from ckpt_core.storage import MemoryStorage
 from ckpt_core.telemetry import InMemorySink, Telemetry
@@ -125,7 +126,7 @@ def test_an_upload_that_fails_gives_way_to_a_newer_checkpoint(caplog):
     service.run()
     assert service.steps == [2]
     assert service.outcomes[1] == [None]
-    assert not [entry.name for entry in service.inner.list("") if entry.name.startswith(".")]
+    assert not [entry.name for entry in service.inner.list("") if entry.name.startswith(".i")]
 
 
 @pytest.mark.parametrize("when_busy", ["queue", "wait"])
@@ -166,7 +167,7 @@ def test_a_torn_upload_that_nobody_continues_is_removed_and_one_that_goes_on_is_
         spared={torn},
     )
     tier.take()
-    assert [entry.name for entry in service.inner.list("") if entry.is_directory] == [torn]
+    assert [entry.name for entry in service.inner.list("") if entry.is_directory] == [OWN, torn]
     tier.release()
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from ckpt_core.cli._arguments import none_committed, open_root
 from ckpt_core.cli._outcome import Outcome, Table
 from ckpt_core.errors import ConfigError
-from ckpt_core.names import DAMAGED, JOURNAL, MARKER, PINS, TIERS, WRITER, is_own_file
+from ckpt_core.names import MARKER, OWN, is_own_file
 from ckpt_core.options import bytes_text
 from ckpt_core.reporting import Section, goodput, page, report_of, sections
 
@@ -19,7 +19,7 @@ from ckpt_core.reporting import Section, goodput, page, report_of, sections
 def run(arguments: Namespace) -> Outcome:
     storage = open_root(arguments.root, arguments.storage_options)
     report = report_of(storage, time.time())
-    if not report.checkpoints and not report.runs and not report.unreadable and report.older is None:
+    if not report.checkpoints and not report.runs and not report.unreadable:
         raise none_committed(storage)
     written = "" if arguments.html is None else _write(Path(arguments.html), page(report))
     return Outcome(
@@ -31,7 +31,7 @@ def run(arguments: Namespace) -> Outcome:
 def _write(path: Path, text: str) -> str:
     """Write the page, but over no file of a root, and into no checkpoint."""
     place = path.absolute()
-    own = is_own_file(place.name) or place.name in JOURNAL | {DAMAGED, PINS, TIERS, WRITER}
+    own = is_own_file(place.name) or OWN in place.parts
     if own or any((parent / MARKER).exists() for parent in place.parents):
         what = "is the name of a file of checkpoints" if own else "lies in a checkpoint"
         raise ConfigError(f"--html {path}: it {what}; write it elsewhere")

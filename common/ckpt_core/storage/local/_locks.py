@@ -25,7 +25,7 @@ from typing import Final, final
 
 from ckpt_core.disclosure import logger_of
 from ckpt_core.storage._base import Lock, is_full
-from ckpt_core.storage.local._paths import open_regular
+from ckpt_core.storage.local._paths import make_directories, open_regular
 
 _logger = logger_of(__name__)
 _REFUSED = {errno.EAGAIN, errno.EACCES}
@@ -140,6 +140,7 @@ def holder_of(path: Path) -> int | None:
 
 def _open(path: Path) -> int:
     """Open the lock file, and keep it to those who may write to its directory."""
+    make_directories(path.parent)
     try:
         descriptor = open_regular(path, os.O_RDWR | os.O_CREAT, 0o600)
     except PermissionError as error:

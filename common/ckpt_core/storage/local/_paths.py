@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Final, cast, final
 
-from ckpt_core.names import aside_name
+from ckpt_core.names import OWN, aside_name
 from ckpt_core.storage._keys import ends_early
 from ckpt_core.storage._small import ForeignFileError
 
@@ -152,7 +152,18 @@ def make_directories(path: Path) -> None:
         except FileExistsError:
             if not directory.is_dir():
                 raise NotADirectoryError(errno.ENOTDIR, "a file is in the way", str(directory)) from None
+        else:
+            if directory.name == OWN:
+                _share_as(directory.parent, directory)
         sync_directory(directory.parent)
+
+
+def _share_as(root: Path, directory: Path) -> None:
+    """Let those write to a directory who may write to the root that it is in."""
+    found = root.stat()
+    with suppress(OSError):  # some filesystems have one mode for all
+        os.chown(directory, -1, found.st_gid)
+        directory.chmod(stat.S_IMODE(found.st_mode))
 
 
 def delete(path: Path) -> None:

@@ -230,7 +230,7 @@ class LocalStorage(Storage):
 
     def try_lock(self, key: str) -> Lock | None:
         """Lock the file `<key>.lock` next to `key`; it is never deleted."""
-        path = self._made(f"{file_key(key)}.lock")
+        path = self._path(f"{file_key(key)}.lock")
         if (lock := try_lock_file(path)) is not None:
             _make_spares(path)
         return lock
