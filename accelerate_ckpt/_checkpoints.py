@@ -124,7 +124,6 @@ _SHADOWED = (
     "log",
     "prepare_optimizer",
     "prepare_data_loader",
-    "skip_first_batches",
 )
 
 
@@ -642,11 +641,6 @@ def _shadows(attached: AcceleratorCheckpoints) -> dict[str, Callable[..., Any]]:
     def prepare_data_loader(data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         return attached.progress.loaders.prepare(stock.prepare_data_loader, data_loader, *args, **kwargs)
 
-    def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-        copy = stock.skip_first_batches(dataloader, num_batches)
-        attached.progress.loaders.track_copy(dataloader, copy)
-        return copy
-
     return {
         "save_state": _save_state(attached, end_training),
         "load_state": attached.load,
@@ -655,7 +649,6 @@ def _shadows(attached: AcceleratorCheckpoints) -> dict[str, Callable[..., Any]]:
         "log": log,
         "prepare_optimizer": prepare_optimizer,
         "prepare_data_loader": prepare_data_loader,
-        "skip_first_batches": skip_first_batches,
     }
 
 

@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from accelerate_ckpt.data import Loaders
+from accelerate_ckpt._loaders import Loaders
 from ckpt_core.state import Gradients, owner, under, unwrap_optimizer
 from ckpt_core.types import SavedState
 

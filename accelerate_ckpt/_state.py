@@ -34,6 +34,7 @@ from accelerate_ckpt._host_calls import (
     torch_bytes,
     weight_files,
 )
+from accelerate_ckpt._loaders import positions_in_samples
 from accelerate_ckpt._progress import Progress, Window, trainable, trained_by
 from accelerate_ckpt._roots import Settings
 from accelerate_ckpt._small_files import (
@@ -45,7 +46,6 @@ from accelerate_ckpt._small_files import (
     verified_files,
     write_files,
 )
-from accelerate_ckpt.data import positions_in_samples
 from ckpt_core.commit import Catalog, verify
 from ckpt_core.coordination import Coordinator
 from ckpt_core.disclosure import logger_of
@@ -332,8 +332,7 @@ class AcceleratorState(StateSource):
             "rng_seed": rng_seed(rng),
             "rng": rng,
             "initial_seed": torch.initial_seed(),
-            # A stateful loader's position is its rank's own.
-            _LOADERS: [{**position, "state": None} if position else {} for position in positions],
+            _LOADERS: [_without_own(position) for position in positions],
             "optimizers": len(self._accelerator._optimizers),
             "models": len(self._accelerator._models),
             "within_window": self._window.is_open,
@@ -419,9 +418,8 @@ class AcceleratorState(StateSource):
                 "which loaders were prepared"
             )
         same_ranks = saved.world_size == accelerator.num_processes and _LOADERS in saved.per_rank
-        positions = saved.per_rank[_LOADERS] if same_ranks else shared.get(_LOADERS, [])
-        notes += self._progress.loaders.restore(positions, rng_state(), same_ranks=same_ranks)
-        return notes
+        own = saved.per_rank[_LOADERS] if same_ranks else None
+        return notes + self._progress.loaders.restore(shared.get(_LOADERS, []), own, rng_state())
 
     def _apply_rng(self, saved: SavedState, shared: Mapping[str, Any]) -> Sequence[str]:
         if _RNG in saved.per_rank:
@@ -436,3 +434,9 @@ class AcceleratorState(StateSource):
             return [text + "those of rank 0, as the script seeds both alike", *load_rng_state(shared["rng"])]
         derive_rng(shared["rng_seed"], rank)
         return [text + "derived from rank 0's"]
+
+
+def _without_own(position: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Leave out a stateful loader's own state, which is its rank's own."""
+    kept = {name: each for name, each in position.get("loader", {}).items() if name != "own"}
+    return {**position, "loader": kept} if position else {}

@@ -159,11 +159,8 @@ ACCELERATE = {
     "accelerate:Accelerator.log": None,  # decorated, which hides its parameters
     "accelerate:Accelerator.prepare_optimizer": "optimizer",
     "accelerate:Accelerator.prepare_data_loader": "data_loader",
-    "accelerate:Accelerator.skip_first_batches": "dataloader num_batches",
-    "accelerate.data_loader:DataLoaderAdapter._update_state_dict": "",
     "accelerate.data_loader:DataLoaderStateMixin.begin": "",
     "accelerate.data_loader:DataLoaderStateMixin.end": "",
-    "accelerate.data_loader:get_sampler": "dataloader",
     "accelerate.data_loader:BatchSamplerShard": None,
     "accelerate.data_loader:IterableDatasetShard": None,
     "accelerate.data_loader:SkipBatchSampler": "batch_sampler skip_batches",
@@ -310,13 +307,19 @@ def test_batches_that_lightning_drew_ahead_are_where_we_look_for_them(package):
 def test_loaders_of_accelerate_call_what_we_replace_for_every_epoch_and_batch():
     loaders = pytest.importorskip("accelerate.data_loader")
     seams = {
-        loaders.DataLoaderShard: ("begin()", "base_dataloader.__iter__()", "_update_state_dict()", "end()"),
-        loaders.SkipDataLoader: ("begin()", "base_dataloader.__iter__()", "_update_state_dict()", "end()"),
-        loaders.DataLoaderDispatcher: ("begin()", "base_dataloader.__iter__()", "slice_fn(", "end()"),
+        loaders.DataLoaderShard: ("self.begin()", "self.base_dataloader.__iter__()", "next(", "self.end()"),
+        loaders.DataLoaderDispatcher: ("self.begin()", "self.base_dataloader.__iter__()", "self.end()"),
     }
     for loader, called in seams.items():
         source = inspect.getsource(loader.__iter__)
-        assert [each for each in called if f"self.{each}" not in source] == [], loader.__name__
+        places = [source.find(each) for each in called]
+        assert places == sorted(places), loader.__name__
+        assert min(places) >= 0, loader.__name__
+    shards = (loaders.BatchSamplerShard, loaders.IterableDatasetShard)
+    for shard in shards:
+        assert {"split_batches", "num_processes", "process_index"} <= inspect.signature(
+            shard
+        ).parameters.keys()
     for method, called in (("begin", "_add_dataloader(self)"), ("end", "_remove_dataloader(self)")):
         source = inspect.getsource(getattr(loaders.DataLoaderStateMixin, method))
         assert f"self.gradient_state.{called}" in source
@@ -346,14 +349,14 @@ def test_the_trainer_runs_epochs_as_we_follow_them():
     assert unpacked in " ".join(loop.split())
     epoch = inspect.getsource(transformers.Trainer._run_epoch)
     skipping, loading, fetching = "skip_first_batches(", "_load_rng_state(resume", "get_batch_samples("
+    assert "skip_first_batches" in vars(transformers.trainer)
     assert epoch.index(skipping) < epoch.index(fetching) < epoch.rindex(loading)
 
 
-def test_a_loader_keeps_dataset_and_sampler_where_we_replace_them():
+def test_a_loader_keeps_its_dataset_where_we_replace_it():
     torch = pytest.importorskip("torch")
     loader = torch.utils.data.DataLoader(range(4), batch_size=2)
-    assert {"dataset"} <= vars(loader).keys()
-    assert {"sampler"} <= vars(loader.batch_sampler).keys()
+    assert {"dataset", "batch_sampler", "sampler"} <= vars(loader).keys()
 
 
 def test_what_we_set_on_arguments_and_state_of_a_trainer_is_there():

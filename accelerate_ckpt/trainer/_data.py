@@ -1,14 +1,13 @@
 """The data of a Trainer's training: where it is, and where a resumed one goes on.
 
 The stock Trainer divides the number of steps by those of an epoch as it would be now: wrong for a stream
-without a length, and for any other number of ranks, size of batches or accumulation. It draws the order of
-the resumed epoch from wherever the generators are. So that a resumed run sees the data it would have seen:
+without a length, and for any other number of ranks, size of batches or accumulation. `ckpt_core.data` keeps
+the position in its loader; here are the numbers that follow from it:
 
-    at the start of every epoch      remember the generators that its order is drawn from
     every fetch                      count batches
-    save                             epoch, batches and samples trained on, that start
+    save                             epoch, batches trained on, the position in the loader
     a resume, before the first step  epochs and steps to come, from samples
-    the first epoch                  begins from the remembered start, behind those samples
+    the first epoch                  begins behind those samples, from the random numbers of the save
 """
 
 from __future__ import annotations
@@ -16,32 +15,20 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self, final
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+import transformers.trainer
+from accelerate.data_loader import DataLoaderDispatcher
+from torch.utils.data import DataLoader
 
-from accelerate_ckpt.data._layout import (
-    Cut,
-    LoaderLayout,
-    base_of,
-    is_persistent,
-    lend_generator,
-    length,
-    order_of,
-    place_rest,
-    put_seeds_back,
-    rewind,
-    set_generator,
-    start_here,
-)
-from accelerate_ckpt.data._tracked import change_of_order, goes_on
-from ckpt_core.data import Draws, batches_in, draw_seed, keeps_iterator
+from accelerate_ckpt._loaders import base_of, fetches_of, position_of
+from ckpt_core.data import LoaderPosition, batches_in, hidden_position, in_samples, keeps_iterator
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, CorruptCheckpointError, FileFailure
+from ckpt_core.hosting import replaced
 from ckpt_core.state import decode, encode
 from ckpt_core.types import DataPosition
 
@@ -62,38 +49,24 @@ class Position:
     """How far into its data a training is; the same on every rank.
 
     Attributes:
-        batches: those of that epoch trained on, as its loader counts them.
-        cuts: what its loader left out of each order, because ranks or batches changed within the epoch.
+        batches: those of that epoch trained on, as the Trainer counts them.
+        per_batch: samples that all ranks together see in one of them.
+        samples: in an optimizer step.
     """
 
     step: int
     epoch: int
     batches: int
     length: int | None
-    cuts: Sequence[Cut]
-    layout: LoaderLayout
+    per_batch: int
     accumulation: int
     ranks: int
     samples: int
-    """Samples in an optimizer step."""
 
     @property
     def complete(self) -> bool:
         """Whether every batch of the epoch was trained on."""
         return self.length is not None and self.batches >= self.length
-
-    def done(self, whole: int | None) -> list[int]:
-        """Return how much of each order was trained on.
-
-        Args:
-            whole: how much there is in one order, if that is known; its last batch may be filled up.
-        """
-        taken = self.layout.taken(self.batches * self.layout.fetches)
-        cuts = self.cuts or [(0, 0)] * len(taken)
-        done = [here + tail - head for here, (head, tail) in zip(taken, cuts, strict=True)]
-        if whole is None or len(done) > 1:
-            return done
-        return [whole if self.complete else min(done[0], whole)]
 
     def __str__(self) -> str:
         ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
@@ -106,23 +79,24 @@ class DataProgress:
     """What a checkpoint holds of one rank's progress.
 
     Attributes:
+        loader: the position in its loader; None of one that cannot tell it.
+        of: samples in an epoch, if they are known.
+        evaluated: positions in the loaders of evaluations whose workers live on.
         loss: the sum that is not logged yet, and the step up to which it is.
     """
 
     position: Position
-    start: Mapping[str, Any]
-    evaluated: Sequence[str]
+    loader: Mapping[str, Any] | None
+    of: int | None
+    evaluated: Mapping[str, Mapping[str, Any]]
     loss: tuple[torch.Tensor, int]
-    order: Mapping[str, Any]
 
     @classmethod
     def read(cls, content: bytes, path: str) -> Self:
         """Return what is in a file."""
         try:
             fields = decode(json.loads(content))
-            position = fields.pop("position")
-            layout = LoaderLayout(**position.pop("layout"))
-            return cls(position=Position(**position, layout=layout), **fields)
+            return cls(position=Position(**fields.pop("position")), **fields)
         except (CheckpointError, AttributeError, KeyError, TypeError, ValueError) as error:
             failure = FileFailure(path=path, problem=f"it is no progress of a training ({error!r:.200})")
             raise CorruptCheckpointError(str(failure), failures=(failure,)) from error
@@ -133,10 +107,10 @@ class DataProgress:
 
     def in_samples(self) -> DataPosition:
         """Return the position, counted in samples of all ranks."""
-        position, of = self.position, self.order["samples"]
-        done = position.layout.samples(position.done(None))
-        done = of if of is not None and position.complete else done
-        return DataPosition(epoch=position.epoch, samples=done if of is None else min(done, of), of=of)
+        epoch = self.position.epoch
+        if self.position.batches == 0:
+            return DataPosition(epoch=epoch, samples=0, of=self.of)
+        return in_samples(self.loader, of=self.of, epoch=epoch) or DataPosition(epoch=epoch, of=self.of)
 
 
 @final
@@ -145,41 +119,28 @@ class Continuation:
     """How a resumed training goes on in its data.
 
     Attributes:
-        skip: batches of that epoch that the Trainer skips: whole accumulation windows, or all.
-        again: whether the epoch begins again, because its rest is unknown for other ranks or batches.
+        skip: batches of that epoch that count as done: whole accumulation windows, or all.
+        done: samples of that epoch that are not seen again.
+        to_come: batches that follow; None if unknown.
     """
 
     epoch: int
     skip: int = 0
-    cuts: Sequence[Cut] = ()
     done: int = 0
-    again: bool = False
+    to_come: int | None = None
 
-
-def continuation(
-    position: Position, now: LoaderLayout, accumulation: int, *, whole: int | None, batches: int = 0
-) -> Continuation:
-    """Return how to go on from a position.
-
-    `whole` is how much there is in the order of an epoch, and `batches` are those of an epoch now: the data
-    set may have grown since one that is complete.
-    """
-    if position.batches == 0:
-        return Continuation(epoch=position.epoch)
-    done = position.done(whole)
-    if (now, accumulation) == (position.layout, position.accumulation):
-        grown = position.complete and not position.cuts
-        skip = max(position.batches, batches if grown else 0)
-        return Continuation(epoch=position.epoch, skip=skip, cuts=position.cuts, done=sum(done))
-    if not now.goes_on_from(position.layout, len(done)):
-        return Continuation(epoch=position.epoch, again=True)
-    skip = sum(done) // (now.per_step * accumulation) * accumulation
-    while any(head > tail for head, tail in zip(now.taken(skip * now.fetches), done, strict=True)):
-        skip -= accumulation
-    if skip == 0 and position.complete:
-        return Continuation(epoch=position.epoch + 1)  # too few samples for a single step
-    cuts = list(zip(now.taken(skip * now.fetches), done, strict=True))
-    return Continuation(epoch=position.epoch, skip=skip, cuts=cuts, done=sum(done))
+    @classmethod
+    def of(cls, found: Position, now: Position, *, done: int, to_come: int | None) -> Self:
+        """Return how to go on from `found` with the batches of `now`."""
+        if found.batches == 0:
+            return cls(epoch=found.epoch)
+        alike = (now.per_batch, now.accumulation) == (found.per_batch, found.accumulation)
+        if alike and done:
+            return cls(epoch=found.epoch, skip=found.batches, done=done, to_come=to_come)
+        skip = done // (now.per_batch * now.accumulation) * now.accumulation
+        if not skip and found.complete and done:
+            return cls(epoch=found.epoch + 1)  # too few samples for a single step
+        return cls(epoch=found.epoch, skip=skip, done=done, to_come=to_come)
 
 
 @final
@@ -208,19 +169,12 @@ class Steps:
             return replace(self, epochs=chosen.epoch + 1 + more)
         return replace(self, total=position.step + left + self.total - (chosen.epoch + 1) * self.per_epoch)
 
-
-def note(before: Position, now: Position, chosen: Continuation, steps: Steps, *, rest: str) -> str:
-    """Return what a change of ranks, batches or accumulation comes to."""
-    data = rest if chosen.done else f"begins epoch {chosen.epoch}"
-    if chosen.again:
-        data = (
-            f"begins epoch {chosen.epoch} again, as its rest is unknown for this number of ranks and "
-            "workers, or for these batches"
-        )
-    return (
-        f"step {before.step} was saved by {before}, and is resumed by {now}: it {data}. Training ends at "
-        f"step {steps.total}; the learning rate is scheduled for that many, and stepped once in each"
-    )
+    def with_rest(self, chosen: Continuation, accumulation: int) -> Steps:
+        """Return the numbers of epochs like the resumed one."""
+        if chosen.to_come is None:
+            return self
+        batches = chosen.skip + chosen.to_come
+        return replace(self, batches=batches, per_epoch=max(1, -(-batches // accumulation)))
 
 
 _logger = logger_of(__name__)
@@ -244,16 +198,10 @@ class Resumed:
     first: DataProgress
     own: DataProgress | None
 
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Entry:
-    """The first epoch of a resumed training."""
-
-    chosen: Continuation
-    steps: Steps
-    progress: DataProgress
-    undo: ExitStack = field(repr=False)
+    def of(self, ranks: int, loader: Any = None) -> DataProgress:
+        """Return this rank's progress, or the first one's if that counts for all."""
+        alike = self.first.position.ranks == ranks and not isinstance(loader, DataLoaderDispatcher)
+        return self.own if alike and self.own is not None else self.first
 
 
 @final
@@ -272,13 +220,11 @@ class TrainerData:
             name: getattr(trainer, name) for name in _SHADOWED if hasattr(trainer, name)
         }
         self._resumed: Resumed | None = None
-        self._entry: _Entry | None = None
-        self._progress: DataProgress | None = None
-        self._drawn = 0
+        self._entry: tuple[Continuation, Steps] | None = None
+        self._position: Position | None = None
         self._loader: Any = None
+        self._place: LoaderPosition | None = None
         self._exhausted = False
-        self._again: str | None = None
-        self._draws = Draws()
         self.epoch_ended = True
 
     def shadows(self) -> dict[str, Callable[..., Any]]:
@@ -294,11 +240,11 @@ class TrainerData:
     @contextmanager
     def training(self, resumed: Resumed | None) -> Generator[None]:
         """Follow one training, from a checkpoint or from the start."""
-        self._resumed, self._progress, self._drawn = resumed, None, 0
+        self._resumed, self._position = resumed, None
         try:
             yield
         finally:
-            self._resumed = self._entry = self._loader = None
+            self._resumed = self._entry = self._loader = self._place = None
 
     def begin(self) -> None:
         """Go on with the sum of the losses that were not logged yet."""
@@ -313,25 +259,39 @@ class TrainerData:
 
     def progress(self) -> DataProgress | None:
         """Return this rank's progress, for a save; None if no epoch has begun."""
-        found, trainer = self._present(), self._trainer
-        if found is None and self._entry is not None:
-            found = self._entry.progress
-        if found is None:
-            return None
-        position = replace(found.position, step=trainer.state.global_step)
-        if position.batches == 0:  # between epochs
-            found = replace(found, start=_start_of(self._loader, position.epoch))
-        elif not position.complete:
-            self._draws.tell(self._loader, ahead=self._draws.before is not None)
-        alive = getattr(trainer, "_eval_dataloaders", {}) if trainer.args.dataloader_num_workers else {}
+        trainer, position = self._trainer, self._position
         loss = (trainer._tr_loss.detach().cpu(), trainer._globalstep_last_logged)
-        return replace(found, position=position, evaluated=sorted(alive), loss=loss)
+        if position is None:
+            if self._entry is None or self._resumed is None:
+                return None
+            found = self._resumed.of(trainer.args.world_size)
+            return replace(found, position=replace(found.position, step=trainer.state.global_step), loss=loss)
+        place, alive = self._place, getattr(trainer, "_eval_dataloaders", {})
+        if place is None or (not place.ahead and hidden_position(self._loader) is not None):
+            return None
+        ended = position.batches == 0 or position.complete or self._has_ended
+        own = self._loader.state_dict() if place.ahead and not ended and place.keeps_own_state else None
+        return DataProgress(
+            position=replace(position, step=trainer.state.global_step),
+            loader=place.state(ended=ended, own=own),
+            of=place.samples,
+            evaluated={
+                name: position_of(each).state(ended=True)
+                for name, each in alive.items()
+                if _can_follow(each) and each.persistent_workers
+            },
+            loss=loss,
+        )
+
+    @property
+    def _has_ended(self) -> bool:
+        return self._exhausted or bool(getattr(self._loader, "end_of_dataloader", False))
 
     @property
     def epochs(self) -> int | None:
         """Epochs finished; None where the loader is not followed."""
-        if self._progress is not None:
-            return self._progress.position.epoch
+        if self._position is not None:
+            return self._position.epoch
         if self._resumed is None:
             return None
         position = self._resumed.first.position
@@ -339,242 +299,168 @@ class TrainerData:
 
     def end_epoch(self, *, stopped: bool) -> bool:
         """Note that training has left an epoch; return whether that has ended."""
-        found = self._present()
-        if found is None:
+        position = self._position
+        if position is None:
             return not stopped
-        position = found.position
         if stopped and not (position.complete or (self._exhausted and position.length is None)):
             return False
-        after = replace(position, epoch=position.epoch + 1, batches=0, cuts=())
-        self._progress, self._drawn = replace(found, position=after), 0
+        self._position = replace(position, epoch=position.epoch + 1, batches=0)
         return True
-
-    def _present(self) -> DataProgress | None:
-        """Return the progress after the batches drawn until now."""
-        if self._progress is None or not self._drawn:
-            return self._progress
-        position = self._progress.position
-        return replace(self._progress, position=replace(position, batches=position.batches + self._drawn))
 
     def _initial_values(self, args: Any, dataloader: Any, *rest_of_call: Any) -> tuple[Any, ...]:
         """Compute epochs and steps; those to come follow from the samples to come."""
         stock = self._stock["set_initial_training_values"]
         values: tuple[Any, ...] = stock(args, dataloader, *rest_of_call)
-        self._loader = dataloader
-        _tell_of_loader(dataloader, args)
-        if self._entry is not None:  # a second try, as of `auto_find_batch_size`
-            self._entry.undo.close()
-        self._entry = None
-        if self._resumed is None or not _can_follow(dataloader) or self._trainer.get_sp_size() > 1:
+        self._loader, self._entry = dataloader, None
+        self._place = position_of(dataloader) if _can_follow(dataloader) else None
+        if self._place is None and args.process_index == 0:
+            _logger.warning(
+                "the position in a %s cannot be saved, as it is no torch DataLoader or keeps its iterator: a "
+                "run that is resumed within an epoch finds its place as under the stock Trainer, and draws "
+                "and drops what was seen",
+                type(dataloader).__name__,
+            )
+        if self._resumed is None or self._place is None or self._trainer.get_sp_size() > 1:
             return values
-        position, own = self._resumed.first.position, self._resumed.own
-        layout, accumulation = LoaderLayout.of(dataloader), args.gradient_accumulation_steps
-        whole, batches, steps = length(dataloader), batches_in(dataloader), _steps_in(values)
-        found = continuation(position, layout, accumulation, whole=whole, batches=batches or 0)
-        chosen = Continuation(epoch=found.epoch) if args.ignore_data_skip else found
-        # Ranks that share one order in another way must draw it from the same state.
-        alike = position.ranks == args.world_size and position.layout == layout
-        progress = own if own is not None and alike else self._resumed.first
-        undo = ExitStack()
-        if chosen.cuts:
-            again = partial(_draw_again, dataloader, progress.start)
-            undo.callback(place_rest(dataloader, chosen.cuts, rewinds=[again]))
-        first = _steps_in(stock(args, dataloader, *rest_of_call))
-        self._entry = _Entry(chosen=chosen, steps=first, progress=progress, undo=undo)
-        if batches is not None:
-            steps = steps.after(position, found, first, accumulation, fixed=args.max_steps > 0)
+        epochs, per_epoch, *_, batches, total = values
+        steps = Steps(epochs=epochs, per_epoch=per_epoch, batches=batches, total=total)
+        position, accumulation = self._resumed.first.position, args.gradient_accumulation_steps
+        now = replace(position, **self._dealing)
+        notes, chosen = self._put_back(), self._continuation(now)
+        self._place.forget()  # until the epoch begins
+        first = steps.with_rest(chosen, accumulation)
+        if batches_in(dataloader) is not None:
+            steps = steps.after(position, chosen, first, accumulation, fixed=args.max_steps > 0)
+        if args.ignore_data_skip:
+            chosen, notes = Continuation(epoch=chosen.epoch), []
+        self._entry = chosen, first
         if args.process_index == 0:
-            now = replace(position, **self._dealing(dataloader))
-            if now != position:
-                rest = goes_on(dataloader, chosen.epoch, chosen.done, whole)
-                _logger.warning("%s", note(position, now, chosen, steps, rest=rest))
-            _tell_of_rest(progress, chosen, dataloader)
+            _tell(position, now, chosen, steps, notes=notes)
         return (steps.epochs, *values[1:6], steps.total)
 
-    def _dealing(self, loader: Any) -> dict[str, Any]:
-        """Return the part of a position that says how samples are dealt out now."""
-        args = self._trainer.args
+    @property
+    def _dealing(self) -> dict[str, Any]:
+        """The part of a position that says how samples are dealt out now."""
+        args, place = self._trainer.args, self._place
+        assert place is not None
         return {
-            "layout": LoaderLayout.of(loader),
+            "per_batch": place.per_batch * fetches_of(self._loader),
             "accumulation": args.gradient_accumulation_steps,
             "ranks": args.world_size,
             "samples": self._trainer.get_total_train_batch_size(args),
         }
 
+    def _put_back(self) -> list[str]:
+        """Let the next epoch begin from where the save found it; return notes."""
+        args, resumed, place = self._trainer.args, self._resumed, self._place
+        assert resumed is not None
+        found = resumed.of(args.world_size, self._loader)
+        if place is None or found.loader is None:
+            return []
+        notes = place.restore(found.loader, same_ranks=found.position.ranks == args.world_size)
+        return [] if found.position.batches == 0 else notes
+
+    def _continuation(self, now: Position) -> Continuation:
+        resumed, place = self._resumed, self._place
+        assert resumed is not None
+        assert place is not None
+        found = resumed.of(now.ranks, self._loader)
+        whole, loops = place.samples, batches_in(self._loader)
+        if found.loader is None or found.loader["ended"]:
+            done, to_come = whole or found.position.batches * now.per_batch, 0
+        else:
+            done, to_come = place.seen, place.to_come
+            done = done if whole is None else min(done, whole)
+        if to_come is not None:
+            to_come = -(-to_come // fetches_of(self._loader))
+        chosen = Continuation.of(found.position, now, done=done, to_come=to_come)
+        if found.position.complete and chosen.skip == found.position.batches:
+            return replace(chosen, skip=max(chosen.skip, loops or 0))  # the data set may have grown since
+        return chosen
+
     def _training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Return the first epoch, and the batches to skip in it."""
         epoch, skip = self._stock["_init_training_state"](*args, **kwargs)
-        return (epoch, skip) if self._entry is None else (self._entry.chosen.epoch, self._entry.chosen.skip)
+        return (epoch, skip) if self._entry is None else (self._entry[0].epoch, self._entry[0].skip)
 
     def _run_epoch(self, **call: Any) -> Any:
         """Run an epoch, the first one after a resume from where it was left."""
-        loader, epoch = call["train_dataloader"], call["epoch"]
+        loader, epoch, trainer = call["train_dataloader"], call["epoch"], self._trainer
         entry, self._entry = self._entry, None
-        state, control = self._trainer.state, self._trainer.control
+        state, control = trainer.state, trainer.control
         over = control.should_training_stop or (entry is not None and state.global_step >= state.max_steps)
-        if self._resumed is not None and epoch > 0:
-            _draw_no_seed(loader)
+        chosen, steps = (Continuation(epoch=epoch), None) if entry is None else entry
         with ExitStack() as undo:
-            if entry is not None:
-                undo.push(entry.undo)
-                self._enter(entry, loader, undo, over=over)
-                if batches_in(loader) is not None:
-                    call |= {
-                        "steps_in_epoch": entry.steps.batches,
-                        "num_update_steps_per_epoch": entry.steps.per_epoch,
-                    }
+            if entry is not None and steps is not None and not trainer.args.ignore_data_skip:
+                assert self._resumed is not None
+                self._put_back()
+                trainer._load_rng_state(self._resumed.checkpoint)
+                # With the position they are back; a loop of the Trainer's would put them back once more.
+                undo.enter_context(replaced(trainer, _load_rng_state=lambda _checkpoint: None))
+                nothing = chosen.skip > 0 and (over or chosen.to_come == 0)
+                rest = [] if nothing else loader
+                undo.enter_context(
+                    replaced(transformers.trainer, skip_first_batches=lambda _loader, _batches: rest)
+                )
+            if steps is not None and batches_in(loader) is not None:
+                call |= {"steps_in_epoch": steps.batches, "num_update_steps_per_epoch": steps.per_epoch}
             if over:
                 control.should_training_stop = True
-                if self.epoch_ended or entry is None or not entry.chosen.done:
-                    if self._resumed is not None:
-                        self._trainer._load_rng_state(self._resumed.checkpoint)
+                if self.epoch_ended or not chosen.done:
+                    if entry is None and self._resumed is not None:
+                        trainer._load_rng_state(self._resumed.checkpoint)
                     return None
                 call["num_update_steps_per_epoch"] = 0  # its end alone is still to come
-            undo.enter_context(self._draws.seen_of(base_of(loader)))
-            self._progress, self._drawn = self._begin(call, entry) if _can_follow(loader) else None, 0
+            self._exhausted = False
+            if self._place is not None:
+                self._position = Position(
+                    step=state.global_step,
+                    epoch=epoch,
+                    batches=chosen.skip,
+                    length=None if batches_in(loader) is None else call["steps_in_epoch"],
+                    **self._dealing,
+                )
             return self._stock["_run_epoch"](**call)
-
-    def _begin(self, call: dict[str, Any], entry: _Entry | None) -> DataProgress:
-        """Return the progress at the start of an epoch, or of the rest of one."""
-        loader, args = call["train_dataloader"], self._trainer.args
-        checkpoint = call["resume_from_checkpoint"]
-        resumed = checkpoint is not None and call["epoch"] == call["epochs_trained"]
-        skipped = call["steps_trained_in_current_epoch"] if resumed and not args.ignore_data_skip else 0
-        if resumed and not skipped:
-            self._trainer._load_rng_state(checkpoint)  # as the Trainer is about to
-        self._exhausted = False
-        position = Position(
-            step=self._trainer.state.global_step,
-            epoch=call["epoch"],
-            batches=skipped,
-            length=None if batches_in(loader) is None else call["steps_in_epoch"],
-            cuts=() if entry is None else entry.chosen.cuts,
-            **self._dealing(loader),
-        )
-        if entry is not None and entry.chosen.done:
-            return replace(entry.progress, position=position)
-        return DataProgress(
-            position=position,
-            start=_start_of(loader, call["epoch"]),
-            evaluated=(),
-            loss=(torch.zeros(()), 0),
-            order=order_of(loader),
-        )
-
-    def _enter(self, entry: _Entry, loader: Any, undo: ExitStack, *, over: bool) -> None:
-        """Put everything that the order of the first epoch follows from back."""
-        trainer, saved, chosen = self._trainer, entry.progress, entry.chosen
-        assert self._resumed is not None
-        if trainer.args.ignore_data_skip:
-            return
-        checkpoint = self._resumed.checkpoint
-        if hasattr(loader, "set_epoch"):
-            loader.set_epoch(chosen.epoch)
-        now = put_seeds_back(loader, saved.start)
-        if not chosen.done:
-            now()
-            set_generator(loader, saved.start)
-            return
-        undo.callback(now)
-        if over or chosen.skip >= entry.steps.batches:
-            trainer._load_rng_state(checkpoint)  # there may be no batch after which the Trainer would
-            return
-        rewind(loader, saved.start)
-        layout = LoaderLayout.of(loader)
-        if layout.fetches > 1 and not isinstance(loader.dataset, IterableDataset):
-            # Of a dispatching loader the Trainer skips fetches, not batches.
-            taken = (chosen.skip * layout.per_fetch, chosen.skip * layout.per_step)
-            undo.callback(place_rest(loader, [taken]))
-        self._again = None if chosen.skip else checkpoint
 
     def _batch_samples(self, iterator: Any, count: int, *args: Any, **kwargs: Any) -> Any:
         """Fetch the batches of one optimizer step, and count them."""
-        checkpoint, self._again = self._again, None
-        found = self._progress
-        if checkpoint is not None and found is not None:
-            # Where nothing is skipped, the Trainer loads the later ones first.
-            rewind(self._loader, found.start)
-        # With the first batch the order is drawn.
-        with self._draws.fetching() if self._drawn else nullcontext():
-            result = self._stock["get_batch_samples"](iterator, count, *args, **kwargs)
-        if checkpoint is not None:
-            self._trainer._load_rng_state(checkpoint)
+        result = self._stock["get_batch_samples"](iterator, count, *args, **kwargs)
         self._exhausted = len(result[0]) < count
-        self._drawn += len(result[0])
+        if self._position is not None:
+            self._position = replace(self._position, batches=self._position.batches + len(result[0]))
         return result
 
     def _eval_loader(self, *args: Any, **kwargs: Any) -> Any:
         """Make a loader for evaluation; its workers may have lived before the resume."""
         loader = self._stock["get_eval_dataloader"](*args, **kwargs)
-        if self._resumed is not None:
-            alive = getattr(self._trainer, "_eval_dataloaders", {})
-            for name in set(self._resumed.first.evaluated) & alive.keys():
-                _draw_no_seed(alive[name])
+        if _can_follow(loader):
+            position = position_of(loader)
+            found = {} if self._resumed is None else self._resumed.of(self._trainer.args.world_size).evaluated
+            for name, each in getattr(self._trainer, "_eval_dataloaders", {}).items():
+                if base_of(each) is base_of(loader) and name in found and position.is_new:
+                    position.restore(found[name])
         return loader
 
 
-def _tell_of_loader(loader: Any, args: Any) -> None:
-    if not _can_follow(loader) and args.process_index == 0:
+def _tell(
+    before: Position, now: Position, chosen: Continuation, steps: Steps, *, notes: Sequence[str]
+) -> None:
+    """Tell what a change of ranks, batches or accumulation comes to, and of the data."""
+    if now != before:
         _logger.warning(
-            "the position in a %s cannot be saved, as it is no torch DataLoader or keeps its iterator: a run "
-            "that is resumed within an epoch finds its place as under the stock Trainer, and draws and drops "
-            "what was seen",
-            type(loader).__name__,
+            "step %d was saved by %s, and is resumed by %s: it goes on in epoch %d%s. Training ends at step "
+            "%d; the learning rate is scheduled for that many, and stepped once in each",
+            before.step,
+            before,
+            now,
+            chosen.epoch,
+            " again" if before.batches and not chosen.done else "",
+            steps.total,
         )
+    for note in notes:
+        _logger.warning("epoch %d: %s", before.epoch, note)
 
 
 def _can_follow(loader: Any) -> bool:
     """Return whether it is a loader as torch has them, prepared or not."""
     return isinstance(loader, DataLoader) and not keeps_iterator(loader)
-
-
-def _tell_of_rest(saved: DataProgress, chosen: Continuation, loader: Any) -> None:
-    """Tell what the rest of an epoch comes to, whatever its ranks and batches are."""
-    order = order_of(loader)
-    if chosen.done and saved.order != order and not saved.position.complete:
-        _logger.warning(
-            "epoch %d of step %d: %s",
-            saved.position.epoch,
-            saved.position.step,
-            change_of_order(saved.order, order, chosen.done),
-        )
-    if chosen.skip and isinstance(loader.dataset, IterableDataset):
-        _logger.warning(
-            "the dataset is iterable: its first %d samples of epoch %d are read again and dropped",
-            chosen.done,
-            chosen.epoch,
-        )
-    if chosen.skip and getattr(loader, "submesh_tp", None) is not None:
-        _logger.warning(
-            "the copy of a loader by which Accelerate skips batches forgets the tensor parallel group: "
-            "its ranks see different samples for the rest of epoch %d. Set dispatch_batches=False in "
-            "accelerator_config, and each of them reads the dataset itself",
-            chosen.epoch,
-        )
-
-
-def _steps_in(values: tuple[Any, ...]) -> Steps:
-    epochs, per_epoch, *_, batches, total = values
-    return Steps(epochs=epochs, per_epoch=per_epoch, batches=batches, total=total)
-
-
-def _start_of(loader: Any, epoch: int) -> dict[str, Any]:
-    """Return what the order of an epoch that begins now is drawn from."""
-    return start_here(loader, made=is_persistent(loader) and epoch > 0)
-
-
-def _draw_again(loader: Any, start: Mapping[str, Any]) -> None:
-    """Go back to where an order was drawn, behind the seed of its iterator."""
-    rewind(loader, start)
-    if base_of(loader).generator is None:
-        draw_seed(None)
-
-
-def _draw_no_seed(loader: Any) -> None:
-    """Let making an iterator draw nothing from the global generator.
-
-    For workers that persist, which the run that was saved had made before.
-    """
-    base = base_of(loader)
-    if is_persistent(base) and base.generator is None:
-        lend_generator(base)  # for good: they draw no other seed

@@ -186,18 +186,6 @@ def let_draw_from(iterator: Any, sampler: Any, indices: Any = None) -> None:
         iterator._sampler_iter = indices
 
 
-def when_first_drawn(iterator: Any, act: Callable[[], object]) -> None:
-    """Act once an iterator without workers has its first indices, and fetches."""
-
-    def draw(indices: Iterator[Any]) -> Iterator[Any]:
-        for first in indices:
-            act()
-            yield first
-            yield from indices
-
-    iterator._sampler_iter = draw(iterator._sampler_iter)
-
-
 def fetch_ahead(iterator: Any, given: int) -> None:
     """Let idle workers fetch what follows `given` batches, each in its turn."""
     for _ in range(given % iterator._num_workers):

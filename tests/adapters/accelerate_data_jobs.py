@@ -67,6 +67,13 @@ class Stream(IterableDataset[torch.Tensor]):
         return iter([torch.tensor([float(index)]) for index in order[first::of]])
 
 
+class DrawingStream(Stream):
+    """Draws for each sample."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (torch.tensor([index, of_all()]) for index in range(STREAMED))
+
+
 class ByEpoch(Sampler[int]):
     """Orders by the epoch that it was told, as samplers of the user's do."""
 
@@ -171,6 +178,8 @@ def _loader(run: Run) -> DataLoader[Any]:
     if run.kind == "blocks":
         return DataLoader(Items(draws=run.draws), batch_sampler=Blocks(), **options)
     options |= {"batch_size": run.batch, "drop_last": run.drop_last}
+    if run.kind == "drawing_stream":
+        return DataLoader(DrawingStream(), **options)
     if run.kind in {"stream", "shuffled_stream"}:
         generator = torch.Generator().manual_seed(5) if run.kind == "shuffled_stream" else None
         return DataLoader(Stream(generator), **options)

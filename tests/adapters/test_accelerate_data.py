@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import logging
+import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torchdata.stateful_dataloader.sampler import RandomSampler
+import torch
+from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 import accelerate_ckpt
-from accelerate_ckpt.data._layout import Rest
+from ckpt_core.data import LoaderPosition
+from ckpt_core.state import decode, encode
 from tests.adapters.accelerate_data_jobs import (
     SAMPLES,
     STREAMED,
@@ -44,6 +50,8 @@ ONE_PROCESS = {
     "samples that draw, a sampler of numpy, the function": Run(draws=of_all, kind="numpy", by_function=True),
     "samples that draw, batches of the user's, evaluation": Run(draws=of_torch, kind="blocks", evaluate=True),
     "drawn where batches are made": Run(collate=collated, seedable=True),
+    "samples that draw, stateful": Run(draws=of_all, stateful=True),
+    "samples that draw, a dispatcher": Run(draws=of_all, dispatch=True),
 }
 ONE_PROCESS_SLOWLY = {
     "persistent workers": Run(workers=1, persistent=True, evaluate=True),
@@ -53,6 +61,10 @@ ONE_PROCESS_SLOWLY = {
     "stateful, persistent workers": Run(stateful=True, workers=2, persistent=True),
     "stateful, workers, seedable": Run(stateful=True, workers=2, seedable=True),
     "numpy, workers": Run(kind="numpy", workers=2),
+    "samples that draw, a worker": Run(draws=of_torch, workers=1),
+    "samples that draw, persistent workers": Run(draws=of_all, workers=2, persistent=True),
+    "drawn where workers make batches": Run(collate=collated, workers=1),
+    "samples that draw, stateful, workers": Run(draws=of_torch, stateful=True, workers=2),
 }
 TWO_RANKS = {
     "default": Run(evaluate_first=True),
@@ -61,6 +73,7 @@ TWO_RANKS = {
     "a dispatcher, the function": Run(dispatch=True, by_function=True),
     "a sampler with epochs": Run(kind="by_epoch"),
     "samples that draw": Run(draws=of_torch),
+    "samples that draw, a dispatcher": Run(draws=of_all, dispatch=True),
     "stateful, persistent workers": Run(stateful=True, workers=1, persistent=True),
 }
 ELASTIC = {
@@ -158,29 +171,62 @@ def test_a_loop_that_goes_on_behind_a_load_keeps_its_data(tmp_path: Path) -> Non
     made.end_training()
 
 
-TOLD = {
-    "no draws": (Run(), None),
-    "no draws, a worker": (Run(workers=1), None),
-    "exact": (Run(draws=of_torch), None),
-    "in a worker": (Run(draws=of_torch, workers=1), "in its workers"),
-    "in persistent workers": (Run(draws=of_all, workers=2, persistent=True), "in its workers"),
-    "where workers make batches": (Run(collate=collated, workers=1), "in its workers"),
-    "stateful": (Run(draws=of_torch, stateful=True), "ahead of the loop"),
-    "a dispatcher": (Run(draws=of_all, dispatch=True), "ahead of the loop"),
-}
+@pytest.mark.parametrize("seed", range(30))
+def test_any_chain_of_resumes_gives_every_sample_of_an_epoch_once(seed: int) -> None:
+    """Of ranks and batches in any order; of shuffled data and of a stream."""
+    chance = random.Random(seed)
+    samples, is_stream = chance.randint(20, 200), seed % 2 == 0
+    state, seen, ended = None, Counter[int](), False
+    while not ended:
+        ranks, size, batches = chance.randint(1, 4), chance.randint(1, 6), chance.randint(1, 5)
+        for rank in range(ranks):
+            loader = dealt(samples, size, rank, ranks, is_stream=is_stream)
+            position = LoaderPosition(loader, ahead=1)
+            if state is not None:
+                position.restore(state, same_ranks=False)
+            found = list(itertools.islice(loader, batches + 1))  # one is fetched ahead
+            if rank == 0:
+                saved, ended = position.state(ended=False), len(found) <= batches
+            seen.update(index for batch in found[:batches] for index in batch.tolist())
+        state = decode(json.loads(json.dumps(encode(saved))))
+        assert ended or set(seen.values()) == {1}
+    assert set(seen) == set(range(samples))
+    assert seen.total() - samples < ranks * size, "what fills up the last batches"
 
 
-@pytest.mark.parametrize("case", TOLD)
-def test_random_numbers_that_will_be_others_are_told_once_at_the_first_save_within_an_epoch(
-    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+class Numbers(torch.utils.data.IterableDataset[int]):
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.samples))
+
+
+def dealt(samples: int, size: int, rank: int, ranks: int, *, is_stream: bool) -> DataLoader[Any]:
+    """The inner loader of one that Accelerate has prepared."""
+    if is_stream:
+        shard = IterableDatasetShard(
+            Numbers(samples), batch_size=size, num_processes=ranks, process_index=rank
+        )
+        return DataLoader(shard, batch_size=size)
+    order = RandomSampler(range(samples), generator=torch.Generator().manual_seed(5))
+    batches = BatchSamplerShard(BatchSampler(order, size, drop_last=False), ranks, rank)
+    return DataLoader(range(samples), batch_sampler=batches)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dispatch", [None, True])
+def test_random_numbers_of_a_stream_that_will_be_others_are_told_once_at_the_first_save_within_an_epoch(
+    dispatch: bool | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run, told = TOLD[case]
-    loops([run.but(root=str(tmp_path), save_at=(PER_EPOCH,) if told else (2,), steps=PER_EPOCH)])
-    if told:
-        assert "draw random numbers" not in caplog.text, "at the end of an epoch all is exact"
-        loops([run.but(root=str(tmp_path / "within"), save_at=(2, 3), steps=3)])
-    assert caplog.text.count("draw random numbers") == (told is not None)
-    assert (told or "") in caplog.text
+    run = Run(kind="drawing_stream", draws=of_all, dispatch=dispatch)
+    whole = STREAMED // run.batch
+    loops([run.but(root=str(tmp_path), save_at=(whole,), steps=whole)])
+    assert "draw random numbers" not in caplog.text, "at the end of an epoch all is exact"
+    loops([run.but(root=str(tmp_path / "within"), save_at=(2, 3), steps=3)])
+    assert caplog.text.count("draw random numbers where it fetches ahead of the loop") == 1
 
 
 @pytest.mark.parametrize(("skips", "told"), [(5, "skips 5 batches"), (None, "begins this epoch again")])
@@ -304,8 +350,8 @@ def test_what_becomes_of_the_epoch_is_told_at_the_load(
     with caplog.at_level(logging.WARNING):
         made.load_state(f"{tmp_path}/checkpoint_2")
     assert (
-        "data loader 0 goes on in epoch 0 behind the 8 of 26 samples seen: the 18 others once each, but for "
-        "the last 3, which drop_last leaves out" in caplog.text
+        "data loader 0, epoch 0: the epoch goes on in its first order, after 8 of 26 samples: 1 rank(s) "
+        "share the other 18, each once; drop_last leaves 3 out" in caplog.text
     )
     assert "batches of 5 now, and made batches of 4: learning rate schedules count batches" in caplog.text
     made.end_training()
@@ -317,16 +363,20 @@ def test_what_becomes_of_the_epoch_is_told_at_the_load(
         (
             Run(),
             Run(kind="in_order"),
-            "26 samples in the order of RandomSampler when it was saved, and are 26 samples in the order of "
-            "SequentialSampler now: of the 8 samples seen, up to 8 are seen twice, and of the others up to 8",
+            "samples came shuffled, and do so until the epoch ends; then in the order of the data set",
         ),
-        (Run(), Run(samples=29), "and are 29 samples in the order of RandomSampler now"),
+        (
+            Run(),
+            Run(samples=29),
+            "the data set has 29 samples, and had 26 when the epoch began: 3 new ones are seen from the next "
+            "epoch on, 0 are gone",
+        ),
         (
             Run(kind="in_order"),
             Run(kind="in_order", samples=29),
-            "those behind the 8 seen follow in their order",
+            "3 new ones are seen from the next epoch on, 0 are gone",
         ),
-        (Run(kind="numpy"), Run(kind="by_epoch"), "26 samples in the order of ByEpoch now"),
+        (Run(kind="numpy"), Run(kind="by_epoch"), "the order of NumpyOrder cannot be made again"),
     ],
     ids=["no longer shuffled", "grown", "grown, in order", "another sampler"],
 )
@@ -348,7 +398,7 @@ def test_data_that_has_changed_within_the_epoch_is_told_with_numbers(
 def test_an_order_that_each_rank_has_drawn_by_itself_is_told_on_other_ranks(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By stock Accelerate, in `prepare`; not where a seed that all share makes it."""
+    """By stock Accelerate, in `prepare`; also where later orders come from a seed that all share."""
     runs = {
         seedable: Run(
             root=str(tmp_path / str(seedable)), stateful=True, workers=1, batch=2, seedable=seedable
@@ -356,13 +406,13 @@ def test_an_order_that_each_rank_has_drawn_by_itself_is_told_on_other_ranks(
         for seedable in (False, True)
     }
     run_ranks(loops, 2, [run.but(save_at=(2,), steps=2) for run in runs.values()], timeout_seconds=120)
-    for seedable, run in runs.items():
+    for run in runs.values():
         caplog.clear()
         made, *_ = prepared(run)
         with caplog.at_level(logging.WARNING):
             made.load_state(f"{run.root}/checkpoint_2")
-        assert "goes on in epoch 0 behind the 8 of 26 samples seen" in caplog.text
-        assert ("each of the 2 ranks has drawn the order of this epoch by itself" in caplog.text) != seedable
+        assert "after 8 of 26 samples" in caplog.text
+        assert "each of the ranks has drawn the order of this epoch by itself" in caplog.text
         made.end_training()
 
 
@@ -388,12 +438,3 @@ def test_a_stateful_loader_saved_at_its_last_batch_goes_on_with_the_next_epoch_a
     assert "was saved at the last batch of epoch 0: it goes on with epoch 1" in caplog.text
     assert [batch.flatten().tolist() for batch in train] == [each[2] for each in saved["trace"][PER_EPOCH:]]
     made.end_training()
-
-
-def test_the_rest_of_an_order_is_the_same_however_often_it_is_begun():
-    """An iterator with workers begins it twice, and torchdata's sampler draws at each beginning."""
-    sampler = RandomSampler(range(8))
-    state = sampler.generator.get_state()
-    whole = list(sampler)
-    rest = Rest(sampler, (0, 3), [lambda: sampler.generator.set_state(state)])
-    assert [list(rest), list(rest)] == [whole[3:]] * 2

@@ -12,14 +12,11 @@ from typing import Any
 import pytest
 
 import accelerate_ckpt
-from accelerate_ckpt.data._layout import LoaderLayout
 from accelerate_ckpt.trainer._data import (
     Continuation,
     DataProgress,
     Position,
     Steps,
-    continuation,
-    note,
 )
 from ckpt_core import CheckpointManager, CorruptCheckpointError
 from tests.adapters.accelerate_jobs import forget_accelerators
@@ -86,20 +83,23 @@ def test_a_resume_within_any_epoch_and_at_its_last_batch_is_exact(tmp_path: Path
         assert_same_from_there(resumed(job, step), whole)
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("workers", [0, 1])
-def test_random_numbers_that_will_be_others_are_told_once_at_the_first_save_within_an_epoch(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, workers: int, persistent: bool
+@pytest.mark.parametrize(
+    "loading",
+    [
+        {},
+        {"dataloader_num_workers": 1},
+        {"dataloader_num_workers": 1, "dataloader_persistent_workers": True},
+    ],
+    ids=["no workers", "a worker", "one that lives on"],
+)
+def test_samples_that_draw_random_numbers_draw_the_same_after_a_resume(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, loading: dict[str, Any]
 ) -> None:
-    arguments = {
-        "dataloader_num_workers": workers,
-        "dataloader_persistent_workers": persistent and workers > 0,
-        "max_steps": 8,
-    }
-    for data, steps, told in [("map", [2, 3], 0), ("augmented", [6], 0), ("augmented", [2, 3, 8], 1)]:
-        run(DataJob(root=f"{tmp_path}/{data}{told}", data=data, save_at=steps, arguments=arguments))
-        assert caplog.text.count("draw random numbers") == told, (data, steps)
-    assert ("in its workers" if workers else "ahead of the loop") in caplog.text
+    job = DataJob(root=f"{tmp_path}/run", data="augmented", save_at=[2, 8], arguments={**WINDOWS, **loading})
+    whole = run(job)
+    for step in job.save_at:
+        assert_same_from_there(resumed(job, step), whole)
+    assert "draw random numbers" not in caplog.text
 
 
 def samples_by_epoch(batches: list[list[int]], size: int) -> list[Counter[int]]:
@@ -140,7 +140,8 @@ def test_other_batches_see_every_sample_of_the_epoch_once(
     other = job.but(**changes)
     elastic = run(other.but(root=f"{tmp_path}/other", resume=f"{job.root}/checkpoint-9", save_at=[10]))
     assert "step 9 was saved by 1 rank with 4 samples in a step" in caplog.text
-    assert "goes on in epoch 1 behind the 8 of 26 samples seen: the 18 others once each" in caplog.text
+    assert f"it goes on in epoch 1. Training ends at step {elastic['total']}" in caplog.text
+    assert ("after 8 of 26 samples" if data == "map" else "behind the first 8 of 26 samples") in caplog.text
     assert_every_sample_once(whole["seen"][:9] + elastic["seen"], 26)
     assert elastic["step"] == elastic["total"]
     assert elastic["epoch"] == 3
@@ -155,7 +156,7 @@ def test_a_stream_that_other_workers_share_begins_its_epoch_again_and_says_so(
     job = DataJob(root=f"{tmp_path}/run", data="sized", samples=24, save_at=[8])
     run(job)
     other = resumed(job, 8, arguments={"dataloader_num_workers": 2})
-    assert "it begins epoch 1 again" in caplog.text
+    assert "The epoch begins again" in caplog.text
     assert (other["step"], other["total"], len(other["seen"])) == (20, 20, 12), "two whole epochs"
     assert_every_sample_once(other["seen"], 24)
 
@@ -163,10 +164,10 @@ def test_a_stream_that_other_workers_share_begins_its_epoch_again_and_says_so(
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"samples": 30}, "24 samples in the order of"),
+        ({"samples": 30}, "the order of SeedableRandomSampler cannot be made again"),
         (
             {"arguments": {"train_sampling_strategy": "group_by_length"}},
-            "of the 8 samples seen, up to 8 are seen twice, and of the others up to 8 never",
+            "The epoch begins again, so that what each rank had seen of it, 2 batches of 4, is seen twice",
         ),
     ],
     ids=["grown", "another sampler"],
@@ -290,10 +291,6 @@ def test_checkpoints_at_a_url_are_resumed_on_a_machine_that_has_nothing(
     assert "checkpoint-7" in caplog.text, "which is where a run before might have gone on"
 
 
-def layout(unit: int, fetches: int = 1, streams: int = 1) -> LoaderLayout:
-    return LoaderLayout(unit="samples", fetches=fetches, per_fetch=unit, batch_size=unit, streams=streams)
-
-
 def position(**values: Any) -> Position:
     return Position(
         **{
@@ -301,8 +298,7 @@ def position(**values: Any) -> Position:
             "epoch": 0,
             "batches": 0,
             "length": None,
-            "cuts": (),
-            "layout": layout(1),
+            "per_batch": 1,
             "accumulation": 1,
             "ranks": 1,
             "samples": 1,
@@ -311,73 +307,32 @@ def position(**values: Any) -> Position:
     )
 
 
-def taken_by(chosen: Continuation, now: LoaderLayout, streams: list[list[int]], batches: int) -> list[int]:
-    """What a loader gives without what is left out, after the batches that are skipped."""
-    cuts = chosen.cuts or [(0, 0)] * len(streams)
-    left = [
-        [each for index, each in enumerate(stream) if not head <= index < tail]
-        for stream, (head, tail) in zip(streams, cuts, strict=True)
-    ]
-    skipped, taken = (now.taken(each * now.fetches) for each in (chosen.skip, chosen.skip + batches))
-    return [each for stream, a, b in zip(left, skipped, taken, strict=True) for each in stream[a:b]]
-
-
 @pytest.mark.parametrize("seed", range(50))
-def test_any_chain_of_resumes_gives_every_sample_of_an_epoch_once(seed: int) -> None:
-    """Of ranks, batches and windows in any order; of several streams that are taken from in turn, too."""
+def test_a_resumed_epoch_counts_whole_windows_of_what_was_seen_and_then_its_rest(seed: int) -> None:
     chance = random.Random(seed)
-    count = chance.choice([1, 1, 2, 3])
-    size = chance.randint(20, 200)
-    streams = [[stream * 1000 + index for index in range(size)] for stream in range(count)]
-    seen: list[int] = []
-    found = position(layout=layout(1, streams=count))
-    while len(seen) < size * count:
-        now = layout(chance.randint(1, 9), chance.choice([1, 1, 2, 3]), count)
-        accumulation = chance.randint(1, 4)
-        whole = size if count == 1 else None
-        chosen = continuation(found, now, accumulation, whole=whole)
-        assert chosen.done == len(seen)
-        assert chosen.skip % accumulation == 0
-        batches = chance.randint(1, 5) * accumulation
-        here = taken_by(chosen, now, streams, batches)
-        found = position(
-            batches=chosen.skip + batches, cuts=chosen.cuts, layout=now, accumulation=accumulation
-        )
-        if not here or any(at > size for at in found.done(None)):
-            break  # the epoch ends within this step
-        seen += here
-        exact = continuation(found, now, accumulation, whole=whole)
-        assert (exact.skip, exact.cuts) == (chosen.skip + batches, chosen.cuts), "unchanged: as it was"
-    assert set(Counter(seen).values()) <= {1}
+    now = position(per_batch=chance.randint(1, 9), accumulation=chance.randint(1, 4))
+    found = position(batches=chance.randint(1, 9), per_batch=chance.randint(1, 9))
+    seen, to_come = found.batches * found.per_batch, chance.randint(1, 50)
+    chosen = Continuation.of(found, now, done=seen, to_come=to_come)
+    stock = Steps(epochs=3, per_epoch=7, batches=7, total=20).with_rest(chosen, now.accumulation)
+    assert stock.batches == chosen.skip + to_come
+    if (now.per_batch, now.accumulation) == (found.per_batch, found.accumulation):
+        assert chosen.skip == found.batches
+    else:
+        assert chosen.skip % now.accumulation == 0
+        assert 0 <= seen - chosen.skip * now.per_batch < now.per_batch * now.accumulation
 
 
-@pytest.mark.parametrize(
-    "now",
-    [
-        replace(layout(4), unit=""),
-        replace(layout(4), unit="batches"),
-        layout(4, streams=2),
-        replace(layout(6), unit="", per_fetch=1),
-    ],
-    ids=["shared by files", "batches of a user's", "other workers", "cut by transformers"],
-)
-def test_an_epoch_whose_rest_cannot_be_told_begins_again_and_says_so(now: LoaderLayout) -> None:
-    found = position(batches=5, layout=layout(6))
-    chosen = continuation(found, now, 2, whole=None)
-    assert chosen == Continuation(epoch=0, again=True)
-    steps = Steps(epochs=3, per_epoch=7, batches=7, total=20)
-    assert "begins epoch 0 again" in note(found, found, chosen, steps, rest="")
+def test_an_epoch_whose_rest_cannot_be_told_begins_again() -> None:
+    found = position(batches=5, per_batch=6)
+    for now in (found, replace(found, per_batch=4)):
+        assert Continuation.of(found, now, done=0, to_come=7) == Continuation(epoch=0, to_come=7)
 
 
-def test_a_change_is_said_with_numbers() -> None:
-    found = position(step=8, epoch=1, batches=2, layout=layout(8), ranks=2, samples=8)
-    steps = Steps(epochs=3, per_epoch=7, batches=7, total=20)
-    now = replace(found, layout=layout(4), ranks=1, samples=4)
-    chosen = continuation(found, now.layout, 1, whole=26)
-    text = note(found, now, chosen, steps, rest="goes on")
-    assert "step 8 was saved by 2 ranks with 8 samples in a step" in text
-    assert "resumed by 1 rank with 4 samples in a step: it goes on. Training ends at step 20" in text
-    assert "it begins epoch 1." in note(found, now, Continuation(epoch=1), steps, rest="goes on")
+def test_too_few_samples_for_a_step_are_not_seen_again() -> None:
+    found = position(batches=3, length=3)
+    chosen = Continuation.of(found, replace(found, per_batch=8), done=3, to_come=0)
+    assert chosen == Continuation(epoch=1)
 
 
 def test_steps_are_those_of_the_stock_trainer_where_nothing_has_changed() -> None:
@@ -386,16 +341,17 @@ def test_steps_are_those_of_the_stock_trainer_where_nothing_has_changed() -> Non
         epoch, step = divmod(done, per_epoch)
         batches = step * accumulation
         found = position(step=done, epoch=epoch, batches=batches, length=length, accumulation=accumulation)
-        chosen = continuation(found, found.layout, accumulation, whole=length)
+        chosen = Continuation.of(found, found, done=batches, to_come=length - batches)
         for total in (done + 1, done + 2 * per_epoch, 100):
             stock = Steps(epochs=-(-total // per_epoch), per_epoch=per_epoch, batches=length, total=total)
+            assert stock.with_rest(chosen, accumulation) == stock
             for fixed in (True, False):
                 assert stock.after(found, chosen, stock, accumulation, fixed=fixed) == stock
 
 
 def test_a_training_that_has_ended_makes_no_further_step() -> None:
     found = position(step=8, epoch=1, batches=2, length=6)
-    chosen = continuation(found, found.layout, 1, whole=6)
+    chosen = Continuation.of(found, found, done=2, to_come=4)
     stock = Steps(epochs=2, per_epoch=6, batches=6, total=8)
     epochs = stock.after(found, chosen, stock, 1, fixed=True).epochs
     assert epochs == chosen.epoch + 1, "the end of its epoch is still to come"

@@ -14,20 +14,19 @@ alone. Iterable data sets go on by a state of their own, or draw again what they
 """
 
 from ckpt_core.data._hidden import batches_in, is_stateful, keeps_iterator, tell_of_missing
-from ckpt_core.data._position import EpochOrder, LoaderPosition, await_training
-from ckpt_core.data._samplers import draw_seed
-from ckpt_core.data._tracking import Draws, hidden_position, track
+from ckpt_core.data._position import EpochOrder, LoaderPosition, await_training, in_samples
+from ckpt_core.data._tracking import hidden_position, track, untrack
 
 __all__ = [
-    "Draws",
     "EpochOrder",
     "LoaderPosition",
     "await_training",
     "batches_in",
-    "draw_seed",
     "hidden_position",
+    "in_samples",
     "is_stateful",
     "keeps_iterator",
     "tell_of_missing",
     "track",
+    "untrack",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
 
@@ -15,6 +15,8 @@ from ckpt_core.data._hidden import batches_in, is_stateful
 from ckpt_core.data._samplers import (
     Samplers,
     batches_of,
+    deals_batches,
+    length_of,
     load_samplers_state,
     load_starting_state,
     other_seeds,
@@ -102,19 +104,29 @@ class LoaderPosition:
 
     Args:
         loader: a torch DataLoader, or an object with `state_dict` and `load_state_dict`.
+        ahead: for a host that draws ahead of the loop, how many batches it draws at once; it says itself when
+            an epoch is over.
+        for_all: whether this process draws for all ranks.
+
+    Attributes:
+        ahead: as given.
+        left: samples, or batches of the user's, that all ranks share, after a `restore` on other ranks.
 
     Raises:
-        ConfigError: it has no position that could be saved, or is iterated already.
+        ConfigError: it has no position that could be saved, or is iterated already, without such a host.
     """
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, *, ahead: int = 0, for_all: bool = False) -> None:
         self._loader = loader
         self._stateful = is_stateful(loader)
         self._tracked = isinstance(loader, DataLoader)
         self._dealt: tuple[int, int] | None = None
-        self._require_visible(begins=tracker_of(loader) is not None)
+        self.left: int | None = None
+        self.ahead, self._for_all = ahead, for_all
+        if not ahead:
+            self._require_visible(begins=tracker_of(loader) is not None)
         if self._tracked:
-            track(loader)
+            track(loader).read_ahead(ahead)
 
     def _require_visible(self, *, begins: bool) -> None:
         """Refuse a loader that hides its position.
@@ -137,7 +149,23 @@ class LoaderPosition:
         """Whether a batch that was drawn may be counted as not seen."""
         return self._tracked and self._kind() in {"indices", "draw"}
 
-    def state(self, *, ended: bool | None = None, ahead: int = 0, kept: bool = False) -> dict[str, Any]:
+    @property
+    def handed_out(self) -> int:
+        """Batches of this epoch that are not ahead of the loop, for such a host."""
+        epoch = track(self._loader).epoch
+        if epoch is None:
+            return 0
+        fetched = epoch.batches - epoch.skipped
+        return epoch.skipped + max(0, -(-fetched // self.ahead) - 1) * self.ahead
+
+    def state(
+        self,
+        *,
+        ended: bool | None = None,
+        ahead: int = 0,
+        kept: bool = False,
+        own: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
         """Return the position as plain values, for `encode`.
 
         Args:
@@ -145,11 +173,13 @@ class LoaderPosition:
                 after a `StopIteration`.
             ahead: batches that were drawn, but not trained on yet.
             kept: whether the caller saves those itself, to train on after a resume on the same ranks.
+            own: the loader's own state, if a host has it of before it drew ahead.
 
         Raises:
             ConfigError: the loop does not see batches as they are drawn, so that the position is unknown.
         """
-        self._require_visible(begins=ended is not None)
+        if not self.ahead:
+            self._require_visible(begins=ended is not None)
         tracker = tracker_of(self._loader)
         if tracker is not None and tracker.restored is not None:
             return dict(tracker.restored)
@@ -163,8 +193,8 @@ class LoaderPosition:
             and not state.get("exhausted")
             and not _ended_with_workers(self._loader, state)
         ):
-            state["own"] = dict(self._loader.state_dict())
-        elif self._has_stream:
+            state["own"] = dict(self._loader.state_dict() if own is None else own)
+        elif self._has_stream and (ended or not self.ahead):
             # Also after a part of it that was an epoch by a limit: the data set itself knows how it goes on.
             state["dataset"] = self._loader.dataset.state_dict()
             state["exhausted"] |= not state["ended"] and _data_ended(self._loader)
@@ -172,11 +202,51 @@ class LoaderPosition:
 
     def in_samples(self, state: Mapping[str, Any], *, epoch: int | None = None) -> DataPosition | None:
         """Return what `state` says, counted in samples of all ranks; None if unknown."""
+        return in_samples(state, of=self.samples if state.get("ended") else None, epoch=epoch)
+
+    @property
+    def samples(self) -> int | None:
+        """Samples in an epoch that begins now, if they are known."""
         try:
-            order = recipe(self._loader) if self._tracked and state.get("ended") else None
+            order = recipe(self._loader) if self._tracked else None
         except Exception:  # noqa: BLE001 - the user's `__len__` raises; a save must not fail for a fact about it
             order = None
-        return in_samples(state, of=None if order is None else order["samples"], epoch=epoch)
+        return None if order is None else order["samples"]
+
+    @property
+    def named_size(self) -> int | None:
+        """What the loader, or its batch sampler, calls its `batch_size`."""
+        return Samplers.of(self._loader).named_size
+
+    @property
+    def keeps_own_state(self) -> bool:
+        """Whether the position is a state of the loader's own."""
+        return self._kind() == "own"
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no epoch has begun."""
+        return track(self._loader).epoch is None
+
+    @property
+    def per_batch(self) -> int:
+        """Samples, or batches of the user's, that all ranks take with one batch each."""
+        samplers = Samplers.of(self._loader)
+        return (samplers.batch_size or 1) * samplers.shards[1]
+
+    @property
+    def seen(self) -> int:
+        """Samples that all ranks had seen of the epoch that a `restore` goes on with."""
+        tracker = track(self._loader)
+        return 0 if tracker.replay is None or tracker.restored is None else _seen_in(tracker.restored)
+
+    @property
+    def to_come(self) -> int | None:
+        """Batches of the next pass, after a `restore`; None if unknown."""
+        if self._dealt is not None:
+            return self._dealt[1]
+        replay, whole = track(self._loader).replay, batches_in(self._loader)
+        return None if whole is None else max(0, whole - (0 if replay is None else replay.batches))
 
     def _kind(self) -> str:
         if not self._tracked:
@@ -189,7 +259,7 @@ class LoaderPosition:
             return "own" if tracker.epoch.begin is UNKNOWN else "indices"
         if mapped:
             return "indices"
-        return "dataset" if self._has_stream else "draw"
+        return "dataset" if self._has_stream and not self.ahead else "draw"
 
     @property
     def _has_stream(self) -> bool:
@@ -201,7 +271,14 @@ class LoaderPosition:
     def _tracked_state(self, *, ended: bool | None, ahead: int, kept: bool) -> dict[str, Any]:
         loader, tracker = self._loader, track(self._loader)
         epoch = tracker.epoch
-        if epoch is not None and epoch.ended:
+        if self.ahead and epoch is not None and not ended:
+            ahead = epoch.batches - self.handed_out
+            if epoch.before is not None and self._kind() != "indices":
+                self._tell(
+                    "samples of a %s draw random numbers where it fetches ahead of the loop: after a resume "
+                    "in the middle of an epoch they draw others. Seed them by sample, or save between epochs"
+                )
+        elif epoch is not None and epoch.ended:
             ahead = 0  # what was drawn ahead has nothing of this loader
         stream = isinstance(loader.dataset, IterableDataset) and is_stateful(loader.dataset)
         if ended and stream and _has_live_workers(loader) and epoch is not None and not epoch.ended:
@@ -217,12 +294,14 @@ class LoaderPosition:
             "ahead": ahead if kept else 0,
             "begun": epoch is not None and epoch.batches > 0,
             "ended": over,
-            "exhausted": epoch is not None and not over and epoch.ended,
+            "exhausted": epoch is not None and not over and epoch.ended and not self.ahead,
             "begin": None if epoch is None or over else dict(epoch.begin),
             "leaves": tracker.leaves,
             "created": tracker.created if _has_live_workers(loader) else None,
             "drawn": self._drawn(tracker, over=over, ahead=0 if kept else ahead),
-            "samplers": samplers_state(loader),
+            "before": None if epoch is None or over else epoch.before,
+            "samplers": samplers_state(loader, of_next=over),
+            "known": self._order_is_shared,
             "shard": shard,
             "shards": shards,
             "batch_size": samplers.batch_size,
@@ -230,6 +309,11 @@ class LoaderPosition:
             "workers": loader.num_workers,
             "world_size": place_in_job()[1],
         }
+
+    @property
+    def _order_is_shared(self) -> bool:
+        """Whether all ranks, if there are others, take their samples from one stream."""
+        return self._for_all or place_in_job()[1] == 1 or deals_batches(self._loader.dataset)
 
     def _drawn(self, tracker: Tracker, *, over: bool, ahead: int) -> list[Mapping[str, Any]]:
         """Return the random numbers of workers that live on after a resume."""
@@ -284,9 +368,12 @@ class LoaderPosition:
         if "begin" not in state or not self._tracked:
             return self._load_own(state)
         tracker = track(self._loader)
-        tracker.replay = tracker.reentry = self._dealt = None
+        tracker.replay = tracker.reentry = self._dealt = self.left = None
         tracker.restored, tracker.leaves = state, state.get("leaves", False)
-        notes = other_seeds(self._loader, state["samplers"])
+        notes = [] if self.ahead else other_seeds(self._loader, state["samplers"])  # some are a host's
+        if self.ahead and self._stateful:
+            self._loader.load_state_dict({})  # it has made an iterator, to tell its state
+            self._loader.next_iter_state = None
         if self._loader.persistent_workers:
             let_go_of_kept(self._loader)  # their generators are elsewhere now
         other = state.get("workers") != self._loader.num_workers
@@ -323,6 +410,14 @@ class LoaderPosition:
         track(self._loader).replay = Replay(begin=begin, samplers=state["samplers"], rest=[])
         return []
 
+    def skip(self, batches: int) -> None:
+        """Let the next `iter`, if it begins an epoch, begin behind so many batches of it."""
+        tracker = track(self._loader)
+        if self._loader.persistent_workers:
+            let_go_of_kept(self._loader)
+        begin = Replay(begin={"created": None}, samplers={}, fresh=True)
+        tracker.replay = replace(tracker.replay or begin, batches=batches)
+
     def forget(self) -> None:
         """Let the next `iter` begin as usual, after a `restore` that shall not count."""
         if self._tracked:
@@ -343,7 +438,12 @@ class LoaderPosition:
         load()
         if self._tracked:
             track(self._loader).replay = Replay(
-                begin=UNKNOWN, samplers={}, own=True, load=load, drawn=state.get("drawn", ())
+                begin=state.get("begin") or UNKNOWN,
+                samplers={},
+                batches=state.get("batches", 0),
+                own=True,
+                load=load,
+                drawn=state.get("drawn", ()),
             )
         else:
             # Let it make its iterator now, and draw what it draws then: generators are put back afterwards.
@@ -351,26 +451,32 @@ class LoaderPosition:
         return []
 
     def _go_on(self, state: Mapping[str, Any], *, same_ranks: bool) -> list[str]:
-        kind, live, begin = state["kind"], self._kind(), state["begin"]
-        if kind == "indices" and live == "indices":
-            samplers = Samplers.of(self._loader)
-            place = (*samplers.shards, samplers.batch_size, samplers.named_size)
-            saved = tuple(state[name] for name in ("shard", "shards", "batch_size", "named_size"))
-            same = same_recipe(begin["order"], recipe(self._loader), same_ranks=same_ranks)
-            if begin["seen"] or place != saved or not same:
-                return self._deal(state)
-            notes = [] if same_ranks or samplers.shard is not None else [note_of_ranks(self._loader, state)]
-            return self._replay(state, batches=state["batches"], notes=notes)
+        kind, live = state["kind"], self._kind()
+        if kind == live == "indices":
+            return self._skip_or_deal(state, same_ranks=same_ranks)
+        if self._shares_stream_anew(state, same_ranks=same_ranks):
+            return self._take_rest(state)
         if not same_ranks:
             return [self._begin_over(state, "other ranks saved it, and its samples have no numbers")]
-        notes = notes_of_length(self._loader, begin)
-        if kind == "own" or kind != live:
-            return [*notes, *self._load_own(state)]
-        if kind == "dataset":
+        notes = notes_of_length(self._loader, state["begin"])
+        if kind == live == "draw":
+            return self._draw_again(state, notes)
+        if kind == live == "dataset":
             load = partial(self._loader.dataset.load_state_dict, state["dataset"])
             load()
             return self._replay(state, batches=state["batches"], notes=notes, load=load)
-        return self._draw_again(state, notes)
+        return [*notes, *self._load_own(state)]
+
+    def _skip_or_deal(self, state: Mapping[str, Any], *, same_ranks: bool) -> list[str]:
+        begin, samplers = state["begin"], Samplers.of(self._loader)
+        place = (*samplers.shards, samplers.batch_size, samplers.named_size)
+        saved = tuple(state[name] for name in ("shard", "shards", "batch_size", "named_size"))
+        same = same_recipe(begin["order"], recipe(self._loader), same_ranks=same_ranks)
+        if begin["seen"] or place != saved or not same:
+            return self._deal(state)
+        alike = same_ranks or samplers.shard is not None or self._for_all
+        notes = [] if alike else [note_of_ranks(self._loader, state)]
+        return self._replay(state, batches=state["batches"], notes=notes)
 
     def _replay(self, state: Mapping[str, Any], *, batches: int, notes: list[str], **more: Any) -> list[str]:
         track(self._loader).replay = Replay(
@@ -380,9 +486,51 @@ class LoaderPosition:
             begun=bool(state.get("begun")),
             draws=state["kind"] == "draw",
             drawn=state["drawn"],
+            before=self._before(state, batches),
             **more,
         )
         return notes
+
+    def _before(self, state: Mapping[str, Any], batches: int) -> Mapping[str, Any] | None:
+        """Return what the next batches are drawn from, if not what there is now."""
+        begin, kind, before = state["begin"], state["kind"], state.get("before")
+        if kind == "draw" and state.get("begun") and not (batches or self._loader.num_workers):
+            found: Mapping[str, Any] = begin["first"] or begin["start"]
+            return found  # a stream draws its order with its first batch
+        return None if before is None or kind != "indices" else {"global": before, "samplers": {}}
+
+    def _shares_stream_anew(self, state: Mapping[str, Any], *, same_ranks: bool) -> bool:
+        """Return whether others share a stream that a host deals out."""
+        loader, begin = self._loader, state["begin"]
+        if not (self.ahead and begin and isinstance(loader.dataset, IterableDataset)):
+            return False
+        samplers = Samplers.of(loader)
+        place = (*samplers.shards, samplers.batch_size, loader.num_workers)
+        saved = tuple(state[name] for name in ("shard", "shards", "batch_size", "workers"))
+        return bool(begin["seen"]) or place != saved or not same_ranks
+
+    def _take_rest(self, state: Mapping[str, Any]) -> list[str]:
+        """Leave out what all ranks have taken of the streams of their workers."""
+        begin, loader = state["begin"], self._loader
+        if not (state["known"] and self._order_is_shared) or (
+            max(1, state["workers"]) != max(1, loader.num_workers)
+        ):
+            return [self._begin_over(state, "its ranks or workers share the stream in another way now")]
+        taken = taken_of_streams(state)
+        state = {**state, "begin": {**begin, "seen": taken}, "samplers": state["samplers"]}
+        whole, (_, shards) = length_of(loader), Samplers.of(loader).shards
+        if whole is not None:
+            size = shards * (Samplers.of(loader).batch_size or 1)
+            self.left = left = max(0, whole - sum(taken))
+            self._dealt = sum(taken) // size, left // size if loader.drop_last else -(-left // size)
+        track(loader).replay = Replay(
+            begin=state["begin"],
+            samplers=state["samplers"],
+            taken=taken,
+            before=self._before({**state, "kind": "draw"}, 0),
+        )
+        of = "" if whole is None else f" of {whole}"
+        return [f"the epoch goes on behind the first {sum(taken)}{of} samples of its stream, in its order"]
 
     def _draw_again(self, state: Mapping[str, Any], notes: list[str]) -> list[str]:
         """Draw and drop what had been handed out of a stream, which has no indices."""
@@ -411,32 +559,45 @@ class LoaderPosition:
     def _deal(self, state: Mapping[str, Any]) -> list[str]:
         """Deal out the rest of the saved epoch, in the present batch size."""
         begin, samplers = state["begin"], Samplers.of(self._loader)
-        (shard, shards), size = samplers.shards, samplers.batch_size
+        (shard, shards), size, saved = samplers.shards, samplers.batch_size, state["batch_size"]
         own = samplers.batch is None and state["named_size"] != samplers.named_size
-        unknown = state["batch_size"] is None or not begin["order"] or not samplers.orderly
-        if own or size is None or unknown:
+        by_batch = deals_batches(samplers.shard) or state["shards"] > 1 or self.ahead > 0
+        if by_batch and samplers.makes_batches and state["named_size"] == samplers.named_size:
+            size = saved = 1  # the order is one of batches
+        if own or size is None or saved is None or not begin["order"] or not samplers.orderly:
             return [
                 self._begin_over(state, "its sampler makes batches, or deals to ranks, in a way of its own")
             ]
         samples = order_again(self._loader, begin)
         if samples is None:
             return [self._begin_over(state, f"the order of {begin['order']['type']} cannot be made again")]
-        seen = begin["seen"] + state["batches"] * state["batch_size"] * state["shards"]
+        seen = begin["seen"] + state["batches"] * saved * state["shards"]
         drop_last = bool(getattr(samplers.shard, "drop_last", False))
         begin, kept, seen = without_lost(self._loader, begin, samples, min(seen, len(samples)))
         order = EpochOrder(samples=kept, seen=seen, drop_last=drop_last)
-        share = order.share(shard, shards)
-        rest = batches_of(share, self._loader)
+        dealt, rest = deals_batches(samplers.shard), list(order.rest)
+        share = rest if dealt else order.share(shard, shards)
+        if dealt and len(kept) >= size * shards:  # it fills the last batches up from the first ones
+            rest = batches_of([*kept[: size * shards], *rest], self._loader)[1:]
+        else:
+            rest = batches_of(share, self._loader)
         track(self._loader).replay = Replay(
-            begin={**begin, "seen": order.seen}, samplers=state["samplers"], rest=rest
+            begin={**begin, "seen": order.seen},
+            samplers=state["samplers"],
+            rest=rest,
+            before=self._before(state, 0),
         )
-        self._dealt = order.seen // (size * shards), len(rest)
-        left = len(share) - sum(map(len, rest)) if samplers.batch is not None else 0
+        self._dealt, self.left = (order.seen // (size * shards), len(rest)), len(order.rest)
+        left, padding = 0, order.padding(shards)
+        if dealt:
+            left, padding = _left_by_batches(samplers, len(share), size)
+        elif samplers.batch is not None and not samplers.makes_batches:
+            left = (len(share) - sum(map(len, rest))) * shards
         return [
             f"the epoch goes on in its first order, after {order.seen} of {len(kept)} samples: "
             f"{shards} rank(s) share the other {len(order.rest)}"
-            + _of_padding(order.padding(shards))
-            + (f"; drop_last leaves {left * shards} out" if left else ""),
+            + _of_padding(padding)
+            + (f"; drop_last leaves {left} out" if left else ""),
             *notes_of_order(self._loader, begin["order"], len(samples)),
         ]
 
@@ -453,6 +614,33 @@ class LoaderPosition:
 
 def _has_live_workers(loader: DataLoader[Any]) -> bool:
     return loader.persistent_workers and kept_iterator(loader) is not None
+
+
+def _left_by_batches(samplers: Samplers, rest: int, size: int) -> tuple[int, int]:
+    """Return how many are left out, and repeated, where batches are dealt to ranks."""
+    over = rest % (size * samplers.shards[1])
+    if samplers.shard.drop_last:
+        return over, 0
+    return 0, -rest % (size * samplers.shards[1]) if samplers.shard.even_batches else 0
+
+
+def taken_of_streams(state: Mapping[str, Any]) -> list[int]:
+    """Return how much ranks have taken of each worker's stream, or of the only one."""
+    streams = max(1, state["workers"])
+    batches = state["batches"] - state.get("ahead", 0)
+    turns = [-(-max(0, batches - stream) // streams) for stream in range(streams)]
+    size = state["shards"] * (state["batch_size"] or 1)
+    before = (state["begin"] or {}).get("seen") or [0] * streams
+    return [had + each * size for had, each in zip(before, turns, strict=True)]
+
+
+def _seen_in(state: Mapping[str, Any]) -> int:
+    """Return how many samples, or batches of the user's, ranks had seen of an epoch."""
+    before = (state["begin"] or {}).get("seen", 0)
+    if isinstance(before, list):
+        return sum(taken_of_streams(state))
+    trained = max(0, state["batches"] - state.get("ahead", 0))
+    return int(before + trained * (state["batch_size"] or 1) * state["shards"])
 
 
 def _of_padding(padding: int) -> str:
@@ -509,7 +697,7 @@ def without_lost(
     loader: Any, begin: Mapping[str, Any], samples: Sequence[Any], seen: int
 ) -> tuple[Mapping[str, Any], Sequence[Any], int]:
     """Leave out what the data set has lost; return begin, samples and seen."""
-    order, length = begin["order"], len(loader.dataset)
+    order, length = begin["order"], length_of(loader) or 0
     before = order.get("kept", order["length"])
     kept = min(before, length)
     if kept == order["length"]:
@@ -538,11 +726,11 @@ def notes_of_order(loader: Any, order: Mapping[str, Any], samples: int) -> list[
 
 def notes_of_length(loader: Any, begin: Mapping[str, Any]) -> list[str]:
     """Tell of a data set of another length, where no order can be made again."""
-    order = begin["order"]
-    if order is None or order["length"] == len(loader.dataset):
+    order, length = begin.get("order"), length_of(loader)
+    if order is None or order["length"] == length:
         return []
     return [
-        f"the data set has {len(loader.dataset)} samples, and had {order['length']} when this was "
+        f"the data set has {length} samples, and had {order['length']} when this was "
         "saved: the rest of the epoch is not the one that it would have been"
     ]
 
@@ -581,7 +769,7 @@ def in_samples(
         return DataPosition(epoch=epoch, samples=of if trained else 0, of=of)
     if state["batch_size"] is None or not begin:
         return DataPosition(epoch=epoch, of=of)
-    seen = begin["seen"] + trained * state["batch_size"] * state["shards"]
+    seen = _seen_in(state)
     return DataPosition(epoch=epoch, samples=seen if of is None else min(seen, of), of=of)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ def load_generator_state(generator: Any, state: Any) -> None:
 
 
 _LONGEST = 8
-_KNOWN = {"builtins", "torch", "torchdata", "lightning", "lightning_fabric"}
+_KNOWN = {"builtins", "torch", "torchdata", "lightning", "lightning_fabric", "accelerate"}
 _OF_ORDER = ("kind", "type", "length", "samples")
 _TORCHDATA = "torchdata.stateful_dataloader.sampler"
 
@@ -75,8 +76,9 @@ _TORCHDATA = "torchdata.stateful_dataloader.sampler"
 class Samplers:
     """The samplers of one loader, by the part they play.
 
-    `batch` makes batches of samples, `shard` deals samples to ranks, `base` makes the order unless that does,
-    and `inner` are those that `base` draws from.
+    `batch` makes batches of samples, `shard` deals samples or batches to ranks, `base` makes the order unless
+    that does, and `inner` are those that `base` draws from. What deals batches or blocks of a stream is
+    Accelerate's, known by its attributes.
     """
 
     batch: Any
@@ -88,16 +90,22 @@ class Samplers:
     def of(cls, loader: DataLoader[Any]) -> Samplers:
         """Return the samplers of a loader; wrappers of hosts are looked into."""
         chain = list(_chain(loader))
-        shard = next((each for each in chain if _deals(each)), None)
-        batch = chain.pop(0) if loader.batch_sampler is not None else None
+        shard = next((each for each in chain if _deals(each) or deals_batches(each)), None)
+        chain = [each for each in chain if not deals_batches(each)]
+        grouped = loader.batch_sampler is not None or (chain and isinstance(chain[0], BatchSampler))
+        batch = chain.pop(0) if grouped else None
         if chain and chain[0] is shard:
             chain.pop(0)
+        if deals_batches(loader.dataset):
+            shard = loader.dataset
         return cls(batch=batch, shard=shard, base=chain[0] if chain else None, inner=chain[1:])
 
     @property
     def orderly(self) -> bool:
         """Whether what deals to ranks, if anything does, is known to deal as torch does."""
-        if self.shard is None:
+        if hasattr(self.batch, "effective_batch_size"):
+            return False  # transformers' own, which has cut its batches for the ranks by itself
+        if self.shard is None or deals_batches(self.shard):
             return True
         stock = _is_stock(self.shard, DistributedSampler, "StatefulDistributedSampler")
         outermost = not any(each is self.shard for each in (self.batch, *self.inner))
@@ -106,7 +114,13 @@ class Samplers:
     @property
     def shards(self) -> tuple[int, int]:
         """The number of this shard and of all; 0 of 1 if every rank takes all samples."""
-        return (0, 1) if self.shard is None else (int(self.shard.rank), int(self.shard.num_replicas))
+        shard = self.shard
+        if shard is None:
+            return 0, 1
+        if not deals_batches(shard):
+            return int(shard.rank), int(shard.num_replicas)
+        split = shard.split_batches and not isinstance(shard, IterableDataset)
+        return (0, 1) if split else (int(shard.process_index), int(shard.num_processes))
 
     @property
     def batch_size(self) -> int | None:
@@ -114,6 +128,11 @@ class Samplers:
         if self.batch is None:
             return 1
         return int(self.batch.batch_size) if _is_stock(self.batch, BatchSampler, "BatchSampler") else None
+
+    @property
+    def makes_batches(self) -> bool:
+        """Whether the order is one of batches, by a sampler of the user's."""
+        return self.batch is not None and self.batch_size is None and self.base is None
 
     @property
     def named_size(self) -> int | None:
@@ -143,18 +162,31 @@ def _deals(sampler: Any) -> bool:
     )
 
 
+def deals_batches(part: Any) -> bool:
+    """Return whether Accelerate deals batches, or blocks of a stream, with it."""
+    return hasattr(part, "process_index") and hasattr(part, "split_batches")
+
+
 def _is_stock(sampler: Any, stock: type[Any], name: str) -> bool:
     kind = type(sampler)
     return kind is stock or (kind.__module__ == _TORCHDATA and kind.__name__ == name)
 
 
-def samplers_state(loader: DataLoader[Any]) -> dict[str, Any]:
+def samplers_state(loader: DataLoader[Any], *, of_next: bool = False) -> dict[str, Any]:
     """Return what decides the order of the next epoch, besides global generators.
 
     That is the generators of the loader and of its samplers, and their numbers that are called a seed or an
     epoch.
+
+    Args:
+        loader: any.
+        of_next: whether that epoch is the one after the epoch that Accelerate has told a stream's shard.
     """
     state = {part: _own_state(each) for part, each in _parts(loader)}
+    data: Any = loader.dataset
+    if deals_batches(data) and state.get("stream") and not hasattr(data.dataset, "set_epoch"):
+        number = getattr(data, "epoch", -of_next) + of_next  # from which the shard seeds it
+        state["stream"] = {"generator": torch.Generator().manual_seed(number).get_state()}
     return {part: each for part, each in state.items() if each}
 
 
@@ -211,7 +243,23 @@ def _parts(loader: DataLoader[Any]) -> Iterator[tuple[str, Any]]:
         ("base", samplers.base),
     ]
     parts += [(f"inner{number}", each) for number, each in enumerate(samplers.inner)]
+    if isinstance(loader.dataset, IterableDataset):
+        parts.append(("stream", stream_of(loader)))
     return ((name, each) for name, each in parts if each is not None)
+
+
+def stream_of(loader: DataLoader[Any]) -> Any:
+    """Return the stream of the user's."""
+    data: Any = loader.dataset
+    return data.dataset if deals_batches(data) else data
+
+
+def length_of(loader: DataLoader[Any]) -> int | None:
+    """Return the number of samples in a data set; None if it does not know."""
+    try:
+        return len(stream_of(loader))
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def _own_state(each: Any) -> dict[str, Any]:
@@ -219,7 +267,11 @@ def _own_state(each: Any) -> dict[str, Any]:
     for name, value in getattr(each, "__dict__", {}).items():
         if isinstance(value, GENERATORS):
             found[name] = generator_state(value)
-        elif type(value) is int and ("epoch" in name or "seed" in name):
+        elif (
+            type(value) is int
+            and ("epoch" in name or "seed" in name)
+            and not isinstance(each, IterableDataset)
+        ):
             found[name] = value
     return found
 
@@ -251,18 +303,25 @@ def recipe(loader: DataLoader[Any]) -> dict[str, Any] | None:
     Returns None if the samples are not to be had by index.
     """
     samplers = Samplers.of(loader)
-    base, shard = samplers.base, samplers.shard
-    data: Any = loader.dataset
-    if not hasattr(data, "__len__") or (base is None and shard is None) or not samplers.orderly:
+    base, shard, length = samplers.base, samplers.shard, length_of(loader)
+    if samplers.makes_batches:
+        base = samplers.batch
+    if length is None or (base is None and shard is None) or not samplers.orderly:
         return None
     own = getattr(base, "generator", None)
+    late = samplers.batch is not None and type(samplers.batch).__module__ != _TORCHDATA
+    late = late or deals_batches(shard)
     return {
         "kind": _kind(base),
         "type": type(base or shard).__qualname__,
-        "length": len(data),
-        "samples": len(base) if isinstance(base, Sized) else len(data),
+        "length": length,
+        "samples": len(base) if isinstance(base, Sized) else length,
         "shuffled": bool(getattr(shard, "shuffle", False)),
-        "lazy": type(base).__module__ != _TORCHDATA,
+        # Torchdata's draw when an iterator is made; others, or within another, with their first index.
+        "lazy": late or type(base).__module__ != _TORCHDATA,
+        "late": late,
+        # Lengths may be grouped by it.
+        "size": getattr(base, "batch_size", None),
         # Whether the seed of the workers is drawn from the generator that makes the order, too.
         "shares": own is loader.generator,
         "owns": own is not None,
@@ -317,23 +376,36 @@ def _of_base(
     if order["kind"] == "sequential":
         return range(order["length"])
     load_starting_state(loader, begin["start"])
-    sampler = _random(order, begin) if order["kind"] == "random" else Samplers.of(loader).base
-    live = recipe(loader)
+    live, samplers = recipe(loader), Samplers.of(loader)
+    sampler = samplers.batch if samplers.makes_batches else samplers.base
+    if order["kind"] == "random":
+        sampler = _random(order, begin)
     if sampler is None or live is None:
         return None
     if order["kind"] == "other" and any(order.get(name, live[name]) != live[name] for name in _OF_ORDER):
         return None
-    indices = iter(sampler)
-    seeded = begin["created"] is None
+    own = getattr(sampler, "batch_size", None)
+    if isinstance(order["size"], int) and isinstance(own, int):
+        sampler.batch_size = order["size"]
+    made = _drawn_by(sampler, loader, begin)
+    if own is not None:
+        sampler.batch_size = own
+    return made
+
+
+def _drawn_by(sampler: Any, loader: DataLoader[Any], begin: Mapping[str, Any]) -> list[Any]:
+    """Draw from a sampler as an iterator of the loader has."""
+    order, seeded = begin["order"], begin["created"] is None
+    indices = [] if order["late"] else iter(sampler)
     if seeded and order["shares"]:
         draw_seed(sampler.generator if order["owns"] else None)
-    if seeded and order["workers"]:
+    if seeded and order["workers"] and not order["late"]:
         indices = iter(sampler)  # for the workers, which read ahead, another one is begun
     if begin["first"] is not None:
         load_starting_state(loader, begin["first"])
         if order["owns"] and order["kind"] == "random" and order["lazy"]:
             sampler.generator.set_state(begin["first"]["samplers"]["base"]["generator"])
-    return list(indices)
+    return list(iter(sampler) if order["late"] else indices)
 
 
 def _random(order: Mapping[str, Any], begin: Mapping[str, Any]) -> Any:
@@ -355,12 +427,21 @@ def draw_seed(generator: torch.Generator | None) -> int:
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 
 
-def batches_of(samples: Sequence[Any], loader: DataLoader[Any]) -> list[Any]:
-    """Return what the loader would make of these samples: batches, or themselves."""
-    if loader.batch_sampler is None:
-        return list(samples)
-    batch: Any = loader.batch_sampler
-    return list(BatchSampler(samples, batch.batch_size, batch.drop_last))
+def batches_of(units: Sequence[Any], loader: DataLoader[Any]) -> list[Any]:
+    """Return what the loader would make of samples, or of batches of the user's.
+
+    These are batches, or themselves; of all units, if batches are dealt to ranks, the part of this one.
+    """
+    samplers = Samplers.of(loader)
+    if samplers.batch is None:
+        return list(units)
+    batches: Any = list(units)
+    if samplers.batch_size is not None:
+        batches = BatchSampler(units, samplers.batch.batch_size, samplers.batch.drop_last)
+    if deals_batches(samplers.shard):
+        inner, batches = batches, copy.copy(samplers.shard)
+        batches.batch_sampler = inner
+    return list(batches)
 
 
 def skip(indices: Iterator[Any], count: int) -> None:

@@ -6,15 +6,16 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import count
-from typing import Any, Final, NamedTuple, cast, final
+from itertools import count, islice
+from typing import Any, Final, NamedTuple, final
 from weakref import WeakSet, ref
 
 import torch
@@ -28,7 +29,6 @@ from ckpt_core._torch_internals import (
     fetch_ahead,
     kept_iterator,
     let_draw_from,
-    when_first_drawn,
 )
 from ckpt_core.coordination import place_in_job
 from ckpt_core.data._hidden import (
@@ -41,6 +41,7 @@ from ckpt_core.data._hidden import (
     keeps_iterator,
 )
 from ckpt_core.data._samplers import (
+    deals_batches,
     global_state,
     load_global_state,
     load_samplers_state,
@@ -49,10 +50,11 @@ from ckpt_core.data._samplers import (
     same_values,
     skip,
     starting_state,
+    stream_of,
 )
 from ckpt_core.disclosure import logger_of
 
-_READ_AHEAD = 3
+_READ_AHEAD = 16
 """Batches of one worker that hosts may have drawn and not trained on, at most."""
 
 
@@ -74,12 +76,10 @@ class _Sent(NamedTuple):
 class Seat:
     """What a loader's workers do in place of its `worker_init_fn` and `collate_fn`."""
 
-    def __init__(
-        self, loader: DataLoader[Any], states: Sequence[Mapping[str, Any]], flag: torch.Tensor | None = None
-    ) -> None:
+    def __init__(self, loader: DataLoader[Any], states: Sequence[Mapping[str, Any]]) -> None:
         self._init: Any = loader.worker_init_fn
         self._collate: Any = loader.collate_fn
-        self._states, self._flag = states, flag
+        self._states = states
         self._seeded: Mapping[str, Any] = {}
 
     def begin(self, worker: int) -> None:
@@ -94,9 +94,6 @@ class Seat:
         """Make a batch; send with it what comes next, if a sample has drawn from it."""
         batch, info, now = self._collate(samples), get_worker_info(), _numbers()
         if info is None or same_values(now, self._seeded):
-            return batch
-        if self._flag is not None:
-            self._flag.fill_(True)  # noqa: FBT003 - torch's signature
             return batch
         return _Sent(batch, _Numbers(info.id, now))
 
@@ -163,6 +160,9 @@ class Epoch:
         beside: a pass that has ended since, during which batches were drawn from this one.
         outlived: whether batches were drawn from such another one after the end of this one.
         first: what to do before the first batch is drawn.
+        then: what to do once so many batches are drawn.
+        ahead: batches that a host draws at once, ahead of the loop; 0 if it draws as the loop does.
+        before: the generators before the last such draw, if that drew from them in this process.
     """
 
     begin: Mapping[str, Any]
@@ -180,6 +180,9 @@ class Epoch:
     trains: bool = False
     replay: Replay | None = None
     first: Callable[[], object] | None = None
+    then: tuple[int, Callable[[], object]] | None = None
+    ahead: int = 0
+    before: Mapping[str, Any] | None = None
     drawn: Drawn = field(default_factory=Drawn)
 
     @property
@@ -225,9 +228,33 @@ class Epoch:
         if first is not None:
             first()
 
+    def receive(self, batch: Any, here: Mapping[str, Any] | None) -> Any:
+        """Note a batch; return what the loop is to see of it."""
+        loader = self.loader()
+        tracker = None if loader is None else tracker_of(loader)
+        if tracker is not None and tracker.restored is not None and tracker.epoch is self:
+            tracker.restored = tracker.replay = None  # the loop goes on with the iterator that it had
+        if here is not None:
+            if (self.batches - self.skipped) % self.ahead == 0:
+                self.before = None
+            if self.before is None and not same_values(here, global_state()):
+                self.before = here
+        self.batches += 1
+        self.thread = threading.get_ident()
+        if self.then is not None and self.batches >= self.then[0]:
+            self.do_then()
+        return self.drawn.receive(batch, self.batches)
+
+    def do_then(self) -> None:
+        """Do what comes after the first batches, once."""
+        then, self.then = self.then, None
+        if then is not None:
+            then[1]()
+
     def end(self) -> None:
         """Note that there was none, which may end passes beside this one, too."""
         self.ended = True
+        self.do_then()
         _open.discard(self)
         nothing_came = self.replay is not None and self.batches == self.skipped
         for each in _open:
@@ -244,7 +271,7 @@ class Epoch:
         """Note what the first index is made from, if it is not what the iterator was."""
         made, self.made, loader = self.made, None, self.loader()
         if loader is not None and not same_values(made, first := starting_state(loader)):
-            self.begin = {**self.begin, "first": first}
+            self.begin = {**self.begin, "first": first, "order": recipe(loader)}
 
 
 _open = WeakSet[Epoch]()
@@ -280,7 +307,10 @@ class Replay:
         begun: whether it had drawn its first index, though perhaps none is to be skipped.
         draws: whether batches are skipped by drawing them, as they have no indices.
         own: whether the loader has loaded a state of its own, and skips by itself.
-        fresh: whether the epoch is one that begins now, with workers that are there already.
+        fresh: whether the epoch is one that begins now, with workers that are there already if `begin` has
+            them as created.
+        taken: what every worker leaves out of its stream, instead of skipping.
+        before: what the first batches are drawn from, if not the present generators.
         load: loads the state of the loader or its data set, as at the save.
     """
 
@@ -293,6 +323,8 @@ class Replay:
     own: bool = False
     fresh: bool = False
     drawn: Sequence[Mapping[str, Any]] = ()
+    taken: Sequence[int] | None = None
+    before: Mapping[str, Any] | None = None
     load: Callable[[], object] = lambda: None
 
 
@@ -306,6 +338,7 @@ class Tracker:
         late: whether an untracked iterator was in use when tracking began.
         left: the pass that the loop had left in its middle at a save.
         leaves: whether the script begins another one after that.
+        ahead: batches that a host draws at once, ahead of the loop; 0 if it draws as the loop does.
     """
 
     def __init__(self, *, late: bool = False) -> None:
@@ -318,6 +351,13 @@ class Tracker:
         self.outer: Outer | None = None
         self.left: Epoch | None = None
         self.leaves = self.told = False
+        self.ahead = 0
+
+    def read_ahead(self, batches: int) -> None:
+        """Note how many batches a host draws at once, ahead of the loop."""
+        self.ahead = batches
+        if self.epoch is not None:
+            self.epoch.ahead = batches
 
     @property
     def next(self) -> Replay | None:
@@ -340,18 +380,12 @@ class Tracker:
                 here = starting_state(loader)
                 iterator = make()
                 load_global_state(here["global"])
-                self.epoch = Epoch(UNKNOWN)
+                self.epoch = Epoch(replay.begin)
+                self.epoch.batches = self.epoch.skipped = replay.batches
                 # Torchdata's makes another one in its place: that is the epoch, and this was no look.
                 self.epoch.ended = getattr(iterator, "_finished", False)
             elif replay.fresh:
-                here = starting_state(loader)
-                load_starting_state(loader, replay.begin["created"] or here)
-                indices = Indices(loader, before=here)
-                with _put(loader, indices):
-                    iterator = make()
-                indices.hand_over(iterator)
-                self.created = replay.begin["created"]
-                self._note(loader, here, again=True)
+                iterator = self._fresh(loader, replay, make)
             else:
                 iterator = self._replayed(loader, replay, make)
             _watch(iterator, self.epoch, loader)
@@ -390,6 +424,7 @@ class Tracker:
             replay.load()
         yield replay
         if (epoch := self.epoch) is not None:
+            epoch.ahead = self.ahead
             if replay is not None:
                 epoch.drawn = Drawn(replay.drawn)
             epoch.replay = None if replay is None or replay.fresh else replay
@@ -406,6 +441,24 @@ class Tracker:
         made = None if loader.num_workers else starting_state(loader)
         self.epoch = Epoch(begin, made=made)
 
+    def _fresh(self, loader: DataLoader[Any], replay: Replay, make: Callable[[], Any]) -> Any:
+        """Begin an epoch with workers that are there, or behind some batches."""
+        here, created = starting_state(loader), replay.begin["created"]
+        load_starting_state(loader, created or here)
+        indices = Indices(loader, before=here if created else None, replay=replay)
+        with _put(loader, indices):
+            iterator = make()
+        indices.hand_over(iterator)
+        if indices.holds:
+            fetch_ahead(iterator, replay.batches)
+        self.created = created
+        self._note(loader, here, again=bool(created))
+        if replay.batches and self.epoch is not None:
+            count_as_given(iterator, replay.batches)
+            self.epoch.made = None
+            self.epoch.batches = self.epoch.skipped = replay.batches
+        return iterator
+
     def _replayed(self, loader: DataLoader[Any], replay: Replay, make: Callable[[], Any]) -> Any:
         """Begin as the saved epoch did; skip what it had handed out.
 
@@ -415,7 +468,8 @@ class Tracker:
         start, created = replay.begin["start"], replay.begin["created"]
         load_starting_state(loader, created or start)
         indices = Indices(loader, before=start if created else None, replay=replay)
-        with _put(loader, indices):
+        data: Any = loader.dataset if replay.taken is None else rest_of_stream(loader, replay.taken)
+        with _put(loader, indices), _lent(loader, {"dataset": data}):
             iterator = make()
         self.created = (created or start) if loader.persistent_workers else None
         if (replay.batches or replay.begun) and replay.begin["first"] is not None:
@@ -427,11 +481,18 @@ class Tracker:
             draw_and_drop(iterator, replay.batches)
         elif replay.rest is None:
             count_as_given(iterator, replay.batches)
-        load_global_state(here)
-        load_samplers_state(loader, replay.samplers)
+
+        def go_on() -> None:
+            load_global_state(here)
+            load_samplers_state(loader, replay.samplers)
+
+        go_on()
         begun = replay.batches or replay.begun or loader.num_workers or replay.rest is not None
-        self.epoch = Epoch(replay.begin, made=None if begun else UNKNOWN)
-        self.epoch.batches = self.epoch.skipped = replay.batches if replay.rest is None else 0
+        self.epoch = epoch = Epoch(replay.begin, made=None if begun else UNKNOWN)
+        epoch.batches = epoch.skipped = replay.batches if replay.rest is None else 0
+        if (before := replay.before) is not None:
+            epoch.first = lambda: load_starting_state(loader, before)
+            epoch.then = epoch.batches + max(1, self.ahead), go_on
         return iterator
 
 
@@ -440,6 +501,39 @@ def epoch_from(
 ) -> dict[str, Any]:
     """Return what an epoch begins from, as plain values."""
     return {"created": created, "start": start, "first": None, "order": recipe(loader), "seen": 0}
+
+
+@final
+class RestOfStream(IterableDataset[Any]):
+    """A stream of which every worker leaves its first elements out, in its first pass."""
+
+    def __init__(self, whole: Any, taken: Sequence[int]) -> None:
+        self.whole = whole
+        self._taken = taken
+        self._passes = 0  # workers that persist keep their copy of this object
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        skipped = self._taken[0 if worker is None else worker.id] if self._passes == 0 else 0
+        self._passes += 1
+        return islice(iter(self.whole), skipped, None)
+
+    def __getattr__(self, name: str) -> Any:
+        # Accelerate would seed its generator by the epoch; a position of its own would be another one.
+        if name in {"whole", "generator", "state_dict", "load_state_dict"}:
+            raise AttributeError(name)
+        return getattr(self.whole, name)
+
+
+def rest_of_stream(loader: DataLoader[Any], taken: Sequence[int]) -> Any:
+    """Return a loader's data set, but for what was taken of its stream."""
+    data: Any = loader.dataset
+    rest = RestOfStream(stream_of(loader), taken)
+    if not deals_batches(data):
+        return rest
+    shard = copy.copy(data)
+    shard.dataset = rest
+    return shard
 
 
 @final
@@ -459,7 +553,7 @@ class Indices:
         self._begun = 0
         self._inner: Iterator[Any] | None = None
         self._rest = None if replay is None else replay.rest
-        plain = replay is None or replay.draws or self._rest is not None
+        plain = replay is None or replay.draws or replay.taken is not None or self._rest is not None
         self._to_skip = 0 if plain or replay is None else replay.batches
         self.holds = self._held = bool(loader.num_workers and self._to_skip)
         self._to_begin = not plain and replay is not None and replay.begun and not replay.batches
@@ -511,65 +605,12 @@ def _put(loader: DataLoader[Any], sampler: Any) -> AbstractContextManager[None]:
     return _lent(loader, {"sampler" if loader.batch_sampler is None else "batch_sampler": sampler})
 
 
-def _seated(
-    loader: DataLoader[Any], drawn: Sequence[Mapping[str, Any]] = (), flag: torch.Tensor | None = None
-) -> AbstractContextManager[None]:
+def _seated(loader: DataLoader[Any], drawn: Sequence[Mapping[str, Any]] = ()) -> AbstractContextManager[None]:
     """Let workers of map-style data have a `Seat` while they are made."""
     if not loader.num_workers or isinstance(loader.dataset, IterableDataset):
         return nullcontext()
-    seat = Seat(loader, drawn, flag)
+    seat = Seat(loader, drawn)
     return _lent(loader, {"worker_init_fn": seat.begin, "collate_fn": seat.collate})
-
-
-@final
-class Draws:
-    """Whether samples draw from global generators, of a loader read ahead.
-
-    Attributes:
-        before: the generators before the last fetch, if it drew from them in this process.
-        first: the generators to draw the next iterator's first batch from; None for the present ones.
-    """
-
-    def __init__(self) -> None:
-        self.before: Mapping[str, Any] | None = None
-        self.first: Mapping[str, Any] | None = None
-        self._in_workers = cast("Any", torch.zeros((), dtype=torch.bool)).share_memory_()
-        self._told = False
-
-    def seen_of(self, loader: Any) -> AbstractContextManager[None]:
-        """See the draws of workers that the loader begins meanwhile."""
-        return _seated(loader, flag=self._in_workers) if isinstance(loader, DataLoader) else nullcontext()
-
-    def watch(self, iterator: Any) -> Iterator[Any]:
-        """Return what to read in place of an iterator that was just made."""
-        self.before, first, self.first = None, self.first, None
-        if first is not None:
-            when_first_drawn(iterator, lambda: load_global_state(first))
-        with suppress(StopIteration):
-            yield next(iterator)  # with which the order is drawn
-            while True:
-                with self.fetching():
-                    fetched = [next(iterator)]
-                yield fetched.pop()
-
-    @contextmanager
-    def fetching(self) -> Generator[None]:
-        """Note whether what is fetched meanwhile draws in this process."""
-        here = global_state()
-        yield
-        self.before = None if same_values(here, global_state()) else here
-
-    def tell(self, loader: Any, *, ahead: bool) -> None:
-        """Warn once, before a save, of draws that a resume does not repeat."""
-        if self._told or not (ahead or self._in_workers):
-            return
-        self._told = True
-        _log.warning(
-            "samples of a %s draw random numbers %s: after a resume in the middle of an epoch they draw "
-            "others. Seed them by sample, or save between epochs",
-            type(loader).__name__,
-            "where it fetches ahead of the loop" if ahead else "in its workers",
-        )
 
 
 @contextmanager
@@ -599,6 +640,12 @@ def track(loader: DataLoader[Any]) -> Tracker:
             # Of torchdata's, which may be in the middle of an epoch; others are refused there.
             tracker.epoch = epoch if hasattr(loader, "state_dict") else None
     return tracker
+
+
+def untrack(loader: DataLoader[Any]) -> None:
+    """Track a loader no more."""
+    vars(loader).pop(_TRACKER, None)
+    loader.__class__ = getattr(type(loader), _STOCK, type(loader))
 
 
 def tracker_of(loader: Any) -> Tracker | None:
@@ -705,14 +752,13 @@ def _iterator_overrides(stock: type[Any]) -> Mapping[str, Any]:
     def draw_next(self: Any) -> Any:
         epoch = self.__dict__[EPOCH]
         epoch.draw()
+        here = global_state() if epoch.ahead else None
         try:
             batch = draw(self)
         except StopIteration:
             epoch.end()
             raise
-        epoch.batches += 1
-        epoch.thread = threading.get_ident()
-        return epoch.drawn.receive(batch, epoch.batches)
+        return epoch.receive(batch, here)
 
     def begin_again(self: Any, loader: Any, first_iter: bool = False) -> None:  # noqa: FBT001, FBT002 - torch's signature
         tracker = tracker_of(loader)
