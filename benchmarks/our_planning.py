@@ -21,8 +21,7 @@ from ckpt_core.formats.chunks import ChunkColumns, TableEntry
 from ckpt_core.messages import decode, encode
 from ckpt_core.names import chunks_name, data_name, rank_name
 from ckpt_core.saving._plan_cache import KeepOwn, Offer, PlanCache, _Proposal
-from ckpt_core.saving._prepare import Assignment, PreparedSave
-from ckpt_core.saving._prepared import SaveRequest
+from ckpt_core.saving._prepared import PreparedSave, SaveRequest
 from ckpt_core.saving._reports import ReportCache
 from ckpt_core.saving._stager import NOTHING_STAGED
 from ckpt_core.saving._write import commit_all
@@ -97,7 +96,9 @@ class OurPlanning(Planning):
             working = begin(self._storage, request.name, save_id)
         return PreparedSave(
             request=request,
-            assignment=Assignment(save_id=save_id, working=working, created=1.0),
+            save_id=save_id,
+            working=working,
+            created=1.0,
             files={},
             metadata=self._plans.metadata,
             items={"model": "sharded"},
@@ -109,7 +110,7 @@ class OurPlanning(Planning):
 
     def _commit(self, prepared: PreparedSave, clock: Clock) -> tuple[int, int]:
         """Bytes of the reports of all ranks, and of the answer to each."""
-        directory = self._storage.local_path(prepared.assignment.working)
+        directory = self._storage.local_path(prepared.working)
         messages = [encode(self._report(rank, directory)) for rank in self._ranks()]
         with clock:
             reports = [decode(message) for message in messages]

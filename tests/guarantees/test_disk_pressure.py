@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-from dataclasses import replace
 
 import pytest
 import torch
@@ -22,8 +21,7 @@ from ckpt_core import (
 )
 from ckpt_core.commit import Catalog, verify
 from ckpt_core.retention import plan_prune
-from ckpt_core.saving._disk_space import droppable, saves_that_fit
-from ckpt_core.saving._size_estimate import SpaceFree, SpaceNeeded
+from ckpt_core.saving._disk_space import droppable
 from ckpt_core.storage import LocalStorage, MemoryStorage
 from ckpt_core.telemetry import InMemorySink
 from ckpt_core.testing import FaultyStorage
@@ -251,41 +249,6 @@ def test_a_checkpoint_to_be_replaced_stays_until_the_new_one_is_whole(disk):
     assert steps(disk) == [3]
 
 
-def test_a_person_is_told_ahead_of_time_and_not_at_every_save(disk, caplog):
-    sink = InMemorySink()
-    with CheckpointManager(disk, journal=False, headroom=0, sinks=[sink]) as checkpoints:
-        saved(checkpoints, 1)
-        disk.capacity_bytes = int(used(disk) * 6.5)
-        saved(checkpoints, 2, 3, 4, 5, 6)
-        refused(checkpoints, 7)
-    told = [(event.attributes["step"], event.attributes["saves"]) for event in sink.finished("room.low")]
-    assert told == [(4, 2), (5, 1), (6, 0)]
-    assert "after step 6, memory://disk has no room for another save like it" in caplog.text
-
-
-def test_while_as_many_saves_fit_as_when_it_was_told_nothing_is_told_again(disk):
-    sink = InMemorySink()
-    with CheckpointManager(disk, journal=False, headroom=0, sinks=[sink]) as checkpoints:
-        saved(checkpoints, 1)
-        disk.capacity_bytes = int(used(disk) * 4.5)
-        for number in range(2, 7):
-            saved(checkpoints, number)
-            disk.delete(f"step-{number - 1:09d}")
-    assert [event.attributes["saves"] for event in sink.finished("room.low")] == [2]
-
-
-def test_a_steady_state_that_fits_is_not_warned_of(disk):
-    sink = InMemorySink()
-    with CheckpointManager(disk, journal=False, headroom=0, keep=KeepLatest(2), sinks=[sink]) as checkpoints:
-        saved(checkpoints, 1)
-        disk.capacity_bytes = int(used(disk) * 3.5)
-        saved(checkpoints, 2, 3, 4, 5)
-        assert sink.finished("room.low") == []
-        disk.capacity_bytes = used(disk) + SIZE // 2
-        saved(checkpoints, 6)  # for which room was made
-    assert sink.finished("room.low") == [], "what is made room for fits"
-
-
 def small_disk(folder, options):
     """A real filesystem of a few MiB; skips where none may be mounted."""
     folder.mkdir()
@@ -411,23 +374,3 @@ def test_what_may_go_ahead_of_a_commit_is_what_the_policy_drops_and_never_what_a
         newest = max(sound, key=lambda info: info.step)
         last = max(sound, key=lambda info: (info.created, info.step))
         assert not gone & {newest.step, last.step, step}
-
-
-@pytest.mark.parametrize(
-    ("policy", "room", "fitting"),
-    [
-        (KeepAll(), 25, 2),
-        (KeepAll(), 9, 0),
-        (KeepLatest(2), 10, 3),
-        (KeepLatest(2), 0, 3),
-        (KeepLatest(1), 0, 0),
-    ],
-)
-def test_saves_ahead_are_counted_with_what_the_policy_frees(policy, room, fitting):
-    one = CheckpointInfo(step=10, name="step-000000010", created=1.0, size_bytes=10)
-    two = replace(one, step=20, name="step-000000020", created=2.0)
-    free = SpaceFree(size_bytes=room, files=None)
-    need = SpaceNeeded(size_bytes=10, files=1)
-    history = plan_prune(policy, [one, two], 3.0)
-    left = [info for info in (one, two) if info not in history.drop]
-    assert saves_that_fit(policy, left, two, needed=need, free=free, now=3.0) == fitting

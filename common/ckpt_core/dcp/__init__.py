@@ -18,7 +18,6 @@ from ckpt_core.dcp._reader import (
 from ckpt_core.dcp._tensor_reads import TensorRead, TensorTarget
 from ckpt_core.dcp._torch_zip import checked_zip, load_chunk
 from ckpt_core.dcp._wrapped_tensors import WrapMismatchError, fillings
-from ckpt_core.dcp._writer import Hashing, Pace, ShardWriter
 from ckpt_core.formats.consistency import check_metadata
 
 __all__ = [
@@ -27,16 +26,13 @@ __all__ = [
     "Decision",
     "Fingerprints",
     "GroupNames",
-    "Hashing",
     "Image",
     "ImageLayout",
     "Leaves",
     "Meshes",
-    "Pace",
     "Part",
     "Replicas",
     "ShardSpec",
-    "ShardWriter",
     "TensorRead",
     "TensorTarget",
     "WrapMismatchError",

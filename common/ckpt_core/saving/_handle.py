@@ -1,18 +1,32 @@
-"""The caller's handle of a save, and the errors that a save ends with."""
+"""What a caller of a save gives and gets: the request, the handle, and the error."""
 
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
 from collections.abc import Mapping
 from concurrent.futures import Future, InvalidStateError
-from typing import Final, TypeVar, cast, final
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar, cast, final
 
 from typing_extensions import override
 
+from ckpt_core.collective import checked_step
 from ckpt_core.coordination import require_same_process
-from ckpt_core.errors import CoordinationError, DeadlineError, SaveError, SavePhase, failure_text
+from ckpt_core.errors import (
+    CheckpointError,
+    ConfigError,
+    CoordinationError,
+    DeadlineError,
+    SaveError,
+    SavePhase,
+    failure_text,
+)
+from ckpt_core.names import parse_step_name, step_name
 from ckpt_core.types import CheckpointInfo
+from ckpt_core.validation import mapping, require, text
 
 T = TypeVar("T")
 
@@ -24,6 +38,86 @@ _DOING: Final[Mapping[SavePhase, str]] = {
     "commit": "committing",
 }
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveRequest:
+    """The step and name of a save, with its metrics and annotations.
+
+    Attributes:
+        step: optimizer steps done.
+        name: of the checkpoint's directory.
+        metrics: numbers by name.
+        annotations: plain JSON.
+        replace: whether `name` may be committed already.
+        refusal: why this rank cannot ask for a save; reported to the ranks that can.
+    """
+
+    step: int
+    name: str
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    annotations: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    replace: bool = False
+    refusal: CheckpointError | None = None
+
+    @classmethod
+    def checked(
+        cls,
+        step: Any,
+        name: str | None,
+        *,
+        metrics: Mapping[str, float] | None,
+        annotations: Mapping[str, Any] | None,
+    ) -> SaveRequest:
+        """Return the request of a call of `save`.
+
+        Raises:
+            ConfigError: an argument is invalid.
+        """
+        number = checked_step("save", step)
+        require(
+            "save",
+            None if name is None or name == "" else text("name", name),
+            None if metrics is None else mapping("metrics", metrics),
+            None if annotations is None else mapping("annotations", annotations),
+        )
+        return cls(
+            step=number,
+            name=step_name(number) if name is None else name,
+            metrics=dict(metrics or {}),
+            annotations=dict(annotations or {}),
+            replace=name is not None,
+        )
+
+    def __post_init__(self) -> None:
+        named = parse_step_name(self.name)
+        if named not in {None, self.step}:
+            raise ConfigError(
+                f"{self.name!r} is the name of step {named}, which would find it taken: give this "
+                f"step, {self.step}, another name"
+            )
+        # Now, for the commit would find out only after everything has been written.
+        try:
+            json.dumps(self.annotations, allow_nan=False, ensure_ascii=False).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(f"annotations of step {self.step} must be plain JSON: {error}") from error
+        try:
+            # A metric is often a tensor of one element, which no listing could show.
+            numbers = {str(name): _number(value) for name, value in self.metrics.items()}
+        except (TypeError, ValueError, OverflowError, RuntimeError, AttributeError) as error:
+            raise ConfigError(f"metrics of step {self.step} must be numbers by name: {error}") from error
+        object.__setattr__(self, "metrics", numbers)
+
+    def digest(self) -> int:
+        """Hash the request to [0, 2**62): equal on ranks that ask for the same save."""
+        asked = f"{self.step} {self.replace} {self.name}".encode()
+        return int.from_bytes(hashlib.blake2b(asked, digest_size=8).digest(), "big") >> 2
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, str | bytes | bool):
+        raise TypeError(f"{value!r:.40} is a {type(value).__name__}")
+    return float(value)
 
 
 @final

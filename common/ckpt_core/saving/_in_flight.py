@@ -5,12 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
-from functools import partial
 from queue import SimpleQueue
-from typing import final
+from typing import TypeVar, final
 
 from ckpt_core.coordination import Coordinator
 from ckpt_core.disclosure import logger_of
@@ -19,6 +17,8 @@ from ckpt_core.options import CheckpointOptions
 from ckpt_core.saving._handle import SaveHandle, reject
 
 _logger = logger_of(__name__)
+
+T = TypeVar("T", bound="Task")
 
 
 @final
@@ -35,31 +35,32 @@ class _Heartbeat:
         return self.since + self.limit_seconds - time.monotonic()
 
 
-@final
 class Task:
     """One piece of work for the save thread.
-
-    Args:
-        run: the work.
-        give_up: called once, on another thread, with the reason if the work hangs.
-        fail: called with an exception that `run` raised.
 
     Attributes:
         over: set when the work has ended, or was given up.
         ended: set when the work has ended.
     """
 
-    def __init__(
-        self,
-        run: Callable[[], None],
-        give_up: Callable[[str], None],
-        fail: Callable[[BaseException], None],
-    ) -> None:
-        self.run = run
-        self.give_up = give_up
-        self.fail = fail
+    handle: SaveHandle
+
+    def __init__(self) -> None:
         self.over = threading.Event()
         self.ended = threading.Event()
+
+    def run(self) -> None:
+        """Do the work, and resolve the handle."""
+        raise NotImplementedError
+
+    def give_up(self, reason: str) -> None:
+        """Resolve the handle, because the work hangs; called once, on another thread."""
+        raise NotImplementedError
+
+    def fail(self, error: BaseException) -> None:
+        """Take an exception that `run` raised."""
+        if not reject(self.handle.committed, error):
+            _logger.error("after the commit of step %d: %s", self.handle.step, error, exc_info=error)
 
 
 @final
@@ -77,8 +78,8 @@ class SaveThread:
         self._last: Task | None = None
         self._watchers: list[threading.Thread] = []
 
-    def submit(self, task: Task) -> Task:
-        """Run `task` after every task submitted before."""
+    def submit(self, task: T) -> T:
+        """Run `task` after every task submitted before; return it."""
         if self._thread is None:
             # A daemon: the process must be able to end while the thread hangs.
             self._thread = threading.Thread(target=self._loop, name="ckpt-save", daemon=True)
@@ -135,7 +136,7 @@ class SaveThread:
         while (task := self._tasks.get()) is not None:
             try:
                 task.run()
-            except BaseException as error:  # noqa: BLE001 - `fail` delivers it to the task's owner
+            except BaseException as error:  # noqa: BLE001 - `fail` delivers it with the handle
                 task.fail(error)
             finally:
                 self.heartbeat("beginning")
@@ -172,7 +173,6 @@ class InFlightSaves:
         self._thread = thread
         self._options = options
         self._undelivered: deque[SaveHandle] = deque()
-        self._task: Task | None = None
         self._closed = False
         self.latest: SaveHandle | None = None
 
@@ -189,19 +189,13 @@ class InFlightSaves:
             self._deliver(together=True)
         return True
 
-    def start(self, handle: SaveHandle, run: Callable[[], None], give_up: Callable[[str], None]) -> None:
-        """Run a save in the background.
-
-        Args:
-            handle: of the save.
-            run: resolves the handle.
-            give_up: resolves the handle of a save that hangs; see `Task`.
-        """
+    def start(self, save: Task) -> None:
+        """Run a save in the background."""
         if self._closed:
             raise RuntimeError("cannot start a save after shutdown")
-        self.latest = handle
-        self._undelivered.append(handle)
-        self._task = self._thread.submit(Task(run, give_up, partial(_fail, handle)))
+        self.latest = save.handle
+        self._undelivered.append(save.handle)
+        self._thread.submit(save)
 
     def stuck(self) -> str:
         """Describe where a given-up save still hangs; "" if none does."""
@@ -217,15 +211,13 @@ class InFlightSaves:
             SaveError: a save failed, and `on_error` is `raise`. If several did, the next call raises the
                 next error.
         """
-        if self._task is not None:
-            self._task.over.wait()
+        self._thread.until_idle()
         while self._undelivered:
             self._deliver(together=together)
 
     def settle(self) -> None:
         """Wait for every save in flight, ahead of a mandatory one; only log failures."""
-        if self._task is not None:
-            self._task.over.wait()
+        self._thread.until_idle()
         while self._undelivered:
             try:
                 self._deliver()
@@ -279,11 +271,6 @@ class InFlightSaves:
         if self._options.on_error == "raise" or not isinstance(error, SaveError):
             raise error
         _log_failure(handle)
-
-
-def _fail(handle: SaveHandle, error: BaseException) -> None:
-    if not reject(handle.committed, error):
-        _logger.error("after the commit of step %d: %s", handle.step, error, exc_info=error)
 
 
 def _log_failure(handle: SaveHandle) -> None:

@@ -19,11 +19,11 @@ from ckpt_core.options import CheckpointOptions
 from ckpt_core.provenance import configuration_digest
 from ckpt_core.root import Job, Ownership
 from ckpt_core.saving._checks import LoadNotes, refuse_non_finite_in_files
-from ckpt_core.saving._handle import failed_in, save_error
+from ckpt_core.saving._disk_space import SpaceNeeded
+from ckpt_core.saving._handle import SaveRequest, failed_in, save_error
 from ckpt_core.saving._plan_cache import KeepOwn, Offer, PlanCache
-from ckpt_core.saving._prepared import Assignment, PreparedSave, SaveRequest
-from ckpt_core.saving._size_estimate import Overhead
-from ckpt_core.saving._stager import NOTHING_STAGED, Stager
+from ckpt_core.saving._prepared import PreparedSave
+from ckpt_core.saving._stager import NOTHING_STAGED, StagedParts, Stager
 from ckpt_core.saving._twins import Partners
 from ckpt_core.staging import Arenas
 from ckpt_core.state import (
@@ -129,11 +129,9 @@ class Preparer:
         save_id = self._ownership.id_at(round(agreement.created * _MICROSECONDS))
         prepared = PreparedSave(
             request=request,
-            assignment=Assignment(
-                save_id=save_id,
-                working=working_name(self._storage, request.name, save_id),
-                created=agreement.created,
-            ),
+            save_id=save_id,
+            working=working_name(self._storage, request.name, save_id),
+            created=agreement.created,
             files={
                 **{name: content for name, content in local.files.items() if name in plans.files},
                 **self._shared_file(local.shared),
@@ -149,13 +147,8 @@ class Preparer:
             lineage=self._ownership.line.lineage_of(request.step)
             if coordinator.is_coordinator
             else Lineage(),
-            overhead=Overhead(
-                generation=plans.generation,
-                ranks=coordinator.world_size,
-                rank_bytes=agreement.most_extra_bytes,
-                rank_files=agreement.most_extra_files,
-                replicas=self._replicas,
-            ),
+            generation=plans.generation,
+            extra=SpaceNeeded(agreement.most_extra_bytes, agreement.most_extra_files),
             replicas=plans.replicas,
             provenance=self._provenance(local.state),
         )
@@ -283,7 +276,7 @@ class Preparer:
             if self._reject_non_finite:
                 refuse_non_finite_in_files(state.in_files)
             alike = {name: local.shared.digest(name) for name in state.alike}
-            evidence = plans.evidence(alike) if prepared.overhead.ranks > 1 else None
+            evidence = plans.evidence(alike) if self._coordinator.world_size > 1 else None
             kept = plans.keeping is not KeepOwn.NEVER or (prepared.rank == 0 and state.local)
             stable = state.stable if self._overlapped and state.optimizers else None
             # Last: from here on the arena is reserved, and only the prepared save can release it.
@@ -294,12 +287,23 @@ class Preparer:
                 staged=staged,
                 evidence=evidence,
                 local=RankBuffers(state.local if kept else {}),
-                overhead=prepared.overhead.with_values(staged.values.values()),
+                extra=self._extra(prepared.extra, staged),
             )
         except Exception as caught:  # noqa: BLE001 - the commit barrier carries it to every rank
             return replace(prepared, error=failed_in("stage", caught))
         finally:
             plans.release()
+
+    def _extra(self, of_rank: SpaceNeeded, staged: StagedParts) -> SpaceNeeded:
+        """Add the staged plain values; those of other ranks are assumed to be alike."""
+        values = sum(
+            len(content)
+            for part in staged.values.values()
+            for index, content in part.items()
+            if not index.fqn.startswith(f"{PICKLED}.")  # counted already
+        )
+        ranks = self._coordinator.world_size
+        return SpaceNeeded(ranks * (of_rank.size_bytes + values), ranks * of_rank.files)
 
     def _shared_file(self, items: EncodedItems) -> Mapping[str, bytes]:
         """Return this rank's file of shared items; few ranks but the coordinator have one."""

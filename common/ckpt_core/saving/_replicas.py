@@ -8,7 +8,6 @@ report, and the coordinator compares them before it commits.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias, final
 
 from ckpt_core.dcp import Fingerprints, Part, Replicas, sample
@@ -29,9 +28,7 @@ _logger = logger_of(__name__)
 
 @final
 class Evidence:
-    """Fingerprints of one rank's replicas.
-
-    Live values are read on construction.
+    """Fingerprints of one rank's replicas; live values are read on construction.
 
     Args:
         parts: this rank's state, by part.
@@ -73,19 +70,13 @@ def chosen(turn: int, count: int) -> Sequence[int]:
 
 
 @final
-@dataclass(slots=True)
 class Judge:
-    """Comparison of all ranks' fingerprints. Coordinator only.
+    """Comparison of all ranks' fingerprints. Coordinator only, one save at a time."""
 
-    Concurrency: used by one save at a time.
-
-    Attributes:
-        policy: the consequence of a difference.
-        found: generation of the plans -> description of the differences.
-    """
-
-    policy: OnDivergence
-    found: dict[int, str] = field(default_factory=dict[int, str])
+    def __init__(self, policy: OnDivergence) -> None:
+        self._policy = policy
+        self._generation = 0
+        self._described = ""
 
     def judge(self, messages: Sequence[Message], replicas: _Groups, *, generation: int, step: int) -> None:
         """Compare the fingerprints of all ranks.
@@ -93,27 +84,27 @@ class Judge:
         Args:
             messages: of all ranks, by rank.
             replicas: part -> entries that several ranks hold.
-            generation: of the plans.
+            generation: of the plans; what was found stays true for them.
             step: of the save.
 
         Raises:
             DivergenceError: ranks hold different values under one name, and that is refused.
         """
-        if self.policy == "keep-each":
+        if self._policy == "keep-each":
             return
+        if generation != self._generation:
+            self._generation, self._described = generation, ""
         differing = dict(_differing(messages, replicas))
-        described = self.found.get(generation)
-        if differing and described is None:
-            described = _describe(differing)
-            self.found = {generation: described}
-            if self.policy == "warn":
+        if differing and not self._described:
+            self._described = _describe(differing)
+            if self._policy == "warn":
                 _logger.warning(
-                    "step %d: %s; the lowest rank's values are saved. %s", step, described, OWN_NAMES
+                    "step %d: %s; the lowest rank's values are saved. %s", step, self._described, OWN_NAMES
                 )
-        if described is not None and self.policy == "refuse":
+        if self._described and self._policy == "refuse":
             raise DivergenceError(
-                f"step {step} was not saved: {described}. If they should be equal, the training has gone "
-                "wrong: look for values that are not synchronised. "
+                f"step {step} was not saved: {self._described}. If they should be equal, the training has "
+                "gone wrong: look for values that are not synchronised. "
                 f"{OWN_NAMES}. Or choose on_divergence='warn' (the lowest rank's values are saved) or "
                 "'keep-each' (every rank's own are)",
                 step=step,

@@ -14,11 +14,12 @@ from typing import Any, Final, TypeAlias, final
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from ckpt_core.dcp import Pace, check_metadata, encode_metadata, places_in
+from ckpt_core.dcp import check_metadata, encode_metadata, places_in
 from ckpt_core.errors import CorruptCheckpointError, SaveError
 from ckpt_core.formats.checksums import CRC32, checksum
 from ckpt_core.formats.chunks import ChunkTable, TableEntry, encode_table
 from ckpt_core.names import METADATA, chunks_name
+from ckpt_core.storage import Pace
 from ckpt_core.types import FileEntry
 
 _Layout: TypeAlias = tuple[tuple[str, bytes], ...]
@@ -33,7 +34,6 @@ class RankReport:
 
     Attributes:
         files: path, size in bytes and checksum of one file after another.
-        num_chunks: in all data files.
         table: the chunk table, with zeros for checksums; None if its layout is that of the last committed
             report.
         evidence: fingerprints of the rank's replicas; None if they are not compared.
@@ -48,9 +48,8 @@ class RankReport:
 
     def encode(self) -> bytes:
         """Encode the message: a line of JSON, then the table if there is one."""
-        head = json.dumps(
-            [self.place, self.evidence, self.num_chunks, *self.files], separators=(",", ":")
-        ).encode()
+        values = [self.place, self.evidence, self.num_chunks, *self.files]
+        head = json.dumps(values, separators=(",", ":")).encode()
         return head if self.table is None else head + _END_OF_HEAD + self.table
 
     def entries(self) -> Iterator[FileEntry]:
@@ -63,26 +62,22 @@ class RankReport:
     def decode(cls, message: bytes) -> RankReport:
         """Decode a message."""
         head, found, table = message.partition(_END_OF_HEAD)
-        (root, machine), evidence, num_chunks, *files = json.loads(head)
+        place, evidence, num_chunks, *files = json.loads(head)
         return cls(
             files=files,
             num_chunks=num_chunks,
             table=table if found else None,
             evidence=evidence,
-            place=(root, machine),
+            place=tuple(place),
         )
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptContent:
-    """The cached content of a file that is written in many saves without a change.
+    """Content on a page boundary, as direct writes need it, with its checksum.
 
-    At thousands of ranks it takes hundreds of megabytes.
-
-    Attributes:
-        memory: the bytes, on a page boundary as direct writes need it.
-        checksum: of the bytes, computed once.
+    That of `.metadata` is kept from save to save: at thousands of ranks it takes hundreds of megabytes.
     """
 
     memory: memoryview
@@ -155,7 +150,8 @@ class ReportCache:
 
     def metadata(self, plans: Mapping[str, Metadata]) -> dict[str, KeptContent]:
         """Return the content of every part's `.metadata`, from the cache unless stale."""
-        stale = [part for part, plan in plans.items() if self._stale(part, plan)]
+        known = self._metadata
+        stale = [part for part, plan in plans.items() if part not in known or known[part][0] is not plan]
         if stale:
             tables = [
                 ChunkTable.from_bytes(self._tables[rank], source=chunks_name(rank))
@@ -166,12 +162,8 @@ class ReportCache:
                 places = dict(place for table in tables for place in places_in(table, part))
                 _check_loadable(plans[part], places, part, sizes)
                 content = KeptContent.of(encode_metadata(plans[part], places), self.algorithm)
-                self._metadata[part] = plans[part], content
-        return {part: self._metadata[part][1] for part in plans}
-
-    def _stale(self, part: str, plan: Metadata) -> bool:
-        known = self._metadata.get(part)
-        return known is None or known[0] is not plan
+                known[part] = plans[part], content
+        return {part: known[part][1] for part in plans}
 
 
 def _check_loadable(

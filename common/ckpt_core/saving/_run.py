@@ -25,7 +25,7 @@ from ckpt_core.errors import (
 from ckpt_core.options import SignManifest
 from ckpt_core.saving._checks import refuse_non_finite
 from ckpt_core.saving._handle import SaveHandle, failed_in, fulfil, reject, save_error
-from ckpt_core.saving._in_flight import SaveThread
+from ckpt_core.saving._in_flight import SaveThread, Task
 from ckpt_core.saving._plan_cache import KeepOwn
 from ckpt_core.saving._prepared import PreparedSave
 from ckpt_core.saving._reports import ReportCache
@@ -61,14 +61,14 @@ class SaveContext:
     reports: ReportCache
     terms: Terms
     make_room: Callable[[PreparedSave], None]
-    committed: Callable[[CheckpointInfo], None]
+    committed: Callable[[PreparedSave, CheckpointInfo], None]
     diverged: Callable[[], None]
     reject_non_finite: bool = False
     partners: Partners | None = None
 
 
 @final
-class SaveRun:
+class SaveRun(Task):
     """One save on one rank, from staged to committed.
 
     Concurrency: `run` is called once, on the save thread, and uses no collective. `give_up` may be called on
@@ -78,8 +78,9 @@ class SaveRun:
     def __init__(
         self, prepared: PreparedSave, handle: SaveHandle, context: SaveContext, channel: CommitChannel
     ) -> None:
+        super().__init__()
         self._prepared = prepared
-        self._handle = handle
+        self.handle = handle
         self._context = context
         self._storage = context.storage
         self._channel = channel
@@ -106,21 +107,21 @@ class SaveRun:
         """
         partners = self._context.partners
         try:
-            with nullcontext() if partners is None else partners.session(self._prepared.assignment) as twins:
+            with nullcontext() if partners is None else partners.session(self._prepared.working) as twins:
                 reference, failure = self._open(self._watch_copies())
                 report = self._write(reference, twins) if failure is None else failure
                 self._prepared.staged.release()
                 info = self._commit_with_all(report, twins)
         except CheckpointError as error:
-            reject(self._handle.committed, self._failed(error))
+            reject(self.handle.committed, self._failed(error))
             return
         self._context.reports.committed()
-        fulfil(self._handle.committed, info)
+        fulfil(self.handle.committed, info)
         if self._channel.is_coordinator:
             if partners is not None:
                 partners.log_size(info.size_bytes // 2, self._storage.url)
             self._heartbeat("pruning")
-            self._context.committed(info)
+            self._context.committed(self._prepared, info)
 
     def give_up(self, reason: str) -> None:
         """Fail this save, here now and later on all ranks, because the save thread hangs."""
@@ -131,8 +132,8 @@ class SaveRun:
                 f"rank {rank}: {reason}", failures={rank: reason}, in_doubt=self._committing
             )
             failed = save_error(self._storage.url, request.step, self._phase, error)
-            reject(self._handle.staged, failed)
-            in_time = reject(self._handle.committed, failed)
+            reject(self.handle.staged, failed)
+            in_time = reject(self.handle.committed, failed)
         if not in_time:
             _logger.error("after the commit of step %d: %s", request.step, error)
 
@@ -151,9 +152,9 @@ class SaveRun:
 
     def _resolve_staged(self, error: BaseException | None) -> None:
         if error is None:
-            fulfil(self._handle.staged, None)
+            fulfil(self.handle.staged, None)
         else:
-            reject(self._handle.staged, failed_in("stage", error))
+            reject(self.handle.staged, failed_in("stage", error))
 
     def _open(self, error: BaseException | None) -> tuple[bytes, bytes | BaseException | None]:
         """Create the working directory, or wait until the coordinator has.
@@ -168,7 +169,7 @@ class SaveRun:
         if error is not None and not lead:
             return b"", error
         self._heartbeat("opening", None if lead else self._patience_seconds)
-        topic = f"open/{self._prepared.request.name}/{self._prepared.assignment.save_id}"
+        topic = f"open/{self._prepared.request.name}/{self._prepared.save_id}"
         try:
             reference = self._channel.broadcast(
                 topic, lambda: self._create(error), deadline_seconds=self._deadline_seconds
@@ -189,10 +190,10 @@ class SaveRun:
             raise CoordinationError(
                 f"rank 0: {found.text}", failures={0: found.text}, causes={0: found}
             ) from error
-        request, assignment = self._prepared.request, self._prepared.assignment
+        request = self._prepared.request
         self._terms.check()
         self._context.make_room(self._prepared)
-        begin(self._storage, request.name, assignment.save_id, replace=request.replace)
+        begin(self._storage, request.name, self._prepared.save_id, replace=request.replace)
         return self._prepared.local.digests()
 
     def _write(self, reference: bytes, twins: TwinSession | None) -> bytes | BaseException:
@@ -222,14 +223,14 @@ class SaveRun:
 
     def _commit_with_all(self, report: bytes | BaseException, twins: TwinSession | None) -> CheckpointInfo:
         """Pass the commit barrier: the coordinator commits once every rank has reported."""
-        request, assignment = self._prepared.request, self._prepared.assignment
+        request = self._prepared.request
 
         def commit(reports: list[bytes]) -> bytes:
             if self._refusal is not None:
                 raise self._refusal
             return json.dumps(asdict(self._commit(reports, twins))).encode()  # see `_decoded`
 
-        name = f"save/{request.name}/{assignment.save_id}"
+        name = f"save/{request.name}/{self._prepared.save_id}"
         attributes = {"step": request.step, "rank": self._channel.rank}
         self._phase = "commit"
         self._heartbeat("waiting for the other ranks", self._patience_seconds)
@@ -279,9 +280,9 @@ class SaveRun:
         self._heartbeat(doing)
 
     def _given_up(self) -> SaveError | None:
-        if not self._handle.done():
+        if not self.handle.done():
             return None
-        return SaveError(f"while writing: given up before it ended ({self._handle.error})", phase="write")
+        return SaveError(f"while writing: given up before it ended ({self.handle.error})", phase="write")
 
     def _failed(self, error: CheckpointError) -> CheckpointError:
         """Remove the written files unless possibly committed; return the handle's error."""
@@ -291,7 +292,7 @@ class SaveRun:
             self._context.diverged()
         if self._channel.is_coordinator and self._opened and not in_doubt:
             self._heartbeat("removing the written files")
-            _abandon(self._storage, self._prepared.assignment.working, self._terms)
+            _abandon(self._storage, self._prepared.working, self._terms)
         raised = error
         if isinstance(error, CoordinationError):
             phase = "open" if self._silence else _phase_of(error, "open" if self._refusal else "commit")

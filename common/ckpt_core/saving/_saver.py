@@ -16,10 +16,10 @@ from ckpt_core.provenance import code_version
 from ckpt_core.root import Job, Ownership, Pruner
 from ckpt_core.saving._checks import refuse_non_finite_loss
 from ckpt_core.saving._disk_space import DiskSpace
-from ckpt_core.saving._handle import SaveHandle
+from ckpt_core.saving._handle import SaveHandle, SaveRequest
 from ckpt_core.saving._in_flight import InFlightSaves, SaveThread
 from ckpt_core.saving._prepare import Preparer
-from ckpt_core.saving._prepared import SaveRequest
+from ckpt_core.saving._prepared import PreparedSave
 from ckpt_core.saving._replicas import Judge
 from ckpt_core.saving._reports import ReportCache
 from ckpt_core.saving._run import SaveContext, SaveRun
@@ -74,7 +74,7 @@ class Saver:
             None if options.replicas == 1 else Partners(job.storage, reports, options.deadline_seconds)
         )
         self._preparer = Preparer(job, ownership, options, self._partners)
-        self._space = DiskSpace(job.storage, options, ownership=ownership, telemetry=job.telemetry)
+        self._space = DiskSpace(job, options, ownership)
         self._asked = ""
         self._warned = False
         self._entered = threading.Lock()
@@ -89,7 +89,7 @@ class Saver:
                 sign=options.manifest_signer,
                 origin=self._of_job,
             ),
-            make_room=self._space.make,
+            make_room=self._make_room,
             reject_non_finite=options.reject_non_finite,
             committed=self._committed,
             diverged=self._preparer.plans.distrust,
@@ -130,11 +130,11 @@ class Saver:
                 self._warn_of_lost_nodes()
                 prepared = self._preparer.prepare(self._checked(request), state)
             self._asked = request.name
-            handle = SaveHandle(request.step, prepared.request.name, prepared.assignment.created)
+            handle = SaveHandle(request.step, prepared.request.name, prepared.created)
             self.optimizers = prepared.optimizers
             self.copies.watch(prepared.staged.deferred, prepared.optimizers)
             run = SaveRun(prepared, handle, self._context, self._job.coordinator.commit_channel())
-            self.in_flight.start(handle, run.run, run.give_up)
+            self.in_flight.start(run)
         except SaveError:
             if self._options.on_error == "raise":
                 raise
@@ -227,16 +227,23 @@ class Saver:
             code_dirty=code.dirty,
         )
 
-    def _committed(self, info: CheckpointInfo) -> None:
+    def _make_room(self, save: PreparedSave) -> None:
+        coming = CheckpointInfo(
+            step=save.request.step,
+            name=save.request.name,
+            created=save.created,
+            metrics=save.request.metrics,
+            lineage=save.lineage,
+        )
+        self._space.make(coming, self._space.predict(save.metadata, save.generation, save.extra))
+
+    def _committed(self, save: PreparedSave, info: CheckpointInfo) -> None:
         self._ownership.note_committed(info)
+        self._space.record(info, save.generation, save.extra)
         if self._options.verification == "off":
             self._ownership.inventory.vouch(info)
         if self._options.keep is not None:
             self._prune(info)
-        try:
-            self._space.warn_if_low(info)
-        except (OSError, CheckpointError) as error:
-            _logger.warning("the free space of %s is not known: %s", self._job.storage.url, error)
 
     def _prune(self, info: CheckpointInfo) -> None:
         deadline = time.monotonic() + self._options.deadline_seconds / 2

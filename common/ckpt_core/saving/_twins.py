@@ -20,7 +20,6 @@ from ckpt_core.errors import ConfigError, SaveError, failure_text
 from ckpt_core.groups import RemoteDisk, serve_disk
 from ckpt_core.names import TWIN_SUFFIX, twin_name
 from ckpt_core.options import bytes_text
-from ckpt_core.saving._prepared import Assignment
 from ckpt_core.saving._reports import KeptContent, ReportCache
 from ckpt_core.storage import Storage
 from ckpt_core.types import FileEntry
@@ -70,13 +69,11 @@ class Partners:
         else:
             self._partner = RemoteDisk(talks, chosen, own.url), f"rank {chosen}"
 
-    def session(self, assignment: Assignment) -> TwinSession:
-        """Begin the twins of a save."""
+    def session(self, working: str) -> TwinSession:
+        """Begin the twins of a save in the directory `working`."""
         assert self._partner is not None
         disk, where = self._partner
-        return TwinSession(
-            disk, where, assignment.working, self._reports, patience_seconds=self._patience_seconds
-        )
+        return TwinSession(disk, where, working, self._reports, patience_seconds=self._patience_seconds)
 
     def log_size(self, size_bytes: int, url: str) -> None:
         """Log once how many bytes the twins of a save take."""

@@ -13,15 +13,15 @@ import torch
 
 from ckpt_core._version import __version__
 from ckpt_core.commit import ItemKind, Manifest, commit, write_signature
-from ckpt_core.dcp import Hashing, ShardWriter
 from ckpt_core.errors import SaveError
 from ckpt_core.formats.chunks import TableEntry, encode_table
 from ckpt_core.groups import holders
 from ckpt_core.names import MANIFEST, METADATA, SIGNATURE, chunks_name, is_own_file, twin_name
 from ckpt_core.options import SignManifest
 from ckpt_core.provenance import software_versions
+from ckpt_core.saving._files import RankFiles
 from ckpt_core.saving._handle import failed_in
-from ckpt_core.saving._prepared import Assignment, PreparedSave
+from ckpt_core.saving._prepared import PreparedSave
 from ckpt_core.saving._replicas import Judge
 from ckpt_core.saving._reports import RankReport, ReportCache
 from ckpt_core.saving._stager import StagedParts
@@ -48,35 +48,27 @@ def write_rank(
         SaveError: a tensor could not be copied, or was changed meanwhile.
         OSError: storage failed.
     """
-    working, staged = prepared.assignment.working, prepared.staged
-    files: list[FileEntry] = []
-    entries: list[TableEntry] = []
-    with Hashing(memory.algorithm, twins) as hashing:
+    working, staged = prepared.working, prepared.staged
+    with RankFiles(storage, working, prepared.rank, reports=memory, twins=twins) as written:
         for part, image in staged.images.items():
-            writer = ShardWriter(
-                storage, working, part=part, rank=prepared.rank, pace=memory.pace, hashing=hashing
-            )
-            writer.write_image(image, partial(_next_slot, staged, part, progress))
+            written.write_image(part, image, partial(_next_slot, staged, part, progress))
             progress(f"writing the values in {working}")
-            writer.write_values(staged.values[part])
-            files += writer.files
-            entries += writer.tables
+            written.write_values(part, staged.values[part])
         _finish_copies(staged)
-        table = _table(storage, prepared.rank, entries, small, twins=twins is not None)
+        table = _table(storage, prepared.rank, written.tables, small, twins=twins is not None)
         for name, content in {**table, **small}.items():
             progress(f"writing {working}/{name}")
-            files.append(_write_file(storage, working, name, content, hashing=hashing))
-        hashed = hashing.checksums()
-    files = [replace(entry, checksum=hashed.get(entry.path, entry.checksum)) for entry in files]
-    for directory in _directories(prepared.assignment, files):
+            written.write(name, content)
+        files = written.entries
+    for directory in sorted({f"{working}/{entry.path}".rpartition("/")[0] for entry in files}):
         progress(f"writing {directory}")
         storage.sync_directory(directory)
     if twins is not None:
         files += twins.finish(files, progress)
-    report = replace(memory.report(files, entries), place=(storage.url, platform.node()))
+    report = replace(memory.report(files, written.tables), place=(storage.url, platform.node()))
     if prepared.evidence is not None:
-        written = {part: image.chunk_crcs for part, image in staged.images.items()}
-        report = replace(report, evidence=prepared.evidence.message(written))
+        crcs = {part: image.chunk_crcs for part, image in staged.images.items()}
+        report = replace(report, evidence=prepared.evidence.message(crcs))
     return report.encode()
 
 
@@ -102,16 +94,6 @@ def _finish_copies(staged: StagedParts) -> None:
         staged.deferred.finish()
     except Exception as error:
         raise failed_in("stage", error) from error
-
-
-def _write_file(storage: Storage, working: str, path: str, content: bytes, *, hashing: Hashing) -> FileEntry:
-    storage.write_bytes(f"{working}/{path}", content)
-    return FileEntry(path=path, size_bytes=len(content), checksum=hashing.checksum_of(path, content))
-
-
-def _directories(assignment: Assignment, files: Sequence[FileEntry]) -> list[str]:
-    inner = {entry.path.rpartition("/")[0] for entry in files}
-    return sorted(f"{assignment.working}/{path}" if path else assignment.working for path in inner)
 
 
 @final
@@ -153,10 +135,10 @@ def commit_all(
     shown = [report.evidence for report in reports if report.evidence is not None]
     if terms.judge is not None and len(shown) == len(reports):
         terms.judge.judge(
-            shown, prepared.replicas, generation=prepared.overhead.generation, step=prepared.request.step
+            shown, prepared.replicas, generation=prepared.generation, step=prepared.request.step
         )
     memory.take(reports)
-    working, request = prepared.assignment.working, prepared.request
+    working, request = prepared.working, prepared.request
     files = [entry for report in reports for entry in report.entries()]
     for part, content in memory.metadata(prepared.metadata).items():
         path = f"{part}/{METADATA}" if part else METADATA
@@ -166,9 +148,9 @@ def commit_all(
         files += [entry] if twins is None else [entry, *twins.finish([entry])]
     files.sort(key=lambda entry: entry.path)
     manifest = Manifest(
-        save_id=prepared.assignment.save_id,
+        save_id=prepared.save_id,
         step=request.step,
-        created=prepared.assignment.created,
+        created=prepared.created,
         world_size=len(reports),
         items=cast("Mapping[str, ItemKind]", prepared.items),
         metrics=request.metrics,

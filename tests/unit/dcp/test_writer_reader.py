@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed.checkpoint import DefaultLoadPlanner
 
 from ckpt_core import CheckpointManager
-from ckpt_core.dcp import ShardWriter
 from ckpt_core.errors import CorruptCheckpointError, UnsafeCheckpointError
 from ckpt_core.formats.checksums import checksum
 from ckpt_core.formats.chunks import ChunkTable, encode_table
+from ckpt_core.saving._files import RankFiles
 from ckpt_core.storage import LocalStorage, MemoryStorage, Storage
 from ckpt_core.types import ChunkEntry
 from tests.unit.dcp.saved_entries import stored_crc
@@ -76,7 +76,7 @@ def assert_same(actual: Any, expected: Any, where: str = "") -> None:
         assert actual == expected, where
 
 
-def chunks(writer: ShardWriter) -> list[ChunkEntry]:
+def chunks(writer: RankFiles) -> list[ChunkEntry]:
     """What the chunk table of this rank would say."""
     return list(ChunkTable.from_bytes(encode_table(writer.tables), source="chunks-00000.json.z"))
 
@@ -113,8 +113,8 @@ def test_our_reader_reads_what_our_writer_wrote(directory):
 
 def test_every_file_has_the_size_and_the_checksum_reported(storage, tmp_path):
     writer = written(storage, "ours", state())
-    assert sorted(entry.path for entry in writer.files) == [".metadata", "__0_0.distcp", "__0_1.distcp"]
-    for entry in writer.files:
+    assert sorted(entry.path for entry in writer.entries) == [".metadata", "__0_0.distcp", "__0_1.distcp"]
+    for entry in writer.entries:
         data = (tmp_path / "ours" / entry.path).read_bytes()
         assert (len(data), checksum(data)) == (entry.size_bytes, entry.checksum)
 
@@ -142,7 +142,7 @@ def test_chunks_cover_the_data_files_without_gaps(storage):
     for chunk in chunks(writer):
         assert chunk.offset == ends[chunk.path]
         ends[chunk.path] += chunk.size_bytes
-    assert ends == {e.path: e.size_bytes for e in writer.files if e.path.endswith(".distcp")}
+    assert ends == {e.path: e.size_bytes for e in writer.entries if e.path.endswith(".distcp")}
 
 
 def test_chunks_say_which_entry_of_the_metadata_they_are(storage):
@@ -157,12 +157,12 @@ def test_a_view_writes_its_own_elements_only(storage):
     large = torch.zeros(100_000)
     writer = written(storage, "ours", {"small": large[5:8]})
     assert chunks(writer)[0].payload_bytes == 12
-    assert writer.files[0].size_bytes < 10_000
+    assert writer.entries[0].size_bytes < 10_000
 
 
 def test_a_part_is_written_into_its_own_directory_and_reported_with_it(storage, tmp_path):
     writer = written(storage, "ours", {"a": torch.ones(2)}, part="optimizer_0")
-    assert {entry.path for entry in writer.files} == {"optimizer_0/__0_0.distcp", "optimizer_0/.metadata"}
+    assert {entry.path for entry in writer.entries} == {"optimizer_0/__0_0.distcp", "optimizer_0/.metadata"}
     target = {"a": torch.zeros(2)}
     dcp.load(target, checkpoint_id=tmp_path / "ours" / "optimizer_0", no_dist=True)
     assert target["a"].tolist() == [1, 1]

@@ -10,16 +10,15 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItemType
 
-from ckpt_core.dcp import Image, ImageLayout, ShardWriter, encode_metadata, places_in
+from ckpt_core.dcp import Image, ImageLayout, encode_metadata, places_in
 from ckpt_core.dcp._image import specs_of
 from ckpt_core.dcp._torch_zip import value_entry
-from ckpt_core.formats.checksums import checksum
 from ckpt_core.formats.chunks import ChunkTable, encode_table
+from ckpt_core.saving._files import RankFiles
 from ckpt_core.storage import Storage
-from ckpt_core.types import FileEntry
 
 
-def written(storage: Storage, directory: str, tree: dict[str, Any], *, part: str = "") -> ShardWriter:
+def written(storage: Storage, directory: str, tree: dict[str, Any], *, part: str = "") -> RankFiles:
     """Write data files and `.metadata`; the files and tables written are the writer's."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(tree, None, is_coordinator=True)
@@ -38,12 +37,10 @@ def written(storage: Storage, directory: str, tree: dict[str, Any], *, part: str
     )
     image = Image(layout, torch.frombuffer(mmap.mmap(-1, layout.size_bytes or 1), dtype=torch.uint8))
     image.copy(shards)
-    writer = ShardWriter(storage, directory, part=part)
-    writer.write_image(image)
-    writer.write_values(values)
+    writer = RankFiles(storage, directory)
+    writer.write_image(part, image)
+    writer.write_values(part, values)
     table = ChunkTable.from_bytes(encode_table(writer.tables), source="the table")
     content = encode_metadata(metadata, dict(places_in(table, part)))
-    path = f"{part}/.metadata" if part else ".metadata"
-    storage.write_bytes(f"{directory}/{path}", content)
-    writer.files.append(FileEntry(path=path, size_bytes=len(content), checksum=checksum(content)))
+    writer.write(f"{part}/.metadata" if part else ".metadata", content)
     return writer

@@ -12,7 +12,7 @@ from ckpt_core.coordination import Solo
 from ckpt_core.errors import SaveError
 from ckpt_core.options import CheckpointOptions
 from ckpt_core.saving._handle import SaveHandle
-from ckpt_core.saving._in_flight import InFlightSaves, SaveThread
+from ckpt_core.saving._in_flight import InFlightSaves, SaveThread, Task
 from ckpt_core.types import CheckpointInfo
 
 INFO = CheckpointInfo(step=1, name="step-000000001", created=0.0)
@@ -33,8 +33,18 @@ def flight(back_pressure: str = "wait", on_error: str = "raise", limit: int = 1)
         thread.close()
 
 
+class Work(Task):
+    def __init__(self, save: SaveHandle, run: Callable[[], None]) -> None:
+        super().__init__()
+        self.handle = save
+        self.run = run
+
+    def give_up(self, reason: str) -> None:
+        self.handle.committed.set_exception(SaveError(reason))
+
+
 def start(of: InFlightSaves, save: SaveHandle, run: Callable[[], None]) -> None:
-    of.start(save, run, lambda told: save.committed.set_exception(SaveError(told)))
+    of.start(Work(save, run))
 
 
 def succeed(of: SaveHandle) -> Callable[[], None]:

@@ -14,9 +14,9 @@ from ckpt_core.commit import Catalog, begin, verify
 from ckpt_core.dcp import Part, decide
 from ckpt_core.errors import SaveError
 from ckpt_core.formats.chunks import ChunkTable
+from ckpt_core.saving._handle import SaveRequest
 from ckpt_core.saving._plan_cache import KeepOwn
-from ckpt_core.saving._prepare import Assignment, PreparedSave
-from ckpt_core.saving._prepared import SaveRequest
+from ckpt_core.saving._prepared import PreparedSave
 from ckpt_core.saving._reports import RankReport, ReportCache
 from ckpt_core.saving._stager import Stager
 from ckpt_core.saving._write import commit_all, write_rank
@@ -56,13 +56,14 @@ class Job:
             self.plan()
         name = f"step-{self.step:09d}"
         working = begin(self.storage, name, f"{self.step:08x}")
-        assignment = Assignment(save_id=f"{self.step:08x}", working=working, created=1.0)
         saves = []
         for rank, part in enumerate(self.parts):
             staged = self.stagers[rank].stage({"": part}, self.generation)
             prepared = PreparedSave(
                 request=SaveRequest(step=self.step, name=name),
-                assignment=assignment,
+                save_id=f"{self.step:08x}",
+                working=working,
+                created=1.0,
                 files={f"rank-{rank:05d}.json": b"{}"},
                 metadata=self.metadata,
                 local=RankBuffers({}),

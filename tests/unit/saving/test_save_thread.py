@@ -16,9 +16,16 @@ LONG = 30.0
 SHORT = 0.1
 
 
-def task(run: Callable[[], object], give_up: Callable[[str], None]) -> Task:
+class Work(Task):
     """One that does not raise."""
-    return Task(run, give_up, lambda error: pytest.fail(repr(error)))
+
+    def __init__(self, run: Callable[[], object], give_up: Callable[[str], None]) -> None:
+        super().__init__()
+        self.run = run
+        self.give_up = give_up
+
+    def fail(self, error: BaseException) -> None:
+        pytest.fail(repr(error))
 
 
 @pytest.fixture
@@ -30,7 +37,7 @@ def background() -> Generator[SaveThread]:
 
 def test_work_is_done_in_its_order(background):
     done: list[int] = []
-    runs = [background.submit(task(lambda each=each: done.append(each), done.append)) for each in range(3)]
+    runs = [background.submit(Work(lambda each=each: done.append(each), done.append)) for each in range(3)]
     assert all(run.ended.wait(LONG) for run in runs)
     assert done == [0, 1, 2]
     assert background.stuck() == ""
@@ -43,7 +50,7 @@ def test_work_that_does_not_get_on_is_given_up_once_and_told_what_it_hangs_in(ba
         background.heartbeat("writing a/b")
         gate.wait(LONG)
 
-    run = background.submit(task(work, told.append))
+    run = background.submit(Work(work, told.append))
     assert run.over.wait(LONG)
     assert not run.ended.is_set()
     assert [text.partition(" has made no progress for")[0] for text in told] == ["writing a/b"]
@@ -55,20 +62,20 @@ def test_work_that_does_not_get_on_is_given_up_once_and_told_what_it_hangs_in(ba
 
 def test_a_thread_that_has_woken_up_takes_work_again(background):
     gate, told = threading.Event(), list[str]()
-    first = background.submit(task(lambda: gate.wait(LONG) and None, told.append))
+    first = background.submit(Work(lambda: gate.wait(LONG) and None, told.append))
     assert first.over.wait(LONG)
     gate.set()
     assert first.ended.wait(LONG)
     assert background.stuck() == ""
-    again = background.submit(task(lambda: told.append("done"), told.append))
+    again = background.submit(Work(lambda: told.append("done"), told.append))
     assert again.ended.wait(LONG)
     assert told[1:] == ["done"]
 
 
 def test_work_behind_work_that_hangs_is_given_up_too(background):
     gate, told = threading.Event(), list[str]()
-    first = background.submit(task(lambda: gate.wait(LONG) and None, lambda _: told.append("first")))
-    behind = background.submit(task(lambda: None, lambda _: told.append("second")))
+    first = background.submit(Work(lambda: gate.wait(LONG) and None, lambda _: told.append("first")))
+    behind = background.submit(Work(lambda: None, lambda _: told.append("second")))
     assert first.over.wait(LONG)
     assert behind.over.wait(LONG)
     gate.set()
@@ -85,7 +92,7 @@ def test_work_that_gets_on_is_not_given_up_however_long_it_takes():
             background.heartbeat("writing")
             tick.wait(0.15)  # the time it takes is what is tested: 0.9 s in all
 
-    run = background.submit(task(work, told.append))
+    run = background.submit(Work(work, told.append))
     assert run.ended.wait(LONG)
     assert told == []
     background.close()
@@ -98,7 +105,7 @@ def test_what_may_take_longer_says_so(background):
         background.heartbeat("waiting for others", LONG)
         gate.wait(4 * SHORT)
 
-    assert background.submit(task(work, told.append)).ended.wait(LONG)
+    assert background.submit(Work(work, told.append)).ended.wait(LONG)
     assert told == []
 
 
@@ -134,7 +141,8 @@ def test_closing_leaves_no_thread_that_watches_a_save(works):
     runs = {"save": lambda: None, "fail": _fail, "hang": lambda: gate.wait(LONG) and None}
     background = SaveThread(SHORT)
     for work in works:
-        each = Task(runs[work], lambda _: None, lambda _: None)
+        each = Work(runs[work], lambda _: None)
+        each.fail = lambda _: None
         each.over = _LateWaker()
         background.submit(each)
     background.until_idle()
