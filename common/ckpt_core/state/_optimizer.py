@@ -19,7 +19,7 @@ from ckpt_core._torch_internals import without_step_hooks
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state import _fsdp1
-from ckpt_core.state._model import ParameterNames, model_state
+from ckpt_core.state._model import Names, model_state
 from ckpt_core.state._nested import Path, leaves, put, rekeyed
 from ckpt_core.state._tensors import dtype_named, empty_like, matches, shape_of
 from ckpt_core.types import SavedEntries, SavedState, SavedTensor
@@ -109,9 +109,7 @@ def stable_tensors(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
     return [*model.parameters(), *(value for value in state if isinstance(value, torch.Tensor))]
 
 
-def optimizer_state(
-    model: nn.Module, optimizer: Any, *, names: ParameterNames | None = None
-) -> dict[str, Any]:
+def optimizer_state(model: nn.Module, optimizer: Any, *, names: Names | None = None) -> dict[str, Any]:
     """Return state and groups by parameter name, with live state tensors.
 
     The form is `{"state": {name: {...}}, "param_groups": [{..., "params": [name, ...]}]}`. Tensor
@@ -128,7 +126,7 @@ def optimizer_state(
     """
     inner = unwrap_optimizer(optimizer)
     is_flat = _fsdp1.is_fsdp1(model)
-    members = [] if is_flat else (names or ParameterNames.of(model)).of_groups(inner)
+    members = [] if is_flat else (names or Names(model)).of_groups(inner)
     packed = {} if is_flat and optimizer is inner else _packed_state(optimizer, inner)
     named = {key: value for key, value in packed.items() if key not in PACKED}
     if is_flat and named:
@@ -269,7 +267,7 @@ def load_optimizer_state(
         IncompatibleCheckpointError: the groups do not match; the optimizer is then unchanged.
     """
     inner, state = unwrap_optimizer(optimizer), _nested(state)
-    names = None if _fsdp1.is_fsdp1(model) else ParameterNames.of(model)
+    names = None if _fsdp1.is_fsdp1(model) else Names(model)
     members = _fsdp1.group_names(model, inner) if names is None else names.of_groups(inner)
     resolve = str if names is None else names.resolve
     options = _arrange(inner.param_groups, members, state.get("param_groups", ()), resolve, fit=fit)
@@ -440,7 +438,7 @@ def check_groups(
         )
     if _fsdp1.is_fsdp1(model):
         return  # `load_optimizer_state` checks it; under FSDP1 a check is a collective
-    names, state = ParameterNames.of(model), _nested(state)
+    names, state = Names(model), _nested(state)
     check_entries(optimizer, {path: None for path, _ in leaves(state)})
     _check_members(names.of_groups(optimizer), state.get("param_groups", ()), names.resolve, fit=fit)
 
@@ -584,7 +582,7 @@ def _references(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     if _fsdp1.is_fsdp1(model):
         shards = model_state(model)
         return {name: shards[name] for own in _fsdp1.group_names(model, optimizer) for name in own}
-    names = ParameterNames.of(model)
+    names = Names(model)
     trained = {name for own in names.of_groups(optimizer) for name in own}
     return {name: each for name, each in names.by_name.items() if names.own[each] in trained}
 

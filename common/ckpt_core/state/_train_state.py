@@ -29,7 +29,7 @@ from ckpt_core.state._items import (
 )
 from ckpt_core.state._model import (
     Models,
-    ParameterNames,
+    Names,
     as_module,
     load_model_state,
     local_buffers,
@@ -171,12 +171,12 @@ class TrainState(StateSource):
     def capture(self) -> CapturedState:
         # First, because it is collective: a rank that fails later keeps no other one waiting.
         gradients = self._gradients.capture() if self._with_gradients else None
-        names = ParameterNames.of(self._model)
+        names = Names(self._model)
         tree: dict[str, Any] = {}
         shared: dict[str, Any] = {}
         if self._with_model:
             tree["model"], shared = saved_part(
-                self._model, model_state(self._model), self._contents, place="model"
+                self._model, model_state(self._model, names=names), self._contents, place="model"
             )
         for name, optimizer in self._optimizers.items():
             put(tree, _path(name), optimizer_state(self._model, optimizer, names=names))
