@@ -20,8 +20,9 @@ from ckpt_core._torch_internals import loads_itself
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state._fsdp1 import is_fsdp1
-from ckpt_core.state._tensors import empty_like, matches, placeholders, put_back_packed, shape_of, template
-from ckpt_core.types import SavedEntries, SavedState
+from ckpt_core.state._nested import Path
+from ckpt_core.state._tensors import empty_like, matches, put_back_packed, shape_of, template
+from ckpt_core.types import SavedEntries, SavedState, SavedTensor
 
 _logger = logger_of(__name__)
 _EXTRA_STATE: Final = "_extra_state"
@@ -201,21 +202,19 @@ def model_target(
     live = {name: v for name, v in model_state(model).items() if name not in lacking and not is_lazy(v)}
     if of is not None:
         live = {name: value for name, value in live.items() if of.wants(("model", name))}
-    target = placeholders({name: value for name, value in live.items() if isinstance(value, torch.Tensor)})
-    extra = {
-        path[0]
-        for path, entry in saved.items()
-        if str(path[0]).endswith(_EXTRA_STATE)
-        or (entry is not None and not matches(live.get(str(path[0])), entry) and _is_packed(path[0], live))
-    }
+    target: dict[str, Any] = {name: each for name, each in live.items() if isinstance(each, torch.Tensor)}
+    by_name: dict[str, dict[Path, SavedTensor | None]] = {}
+    for path, entry in saved.items():
+        by_name.setdefault(str(path[0]), {})[path] = entry
     for name in _of_own_loaders(model, saved, target) if of is None or not of.include else ():
         value = target.pop(name, None)
-        target |= template(
-            {name: value if value is None else empty_like(value, value.dtype)}, _only(saved, name)
-        )
-    for name in map(str, extra & set(live)):
+        memory = None if value is None else empty_like(value, value.dtype)
+        target |= template({name: memory}, by_name.get(name, {}))
+    for name in by_name.keys() & live.keys():
+        odd = any(each is not None and not matches(live[name], each) for each in by_name[name].values())
         # Extra state, and what modules pack for their state_dict, may have another form than the saved one.
-        target[name] = template({name: live[name]}, _only(saved, name))[name]
+        if name.endswith(_EXTRA_STATE) or (odd and _is_packed(name, live)):
+            target[name] = template({name: live[name]}, by_name[name])[name]
     return target
 
 
@@ -226,7 +225,9 @@ def _of_own_loaders(model: nn.Module, saved: SavedEntries, target: Mapping[str, 
     memory of its own. It decides when the rest has been read. Where everything fits, nothing is special.
     """
     names = {str(path[0]) for path in saved} | set(target)
-    odd = {name for name in names if not name.endswith(_EXTRA_STATE) and not _fits(name, saved, target)}
+    plain = {name for name in names if not name.endswith(_EXTRA_STATE)}
+    shapes = {str(path[0]): entry.shape for path, entry in saved.items() if entry and len(path) == 1}
+    odd = {name for name in plain if name not in target or shape_of(target[name]) != shapes.get(name)}
     found = set[str]()
     of_model = Names(model)
     for raw, module in of_model.modules.items() if odd and not is_fsdp1(model) else ():
@@ -237,19 +238,10 @@ def _of_own_loaders(model: nn.Module, saved: SavedEntries, target: Mapping[str, 
     return found
 
 
-def _fits(name: str, saved: SavedEntries, target: Mapping[str, Any]) -> bool:
-    entry = saved.get((name,))
-    return entry is not None and name in target and shape_of(target[name]) == entry.shape
-
-
-def _is_packed(name: str | int, live: Mapping[str, Any]) -> bool:
+def _is_packed(name: str, live: Mapping[str, Any]) -> bool:
     """Return whether an entry belongs to another one, as that of a 4-bit weight."""
-    parts = str(name).split(".")
+    parts = name.split(".")
     return any(".".join(parts[:end]) in live for end in range(1, len(parts)))
-
-
-def _only(saved: SavedEntries, name: str | int) -> SavedEntries:
-    return {path: entry for path, entry in saved.items() if path[0] == name}
 
 
 def load_model_state(

@@ -224,10 +224,6 @@ def probe(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Mapping[
     return state
 
 
-def _is_in_torchs_flat_form(state: Mapping[Any, Any]) -> bool:
-    return any(str(key).startswith((_STATE, _GROUP)) for key in state)
-
-
 def _split(key: str, names: Collection[str]) -> tuple[str, str] | None:
     """Split `state.<parameter>.<name>` into (parameter, name); None without such."""
     parts = key.removeprefix(_STATE).split(".")
@@ -239,7 +235,7 @@ def _split(key: str, names: Collection[str]) -> tuple[str, str] | None:
 
 def _nested(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a state in the nested form; of a flat one, with a group per parameter."""
-    if not _is_in_torchs_flat_form(state):
+    if not any(str(key).startswith((_STATE, _GROUP)) for key in state):
         return state
     groups: dict[str, dict[str, Any]] = {}
     for key, value in state.items():

@@ -114,14 +114,6 @@ def _target(live: Any, saved: SavedTensor) -> torch.Tensor:
     return torch.empty(saved.shape, dtype=dtype)
 
 
-def placeholders(tree: Any) -> dict[str, Any]:
-    """Return `tree` with its tensors, and None for every plain value."""
-    template: dict[str, Any] = {}
-    for path, value in leaves(tree):
-        put(template, path, value if isinstance(value, torch.Tensor) else None)
-    return template
-
-
 def local_bytes(values: Iterable[Any]) -> int:
     """Return the memory of the plain tensors among `values` on this rank."""
     return sum(value.numel() * value.element_size() for value in values if isinstance(value, torch.Tensor))
