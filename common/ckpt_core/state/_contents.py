@@ -158,11 +158,7 @@ def _as_items(place: str, source: str, facts: Mapping[str, _Facts]) -> dict[str,
 
 
 def _compare(saved: Mapping[str, _Facts], live: Mapping[str, _Facts], *, sources: tuple[str, str]) -> None:
-    """Refuse a live base that differs from the saved one; `sources` are their names.
-
-    Raises:
-        IncompatibleCheckpointError: it differs.
-    """
+    """Refuse a live base that differs from the saved one; `sources` are their names."""
     # Another rank may have names that this one lacks.
     lacking = sorted(saved.keys() - live.keys()) if place_in_job()[1] == 1 else []
     differing = [name for name in sorted(saved.keys() & live.keys()) if saved[name] != live[name]]
@@ -300,11 +296,7 @@ def _base_of(model: nn.Module) -> _LiveBase:
 
 
 def _is_wanted(model: nn.Module, contents: Contents | None) -> bool:
-    """Return whether only what is trained is to be saved.
-
-    Raises:
-        ConfigError: it is, and that cannot be had of this model.
-    """
+    """Return whether only what is trained is saved; refuse it where it cannot be."""
     if contents == "all":
         return False
     decided = _DECIDED.setdefault(model, {})

@@ -158,11 +158,7 @@ def _speaker(optimizer: Any, inner: torch.optim.Optimizer) -> Any:
 
 
 def _packed_state(optimizer: Any, inner: torch.optim.Optimizer) -> Mapping[str, Any]:
-    """Return the state of an optimizer and its wrapper, in torch's form.
-
-    Raises:
-        ConfigError: some of the state cannot be stored by parameter names.
-    """
+    """Return the state of an optimizer and its wrapper, in torch's form; refuse others."""
     kind = type(optimizer).__name__
     packed = _speaker(optimizer, inner).state_dict()
     counts = [len(group["params"]) for group in inner.param_groups]
@@ -331,16 +327,9 @@ def _arrange(
 ) -> list[dict[str, Any]]:
     """Return the saved hyperparameters as one dict (without `params`) per live group.
 
-    Args:
-        live: the live groups.
-        names: names of the parameters of each live group.
-        saved: the saved groups; their `params` are names.
-        resolve: maps a saved name to the live one (a tied parameter has several).
-        fit: which parameters the saved groups may hold.
-
-    Raises:
-        IncompatibleCheckpointError: the groups hold other parameters, or a live group mixes parameters
-            that were saved with different hyperparameters.
+    `names` are those of the parameters of each live group, as `params` are in the saved ones; `resolve` maps
+    a saved name to the live one (a tied parameter has several). A live group that mixes parameters that were
+    saved with different hyperparameters is refused.
     """
     owner = _check_members(names, saved, resolve, fit=fit)
     empty = [index for index, group in enumerate(saved) if not group.get("params")]
@@ -391,11 +380,7 @@ def _check_members(
     *,
     fit: Fit,
 ) -> dict[str, int]:
-    """Map every parameter's live name to the index of its saved group.
-
-    Raises:
-        IncompatibleCheckpointError: the groups hold other parameters.
-    """
+    """Map every parameter's live name to the index of its saved group; refuse others."""
     owner = {resolve(name): index for index, group in enumerate(saved) for name in group.get("params", ())}
     live = {name for group in names for name in group}
     missing = sorted(live - owner.keys()) if fit != "any" else []
@@ -444,13 +429,6 @@ def check_class(optimizer: torch.optim.Optimizer, saved: Sequence[str]) -> None:
 
     That is the same class of torch, or one that inherits from the other. Classes are known by their own
     names: modules move.
-
-    Args:
-        optimizer: the live one.
-        saved: its `class_names` at the save.
-
-    Raises:
-        IncompatibleCheckpointError: it is of another class.
     """
     live = class_names(optimizer)
     then, now = ([name.rpartition(".")[2] for name in names] for names in (saved, live))
@@ -469,13 +447,6 @@ def check_entries(optimizer: torch.optim.Optimizer, saved: SavedEntries) -> None
 
     New releases of torch add options, and so do schedulers and users; some options add names to the state. An
     optimizer of another kind has other options and other state.
-
-    Args:
-        optimizer: the live one; it is not changed.
-        saved: its entries in the checkpoint.
-
-    Raises:
-        IncompatibleCheckpointError: it is of another kind.
     """
     options, state = (
         {str(path[2]) for path in saved if path[0] == key and len(path) > 2}
