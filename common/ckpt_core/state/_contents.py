@@ -209,7 +209,8 @@ class _LiveBase:
         of_model = Names(model)
         live = _live_tensors(of_model)
         # FSDP1 gives parameters other memory in every forward.
-        now = {} if is_fsdp1(model) else {name: _Version.of(each) for name, each in live.items()}
+        watched: Collection[str] = live.keys() & self.facts.keys() if self._measured else live
+        now = {name: _Version.of(live[name]) for name in (() if is_fsdp1(model) else watched)}
         if not self._measured:
             names = set(_frozen(of_model, state))
             # In other memory it may be: a model that is moved or cast before the first save is the base.
