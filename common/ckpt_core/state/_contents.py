@@ -147,7 +147,7 @@ def base_names(saved: SavedState) -> list[str]:
 
 
 def _as_items(place: str, source: str, facts: Mapping[str, _Facts]) -> dict[str, Any]:
-    """Return the shared item of the base of the model at a place; none of an empty one."""
+    """Return the item of the base of the model at a place; none of an empty one."""
     if not facts:
         return {}
     names = crc32("\n".join((place, *sorted(facts))).encode())

@@ -55,7 +55,7 @@ class Names:
                 # After a forward pass without a backward, as in an evaluation, FSDP2 leaves whole parameters
                 # in the root, which are not the optimizer's.
                 module.reshard()
-            for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            for leaf, parameter in self.modules[raw].named_parameters(recurse=False, remove_duplicate=False):
                 self.by_name[prefix + leaf] = parameter
                 self.own.setdefault(parameter, prefix + leaf)
 

@@ -43,12 +43,13 @@ def put(tree: dict[str, Any], path: Path, value: Any) -> None:
     """Set the leaf at `path`, creating dicts and lists on the way."""
     here: Any = tree
     for key, following in pairwise((*path, None)):
-        if isinstance(here, list) and isinstance(key, int):
-            here.extend([None] * (key + 1 - len(here)))
+        is_list = isinstance(here, list)
+        if is_list:
+            here.extend([None] * (int(key or 0) + 1 - len(here)))
         if following is None:
             here[key] = value
             return
-        inner = here.get(key) if isinstance(here, dict) else here[key]
+        inner = here[key] if is_list else here.get(key)
         if inner is None:
             inner = here[key] = [] if isinstance(following, int) else {}
         here = inner

@@ -158,7 +158,7 @@ def _speaker(optimizer: Any, inner: torch.optim.Optimizer) -> Any:
 
 
 def _packed_state(optimizer: Any, inner: torch.optim.Optimizer) -> Mapping[str, Any]:
-    """Return the state of an optimizer and its wrapper, in torch's form; refuse others."""
+    """Return the state of an optimizer and its wrapper in torch's form, or refuse."""
     kind = type(optimizer).__name__
     packed = _speaker(optimizer, inner).state_dict()
     counts = [len(group["params"]) for group in inner.param_groups]

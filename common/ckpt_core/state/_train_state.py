@@ -112,7 +112,8 @@ class TrainState(StateSource):
         **items: Any,
     ) -> None:
         require("TrainState", boolean("gradients", gradients))
-        self._model, self._contents = as_module(model), contents
+        self._model = as_module(model)
+        self._contents: Contents | None = contents
         self._base = frozenset[str]()
         self._optimizers = dict(_named("optimizer", optimizer))
         self._shared = dict(_named("scheduler", scheduler)) | dict(_named("scaler", scaler))
