@@ -24,7 +24,6 @@ from ckpt_core.state._items import (
     pickled_key,
 )
 from ckpt_core.state._model import (
-    as_module,
     load_model_state,
     local_buffers,
     model_state,
@@ -72,7 +71,6 @@ __all__ = [
     "StateSource",
     "TrainState",
     "as_captured",
-    "as_module",
     "as_source",
     "base_names",
     "begin",

@@ -22,7 +22,7 @@ from ckpt_core.coordination import place_in_job
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state._fsdp1 import is_fsdp1
-from ckpt_core.state._model import ParameterNames, Prefixes, bare, model_state
+from ckpt_core.state._model import Names, model_state
 from ckpt_core.state._tensor_sums import checksums
 from ckpt_core.state._tensors import dtype_name, shape_of
 from ckpt_core.types import SavedState
@@ -123,7 +123,7 @@ def supplied(model: nn.Module, saved: SavedState, contents: Contents | None, *, 
             if saved.strict:
                 raise
             _log.warning("%s: partial load: %s", saved.name, error)
-        names = ParameterNames.of(model).by_name
+        names = Names(model).by_name
         if unfrozen := [name for name in record if name in names and names[name].requires_grad]:
             _log.warning(
                 "%s: %d parameter(s) are trained now that were frozen at the save; they begin with the "
@@ -147,7 +147,7 @@ def base_names(saved: SavedState) -> list[str]:
 
 
 def _as_items(place: str, source: str, facts: Mapping[str, _Facts]) -> dict[str, Any]:
-    """Return the shared item of the base of the model at a place; none of an empty one."""
+    """Return the item of the base of the model at a place; none of an empty one."""
     if not facts:
         return {}
     names = crc32("\n".join((place, *sorted(facts))).encode())
@@ -158,11 +158,7 @@ def _as_items(place: str, source: str, facts: Mapping[str, _Facts]) -> dict[str,
 
 
 def _compare(saved: Mapping[str, _Facts], live: Mapping[str, _Facts], *, sources: tuple[str, str]) -> None:
-    """Refuse a live base that differs from the saved one; `sources` are their names.
-
-    Raises:
-        IncompatibleCheckpointError: it differs.
-    """
+    """Refuse a live base that differs from the saved one; `sources` are their names."""
     # Another rank may have names that this one lacks.
     lacking = sorted(saved.keys() - live.keys()) if place_in_job()[1] == 1 else []
     differing = [name for name in sorted(saved.keys() & live.keys()) if saved[name] != live[name]]
@@ -205,17 +201,18 @@ class _LiveBase:
     def begin(self, model: nn.Module) -> None:
         """Note the versions of frozen tensors, unless that is done."""
         if not self._seen:
-            live = _live_tensors(Prefixes(model))
+            live = _live_tensors(Names(model))
             self._seen = {name: _Version.of(each) for name, each in live.items() if not each.requires_grad}
 
     def update(self, model: nn.Module, state: Mapping[str, Any]) -> None:
         """Measure the base, or what may have changed of it; leave out what has changed."""
-        prefixes = Prefixes(model)
-        live = _live_tensors(prefixes)
+        of_model = Names(model)
+        live = _live_tensors(of_model)
         # FSDP1 gives parameters other memory in every forward.
-        now = {} if is_fsdp1(model) else {name: _Version.of(each) for name, each in live.items()}
+        watched: Collection[str] = live.keys() & self.facts.keys() if self._measured else live
+        now = {name: _Version.of(live[name]) for name in (() if is_fsdp1(model) else watched)}
         if not self._measured:
-            names = set(_frozen(prefixes, state))
+            names = set(_frozen(of_model, state))
             # In other memory it may be: a model that is moved or cast before the first save is the base.
             seen = names & now.keys() & self._seen.keys()
             changed = {name for name in seen if not now[name].is_that_of(self._seen[name], in_place=False)}
@@ -228,7 +225,7 @@ class _LiveBase:
                 for name, each in self.facts.items()
                 if name in state and not (name in live and live[name].requires_grad)
             }
-            names = (self.untrusted | (_merged(prefixes) & now.keys())) & self.facts.keys()
+            names = (self.untrusted | (_merged(of_model) & now.keys())) & self.facts.keys()
             for name in self.facts.keys() & now.keys():
                 if name not in self._seen or not now[name].is_that_of(self._seen[name], in_place=True):
                     names.add(name)
@@ -295,16 +292,12 @@ _DECIDED: Final[WeakKeyDictionary[nn.Module, dict[Contents | None, bool]]] = Wea
 def _base_of(model: nn.Module) -> _LiveBase:
     """Return the base of a model, whatever wraps it at the moment."""
     names = tuple(model) if isinstance(model, nn.ModuleDict) else ()
-    owner = bare(model[names[0]] if isinstance(model, nn.ModuleDict) and names else model)
+    owner = Names(model[names[0]] if isinstance(model, nn.ModuleDict) and names else model).bare
     return _BASES.setdefault(owner, {}).setdefault(names, _LiveBase())
 
 
 def _is_wanted(model: nn.Module, contents: Contents | None) -> bool:
-    """Return whether only what is trained is to be saved.
-
-    Raises:
-        ConfigError: it is, and that cannot be had of this model.
-    """
+    """Return whether only what is trained is saved; refuse it where it cannot be."""
     if contents == "all":
         return False
     decided = _DECIDED.setdefault(model, {})
@@ -349,25 +342,24 @@ def _source(model: nn.Module) -> str:
     return ""
 
 
-def _live_tensors(prefixes: Prefixes) -> dict[str, torch.Tensor]:
+def _live_tensors(of_model: Names) -> dict[str, torch.Tensor]:
     """Return the live parameters and buffers by their names in a checkpoint."""
-    live: dict[str, torch.Tensor] = dict(prefixes.parameters())
-    for raw, module in prefixes.modules.items():
+    live: dict[str, torch.Tensor] = dict(of_model.by_name)
+    for raw, module in of_model.modules.items():
         for leaf, buffer in module.named_buffers(recurse=False):
-            live[prefixes.name(f"{raw}.{leaf}" if raw else leaf)] = buffer
+            live[of_model.name(f"{raw}.{leaf}" if raw else leaf)] = buffer
     return live
 
 
-def _frozen(prefixes: Prefixes, state: Mapping[str, Any]) -> Iterator[str]:
+def _frozen(of_model: Names, state: Mapping[str, Any]) -> Iterator[str]:
     """Yield the names of frozen parameters, and of packed weights in other forms.
 
     Other buffers are small, and training may change them.
     """
-    parameters = dict(prefixes.parameters())
-    modules = {prefixes.name(f"{raw}." if raw else ""): module for raw, module in prefixes.modules.items()}
+    modules = {of_model.name(f"{raw}." if raw else ""): module for raw, module in of_model.modules.items()}
     for name, value in state.items():
-        if name in parameters:
-            is_frozen = not parameters[name].requires_grad
+        if name in of_model.by_name:
+            is_frozen = not of_model.by_name[name].requires_grad
         else:
             of = max((prefix for prefix in modules if name.startswith(prefix)), key=len)
             is_frozen = _is_packed(modules[of])
@@ -390,11 +382,11 @@ def _facts(tensors: Mapping[str, torch.Tensor]) -> dict[str, _Facts]:
     }
 
 
-def _merged(prefixes: Prefixes) -> set[str]:
+def _merged(of_model: Names) -> set[str]:
     """Return parameters into which PEFT has merged adapters, through `.data`."""
     return {
-        prefixes.name(f"{raw}.{name}" if raw else name)
-        for raw, module in prefixes.modules.items()
+        of_model.name(f"{raw}.{name}" if raw else name)
+        for raw, module in of_model.modules.items()
         if getattr(module, "merged", False) is True
         for name, _ in module.named_parameters()
     }

@@ -33,13 +33,7 @@ def is_fsdp1(model: nn.Module) -> bool:
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return state and groups by name, with sharded tensors.
-
-    A collective over the model's ranks.
-
-    Raises:
-        ConfigError: on some rank the state is made of other tensors, which FSDP1 cannot convert.
-    """
+    """Return state and groups by name, with sharded tensors; a collective."""
     # Refused on all ranks if one of them has it, or the conversion would hang.
     state = (value for values in optimizer.state.values() for value in values.values())
     first = FullyShardedDataParallel.fsdp_modules(model)[0]

@@ -15,7 +15,7 @@ from ckpt_core._torch_internals import holds_unreduced_gradients
 from ckpt_core.coordination import place_in_job
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state import _fsdp1
-from ckpt_core.state._model import ParameterNames, model_state
+from ckpt_core.state._model import Names, model_state
 from ckpt_core.state._tensor_sums import own_checksum
 from ckpt_core.state._tensors import dtype_named, empty_like
 from ckpt_core.types import SavedEntries
@@ -56,7 +56,7 @@ class Gradients:
             trained = {parameter for each in self.optimizers for parameter in _parameters(each)}
             own = {
                 name: parameter.grad
-                for parameter, name in ParameterNames.of(self.model).own.items()
+                for parameter, name in Names(self.model).own.items()
                 if parameter.requires_grad and (parameter in trained or not trained)
             }
         plain = {
@@ -99,7 +99,7 @@ class Gradients:
                 "gradients=True, so that the window begins again"
             )
         is_flat = _fsdp1.is_fsdp1(self.model)
-        references = model_state(self.model) if is_flat else ParameterNames.of(self.model).by_name
+        references = model_state(self.model) if is_flat else Names(self.model).by_name
         tree: dict[str, dict[str, Any]] = {}
         for (kind, *rest), entry in entries.items():
             name = ".".join(map(str, rest))
@@ -121,7 +121,7 @@ class Gradients:
         found: list[tuple[nn.Parameter, torch.Tensor]] = []
         try:
             if not _fsdp1.is_fsdp1(self.model):
-                names = ParameterNames.of(self.model).by_name
+                names = Names(self.model).by_name
                 found = [(names[name], grad) for name, grad in loaded.items()]
             else:
                 named = {name: {_OPTION: grad} for name, grad in loaded.items()}

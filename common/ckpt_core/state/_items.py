@@ -27,7 +27,7 @@ from ckpt_core.state._optimizer import (
     class_names,
     unwrap_optimizer,
 )
-from ckpt_core.state._tensors import is_sharded, local_bytes, template
+from ckpt_core.state._tensors import is_sharded, template
 from ckpt_core.state._value_codec import NotEncodableError, decode, encode
 from ckpt_core.types import SavedEntries
 
@@ -49,11 +49,7 @@ class Counters(SimpleNamespace):
 
 
 def check_stateful(name: str, value: Any) -> None:
-    """Refuse an object without state.
-
-    Raises:
-        ConfigError: it lacks `state_dict` or `load_state_dict`.
-    """
+    """Refuse an object without `state_dict` or `load_state_dict`."""
     if not is_stateful(value):
         raise ConfigError(
             f"{name} is a {type(value).__name__}, which has no state_dict and load_state_dict; "
@@ -65,9 +61,6 @@ def check_placed(name: str, item: Any, state: Any) -> None:
     """Refuse sharded state of an optimizer that is saved as an item.
 
     A load into an optimizer that has made no step would not know the placement of its state.
-
-    Raises:
-        ConfigError: it is one.
     """
     if isinstance(item, torch.optim.Optimizer) and has_shards(state):
         raise ConfigError(
@@ -83,7 +76,8 @@ def has_shards(state: Any) -> bool:
 
 def is_large(state: Any) -> bool:
     """Return whether an item belongs into the sharded data: it is sharded or large."""
-    return has_shards(state) or local_bytes(value for _, value in leaves(state)) > MAX_SHARED_BYTES
+    tensors = [value for _, value in leaves(state) if isinstance(value, torch.Tensor)]
+    return any(map(is_sharded, tensors)) or sum(each.nbytes for each in tensors) > MAX_SHARED_BYTES
 
 
 def function_free(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,11 +94,7 @@ def item_state(item: Any) -> Any:
 
 
 def check_kind(item: Any, state: Any, *, fit: Fit) -> None:
-    """Refuse the state of another kind of optimizer, where `item_state` recorded it.
-
-    Raises:
-        IncompatibleCheckpointError: it is.
-    """
+    """Refuse the state of another kind of optimizer, where `item_state` recorded it."""
     if fit != "any" and isinstance(item, torch.optim.Optimizer) and (saved := get(state, (CLASS,))):
         check_class(unwrap_optimizer(item), saved)
 
@@ -120,11 +110,7 @@ def _keys(item: Any) -> Any:
 
 
 def item_target(item: Any, saved: SavedEntries) -> dict[str, Any]:
-    """Return the load target for an object's state in the sharded data.
-
-    Raises:
-        IncompatibleCheckpointError: the object is an optimizer, and the state is of one of another kind.
-    """
+    """Return the target of an object in the sharded data; refuse another optimizer's."""
     if isinstance(item, torch.optim.Optimizer):
         check_entries(item, saved)
     return template(item.state_dict(), saved)
@@ -167,9 +153,6 @@ def _of_live_groups(state: Any, live: Any) -> Any:
     """Give a scheduler's state as many values as the live optimizer has groups.
 
     Layouts may cut the same parameters into other groups, as transformers does by mesh.
-
-    Raises:
-        IncompatibleCheckpointError: the number differs, and so do the values.
     """
     if not isinstance(state, Mapping) or not isinstance(live, Mapping):
         return state

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, TypeAlias, final
 
 import torch
@@ -21,8 +20,9 @@ from ckpt_core._torch_internals import loads_itself
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state._fsdp1 import is_fsdp1
-from ckpt_core.state._tensors import empty_like, matches, placeholders, put_back_packed, shape_of, template
-from ckpt_core.types import SavedEntries, SavedState
+from ckpt_core.state._nested import Path
+from ckpt_core.state._tensors import empty_like, matches, put_back_packed, shape_of, template
+from ckpt_core.types import SavedEntries, SavedState, SavedTensor
 
 _logger = logger_of(__name__)
 _EXTRA_STATE: Final = "_extra_state"
@@ -33,19 +33,31 @@ _WRAPPERS: Final = frozenset({"_orig_mod", _ACTIVATIONS, "_fsdp_wrapped_module"}
 Models: TypeAlias = nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module]
 
 
-class Prefixes:
-    """Canonical prefixes of a model's modules, by the prefixes with wrappers."""
+@final
+class Names:
+    """The names of a model in checkpoints: those of the bare model, without wrappers.
+
+    Attributes:
+        modules: by their names with wrappers.
+        by_name: the parameters, under each of their names.
+        own: the first name of each, of a tied one, too.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.modules: dict[str, nn.Module] = {}
-        self._canonical: dict[str, str] = {}
+        self.by_name: dict[str, nn.Parameter] = {}
+        self.own: dict[nn.Parameter, str] = {}
+        self._prefixes: dict[str, str] = {}
         for raw, module in model.named_modules(remove_duplicate=False):
             self.modules[raw] = module
-            self._canonical[raw] = self._extended(raw) if raw else ""
+            prefix = self._prefixes[raw] = self._extended(raw) if raw else ""
             if isinstance(module, FSDPModule):
                 # After a forward pass without a backward, as in an evaluation, FSDP2 leaves whole parameters
                 # in the root, which are not the optimizer's.
                 module.reshard()
+            for leaf, parameter in self.modules[raw].named_parameters(recurse=False, remove_duplicate=False):
+                self.by_name[prefix + leaf] = parameter
+                self.own.setdefault(parameter, prefix + leaf)
 
     def _extended(self, raw: str) -> str:
         parent, _, part = raw.rpartition(".")
@@ -53,55 +65,20 @@ class Prefixes:
         wraps = part in _WRAPPERS or (
             part == "module" and isinstance(self.modules[parent], DistributedDataParallel)
         )
-        return self._canonical[parent] + ("" if wraps else f"{part}.")
+        return self._prefixes[parent] + ("" if wraps else f"{part}.")
+
+    @property
+    def bare(self) -> nn.Module:
+        """The model without wrappers around the whole of it."""
+        return [module for raw, module in self.modules.items() if not self._prefixes[raw]][-1]
 
     def name(self, raw: str) -> str:
-        """Return the canonical name of a key of `state_dict`.
-
-        Its hooks may have removed wrappers already.
-        """
+        """Return the name of a key of `state_dict`, whose hooks may remove wrappers."""
         prefix, _, leaf = raw.rpartition(".")
-        while prefix not in self._canonical:
+        while prefix not in self._prefixes:
             prefix, _, part = prefix.rpartition(".")
             leaf = leaf if part in _WRAPPERS else f"{part}.{leaf}"
-        return self._canonical[prefix] + leaf
-
-    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield every parameter under each of its names."""
-        for raw, module in self.modules.items():
-            for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-                yield self._canonical[raw] + leaf, parameter
-
-
-def bare(model: nn.Module) -> nn.Module:
-    """Return the model without wrappers around the whole of it."""
-    while True:
-        children = dict(model.named_children())
-        inner = next((children[name] for name in _WRAPPERS if name in children), None)
-        if inner is None and isinstance(model, DistributedDataParallel):
-            inner = model.module
-        if inner is None:
-            return model
-        model = inner
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ParameterNames:
-    """The parameters of a model by name; the first name of a tied one is its own."""
-
-    by_name: dict[str, nn.Parameter]
-    own: dict[nn.Parameter, str]
-
-    @classmethod
-    def of(cls, model: nn.Module) -> ParameterNames:
-        """Name every parameter of `model`."""
-        by_name: dict[str, nn.Parameter] = {}
-        own: dict[nn.Parameter, str] = {}
-        for name, parameter in Prefixes(model).parameters():
-            by_name[name] = parameter
-            own.setdefault(parameter, name)
-        return cls(by_name=by_name, own=own)
+        return self._prefixes[prefix] + leaf
 
     def resolve(self, name: str) -> str:
         """Return the own name of the parameter called `name`; `name` if there is none."""
@@ -164,17 +141,21 @@ def owner(models: Models, optimizer: Any) -> nn.Module:
     return as_module(models)
 
 
-def model_state(model: nn.Module) -> dict[str, Any]:
+def model_state(model: nn.Module, *, names: Names | None = None) -> dict[str, Any]:
     """Return parameters, buffers and extra state by name.
 
     The tensors are the live ones, except under FSDP1, which returns copies of its shards.
+
+    Args:
+        model: the model.
+        names: its names, if known.
     """
     if is_fsdp1(model):
         # Of a compiled module within FSDP1 torch reads the bare names, but returns others.
         return {name.replace(_COMPILED, ""): value for name, value in get_model_state_dict(model).items()}
     # Torch's function takes half a second for a few thousand parameters, at every save.
-    prefixes = Prefixes(model)
-    return {prefixes.name(key): value for key, value in model.state_dict().items()}
+    names = names or Names(model)
+    return {names.name(key): value for key, value in model.state_dict().items()}
 
 
 def local_buffers(
@@ -183,7 +164,7 @@ def local_buffers(
     *,
     part: str = "",
     prefix: str = "model.",
-    names: ParameterNames | None = None,
+    names: Names | None = None,
 ) -> dict[tuple[str, str], torch.Tensor]:
     """Return the rank-local buffers in `state`, for `CapturedState.local`.
 
@@ -196,7 +177,7 @@ def local_buffers(
         prefix: the prefix of their names in DCP's flattened form.
         names: the names of `model`, if known.
     """
-    parameters = (names or ParameterNames.of(model)).by_name
+    parameters = (names or Names(model)).by_name
     return {
         (part, prefix + name): value
         for name, value in state.items()
@@ -221,21 +202,19 @@ def model_target(
     live = {name: v for name, v in model_state(model).items() if name not in lacking and not is_lazy(v)}
     if of is not None:
         live = {name: value for name, value in live.items() if of.wants(("model", name))}
-    target = placeholders({name: value for name, value in live.items() if isinstance(value, torch.Tensor)})
-    extra = {
-        path[0]
-        for path, entry in saved.items()
-        if str(path[0]).endswith(_EXTRA_STATE)
-        or (entry is not None and not matches(live.get(str(path[0])), entry) and _is_packed(path[0], live))
-    }
+    target: dict[str, Any] = {name: each for name, each in live.items() if isinstance(each, torch.Tensor)}
+    by_name: dict[str, dict[Path, SavedTensor | None]] = {}
+    for path, entry in saved.items():
+        by_name.setdefault(str(path[0]), {})[path] = entry
     for name in _of_own_loaders(model, saved, target) if of is None or not of.include else ():
         value = target.pop(name, None)
-        target |= template(
-            {name: value if value is None else empty_like(value, value.dtype)}, _only(saved, name)
-        )
-    for name in map(str, extra & set(live)):
+        memory = None if value is None else empty_like(value, value.dtype)
+        target |= template({name: memory}, by_name.get(name, {}))
+    for name in by_name.keys() & live.keys():
+        odd = any(each is not None and not matches(live[name], each) for each in by_name[name].values())
         # Extra state, and what modules pack for their state_dict, may have another form than the saved one.
-        target[name] = template({name: live[name]}, _only(saved, name))[name]
+        if name.endswith(_EXTRA_STATE) or (odd and _is_packed(name, live)):
+            target[name] = template({name: live[name]}, by_name[name])[name]
     return target
 
 
@@ -246,30 +225,23 @@ def _of_own_loaders(model: nn.Module, saved: SavedEntries, target: Mapping[str, 
     memory of its own. It decides when the rest has been read. Where everything fits, nothing is special.
     """
     names = {str(path[0]) for path in saved} | set(target)
-    odd = {name for name in names if not name.endswith(_EXTRA_STATE) and not _fits(name, saved, target)}
-    prefixes = Prefixes(model)
-    found: set[str] = set()
-    for raw, module in prefixes.modules.items() if odd and not is_fsdp1(model) else ():
+    plain = {name for name in names if not name.endswith(_EXTRA_STATE)}
+    shapes = {str(path[0]): entry.shape for path, entry in saved.items() if entry and len(path) == 1}
+    odd = {name for name in plain if name not in target or shape_of(target[name]) != shapes.get(name)}
+    found = set[str]()
+    of_model = Names(model)
+    for raw, module in of_model.modules.items() if odd and not is_fsdp1(model) else ():
         if loads_itself(module, is_root=not raw):
-            prefix = prefixes.name(f"{raw}." if raw else "")
+            prefix = of_model.name(f"{raw}." if raw else "")
             below = {name for name in names if name.startswith(prefix)}
             found |= below if odd & below else set()
     return found
 
 
-def _fits(name: str, saved: SavedEntries, target: Mapping[str, Any]) -> bool:
-    entry = saved.get((name,))
-    return entry is not None and name in target and shape_of(target[name]) == entry.shape
-
-
-def _is_packed(name: str | int, live: Mapping[str, Any]) -> bool:
+def _is_packed(name: str, live: Mapping[str, Any]) -> bool:
     """Return whether an entry belongs to another one, as that of a 4-bit weight."""
-    parts = str(name).split(".")
+    parts = name.split(".")
     return any(".".join(parts[:end]) in live for end in range(1, len(parts)))
-
-
-def _only(saved: SavedEntries, name: str | int) -> SavedEntries:
-    return {path: entry for path, entry in saved.items() if path[0] == name}
 
 
 def load_model_state(
@@ -299,18 +271,16 @@ def load_model_state(
 
 def _put_back(model: nn.Module, state: Mapping[str, Any], *, strict: bool, base: Collection[str]) -> None:
     """Restore what `model_state` captured, under the same names."""
-    prefixes, remaining = Prefixes(model), dict(state)
+    names, remaining = Names(model), dict(state)
     values: dict[str, Any] = {}
     for key, live in model.state_dict().items():
-        name = prefixes.name(key)
+        name = names.name(key)
         if name in state:
             values[key] = remaining.pop(name, state[name])
         elif strict and key.endswith(_EXTRA_STATE) and isinstance(live, Mapping):
             values[key] = {}  # empty extra state is not recorded in a checkpoint
     # For a module with a load of its own; checkpoint wrappers put in their prefix themselves.
-    raw_of = {
-        prefixes.name(f"{raw}."): f"{raw}." for raw in prefixes.modules if raw and _ACTIVATIONS not in raw
-    }
+    raw_of = {names.name(f"{raw}."): f"{raw}." for raw in names.modules if raw and _ACTIVATIONS not in raw}
     others: dict[str, Any] = {}
     for name, value in remaining.items():
         parent = max((each for each in raw_of if name.startswith(each)), key=len, default="")
@@ -320,7 +290,7 @@ def _put_back(model: nn.Module, state: Mapping[str, Any], *, strict: bool, base:
         return  # a method of the model's own, which raises its own errors
     # Torch reports a loaded key as unexpected if the parameter's own name has a dot.
     unexpected = [key for key in found.unexpected_keys if key not in values]
-    missing = [key for key in found.missing_keys if not base or prefixes.name(key) not in base]
+    missing = [key for key in found.missing_keys if not base or names.name(key) not in base]
     packed = {key: values[key] for key in found.unexpected_keys if isinstance(values.get(key), torch.Tensor)}
     if left := put_back_packed(model, packed):
         _logger.warning("the model's load_state_dict does not put back %s, which its state_dict has", left)

@@ -42,28 +42,17 @@ def is_leaf(value: Any) -> bool:
 def put(tree: dict[str, Any], path: Path, value: Any) -> None:
     """Set the leaf at `path`, creating dicts and lists on the way."""
     here: Any = tree
-    for key, following in pairwise(path):
-        here = _descend(here, key, [] if isinstance(following, int) else {})
-    _set(here, path[-1], value)
-
-
-def _descend(container: Any, key: str | int, default: Any) -> Any:
-    if isinstance(container, dict):
-        return container.setdefault(key, default)
-    _grow(container, key)
-    if container[key] is None:
-        container[key] = default
-    return container[key]
-
-
-def _set(container: Any, key: str | int, value: Any) -> None:
-    if not isinstance(container, dict):
-        _grow(container, key)
-    container[key] = value
-
-
-def _grow(container: list[Any], key: Any) -> None:
-    container.extend([None] * (key + 1 - len(container)))
+    for key, following in pairwise((*path, None)):
+        is_list = isinstance(here, list)
+        if is_list:
+            here.extend([None] * (int(key or 0) + 1 - len(here)))
+        if following is None:
+            here[key] = value
+            return
+        inner = here[key] if is_list else here.get(key)
+        if inner is None:
+            inner = here[key] = [] if isinstance(following, int) else {}
+        here = inner
 
 
 def get(tree: Any, path: Path) -> Any:

@@ -19,7 +19,7 @@ from ckpt_core._torch_internals import without_step_hooks
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state import _fsdp1
-from ckpt_core.state._model import ParameterNames, model_state
+from ckpt_core.state._model import Names, model_state
 from ckpt_core.state._nested import Path, leaves, put, rekeyed
 from ckpt_core.state._tensors import dtype_named, empty_like, matches, shape_of
 from ckpt_core.types import SavedEntries, SavedState, SavedTensor
@@ -109,9 +109,7 @@ def stable_tensors(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
     return [*model.parameters(), *(value for value in state if isinstance(value, torch.Tensor))]
 
 
-def optimizer_state(
-    model: nn.Module, optimizer: Any, *, names: ParameterNames | None = None
-) -> dict[str, Any]:
+def optimizer_state(model: nn.Module, optimizer: Any, *, names: Names | None = None) -> dict[str, Any]:
     """Return state and groups by parameter name, with live state tensors.
 
     The form is `{"state": {name: {...}}, "param_groups": [{..., "params": [name, ...]}]}`. Tensor
@@ -128,7 +126,7 @@ def optimizer_state(
     """
     inner = unwrap_optimizer(optimizer)
     is_flat = _fsdp1.is_fsdp1(model)
-    members = [] if is_flat else (names or ParameterNames.of(model)).of_groups(inner)
+    members = [] if is_flat else (names or Names(model)).of_groups(inner)
     packed = {} if is_flat and optimizer is inner else _packed_state(optimizer, inner)
     named = {key: value for key, value in packed.items() if key not in PACKED}
     if is_flat and named:
@@ -160,11 +158,7 @@ def _speaker(optimizer: Any, inner: torch.optim.Optimizer) -> Any:
 
 
 def _packed_state(optimizer: Any, inner: torch.optim.Optimizer) -> Mapping[str, Any]:
-    """Return the state of an optimizer and its wrapper, in torch's form.
-
-    Raises:
-        ConfigError: some of the state cannot be stored by parameter names.
-    """
+    """Return the state of an optimizer and its wrapper in torch's form, or refuse."""
     kind = type(optimizer).__name__
     packed = _speaker(optimizer, inner).state_dict()
     counts = [len(group["params"]) for group in inner.param_groups]
@@ -226,10 +220,6 @@ def probe(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Mapping[
     return state
 
 
-def _is_in_torchs_flat_form(state: Mapping[Any, Any]) -> bool:
-    return any(str(key).startswith((_STATE, _GROUP)) for key in state)
-
-
 def _split(key: str, names: Collection[str]) -> tuple[str, str] | None:
     """Split `state.<parameter>.<name>` into (parameter, name); None without such."""
     parts = key.removeprefix(_STATE).split(".")
@@ -241,7 +231,7 @@ def _split(key: str, names: Collection[str]) -> tuple[str, str] | None:
 
 def _nested(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a state in the nested form; of a flat one, with a group per parameter."""
-    if not _is_in_torchs_flat_form(state):
+    if not any(str(key).startswith((_STATE, _GROUP)) for key in state):
         return state
     groups: dict[str, dict[str, Any]] = {}
     for key, value in state.items():
@@ -269,7 +259,7 @@ def load_optimizer_state(
         IncompatibleCheckpointError: the groups do not match; the optimizer is then unchanged.
     """
     inner, state = unwrap_optimizer(optimizer), _nested(state)
-    names = None if _fsdp1.is_fsdp1(model) else ParameterNames.of(model)
+    names = None if _fsdp1.is_fsdp1(model) else Names(model)
     members = _fsdp1.group_names(model, inner) if names is None else names.of_groups(inner)
     resolve = str if names is None else names.resolve
     options = _arrange(inner.param_groups, members, state.get("param_groups", ()), resolve, fit=fit)
@@ -337,16 +327,9 @@ def _arrange(
 ) -> list[dict[str, Any]]:
     """Return the saved hyperparameters as one dict (without `params`) per live group.
 
-    Args:
-        live: the live groups.
-        names: names of the parameters of each live group.
-        saved: the saved groups; their `params` are names.
-        resolve: maps a saved name to the live one (a tied parameter has several).
-        fit: which parameters the saved groups may hold.
-
-    Raises:
-        IncompatibleCheckpointError: the groups hold other parameters, or a live group mixes parameters
-            that were saved with different hyperparameters.
+    `names` are those of the parameters of each live group, as `params` are in the saved ones; `resolve` maps
+    a saved name to the live one (a tied parameter has several). A live group that mixes parameters that were
+    saved with different hyperparameters is refused.
     """
     owner = _check_members(names, saved, resolve, fit=fit)
     empty = [index for index, group in enumerate(saved) if not group.get("params")]
@@ -397,11 +380,7 @@ def _check_members(
     *,
     fit: Fit,
 ) -> dict[str, int]:
-    """Map every parameter's live name to the index of its saved group.
-
-    Raises:
-        IncompatibleCheckpointError: the groups hold other parameters.
-    """
+    """Map every parameter's live name to the index of its saved group; refuse others."""
     owner = {resolve(name): index for index, group in enumerate(saved) for name in group.get("params", ())}
     live = {name for group in names for name in group}
     missing = sorted(live - owner.keys()) if fit != "any" else []
@@ -440,7 +419,7 @@ def check_groups(
         )
     if _fsdp1.is_fsdp1(model):
         return  # `load_optimizer_state` checks it; under FSDP1 a check is a collective
-    names, state = ParameterNames.of(model), _nested(state)
+    names, state = Names(model), _nested(state)
     check_entries(optimizer, {path: None for path, _ in leaves(state)})
     _check_members(names.of_groups(optimizer), state.get("param_groups", ()), names.resolve, fit=fit)
 
@@ -450,13 +429,6 @@ def check_class(optimizer: torch.optim.Optimizer, saved: Sequence[str]) -> None:
 
     That is the same class of torch, or one that inherits from the other. Classes are known by their own
     names: modules move.
-
-    Args:
-        optimizer: the live one.
-        saved: its `class_names` at the save.
-
-    Raises:
-        IncompatibleCheckpointError: it is of another class.
     """
     live = class_names(optimizer)
     then, now = ([name.rpartition(".")[2] for name in names] for names in (saved, live))
@@ -475,13 +447,6 @@ def check_entries(optimizer: torch.optim.Optimizer, saved: SavedEntries) -> None
 
     New releases of torch add options, and so do schedulers and users; some options add names to the state. An
     optimizer of another kind has other options and other state.
-
-    Args:
-        optimizer: the live one; it is not changed.
-        saved: its entries in the checkpoint.
-
-    Raises:
-        IncompatibleCheckpointError: it is of another kind.
     """
     options, state = (
         {str(path[2]) for path in saved if path[0] == key and len(path) > 2}
@@ -584,7 +549,7 @@ def _references(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     if _fsdp1.is_fsdp1(model):
         shards = model_state(model)
         return {name: shards[name] for own in _fsdp1.group_names(model, optimizer) for name in own}
-    names = ParameterNames.of(model)
+    names = Names(model)
     trained = {name for own in names.of_groups(optimizer) for name in own}
     return {name: each for name, each in names.by_name.items() if names.own[each] in trained}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -13,11 +13,11 @@ from torch import nn
 from ckpt_core.data import is_stateful
 from ckpt_core.errors import ConfigError
 from ckpt_core.state._items import check_kind, item_state, item_target, load_item
-from ckpt_core.state._nested import Path, get, is_leaf, under
-from ckpt_core.state._optimizer import Fit, fit_of
+from ckpt_core.state._nested import Path, get, is_leaf, put, under
+from ckpt_core.state._optimizer import fit_of
 from ckpt_core.state._override import Override
 from ckpt_core.state._tensors import template
-from ckpt_core.types import CapturedState, SavedEntries, SavedState
+from ckpt_core.types import CapturedState, SavedState
 
 
 class StateSource(ABC):
@@ -110,18 +110,42 @@ class DictState(StateSource):
         self._mapping = mapping
 
     def capture(self) -> CapturedState:
-        return CapturedState(sharded={_PART: _states(self._mapping)})
+        tree: dict[str, Any] = {}
+        for path, _, _, value in _entries(self._mapping):
+            put(tree, path, item_state(value) if is_stateful(value) else value)
+        return CapturedState(sharded={_PART: tree})
 
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
-        return {_PART: _targets(self._mapping, saved.sharded.get(_PART, {}))}
+        entries, tree = saved.sharded.get(_PART, {}), dict[str, Any]()
+        for path, _, _, value in _entries(self._mapping):
+            if isinstance(value, nn.Module):
+                # Its own names, without those of other stages of a pipeline.
+                live = value.state_dict()
+                found = {at: entry for at, entry in under(entries, *path).items() if at[0] in live}
+                put(tree, path, {**dict.fromkeys(live), **template(live, found)})
+            elif is_stateful(value):
+                put(tree, path, item_target(value, under(entries, *path)))
+            else:
+                put(tree, path, value if isinstance(value, torch.Tensor) else None)
+        return {_PART: tree}
 
     def begin(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Callable[[], None]:
-        _check(self._mapping, loaded.get(_PART, {}), fit_of(saved))
+        for path, _, _, value in _entries(self._mapping):
+            check_kind(value, get(loaded.get(_PART), path), fit=fit_of(saved))
         return lambda: None
 
     def apply(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> list[str]:
         del saved
-        _apply(self._mapping, loaded.get(_PART, {}), "")
+        tree = loaded.get(_PART, {})
+        for path, container, key, value in list(_entries(self._mapping)):
+            outer, new = get(tree, path[:-1]), get(tree, path)
+            lacks = outer is None or (isinstance(outer, Mapping) and path[-1] not in outer)
+            if lacks or isinstance(value, torch.Tensor):
+                continue
+            if is_stateful(value):
+                load_item(".".join(map(str, path)), value, {} if new is None else new, of_tree=True)
+            else:
+                container[key] = new
         return []
 
     def check_override(self, change: Override) -> None:
@@ -135,51 +159,18 @@ class DictState(StateSource):
         return tops <= set(map(str, self._mapping))
 
 
-def _states(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        if twice := sorted(name for name, times in Counter(map(str, value)).items() if times > 1):
-            raise ConfigError(
-                f"several keys of one mapping are called {', '.join(twice)} in a checkpoint, where every key "
-                "is a string; only one of them would be saved"
-            )
-        return {str(key): _states(each) for key, each in value.items()}
-    if is_stateful(value):
-        return item_state(value)
-    return value if is_leaf(value) else [_states(each) for each in value]
-
-
-def _targets(value: Any, saved: SavedEntries, *prefix: str | int) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): _targets(each, saved, *prefix, str(key)) for key, each in value.items()}
-    if isinstance(value, nn.Module):
-        # Its own names, without those of other stages of a pipeline.
-        live = value.state_dict()
-        found = {path: entry for path, entry in under(saved, *prefix).items() if path[0] in live}
-        return {**dict.fromkeys(live), **template(live, found)}
-    if is_stateful(value):
-        return item_target(value, under(saved, *prefix))
-    return None if is_leaf(value) else [_targets(each, saved, *prefix, i) for i, each in enumerate(value)]
-
-
-def _check(live: Any, loaded: Any, fit: Fit) -> None:
-    if is_stateful(live):
-        check_kind(live, loaded, fit=fit)
-    elif isinstance(live, Mapping):
-        for key, value in live.items():
-            _check(value, get(loaded, (str(key),)), fit)
-
-
-def _apply(live: Any, loaded: Any, name: str) -> None:
-    is_list = type(live) is list
-    for key, value in list(enumerate(live) if is_list else live.items()):
-        new = get(loaded, (key if is_list else str(key),))
-        if isinstance(value, torch.Tensor) or (not is_list and str(key) not in loaded):
-            continue
-        if is_stateful(value):
-            load_item(f"{name}{key}", value, {} if new is None else new, of_tree=True)
-        elif not is_leaf(value):
-            _apply(value, {} if new is None else new, f"{name}{key}.")
+def _entries(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any, Any, Any]]:
+    """Yield the path, container, key and value of each leaf and object."""
+    is_mapping = isinstance(value, Mapping)
+    twice = [name for name, times in Counter(map(str, value)).items() if times > 1] if is_mapping else []
+    if twice:
+        raise ConfigError(
+            f"several keys of one mapping are called {', '.join(sorted(twice))} in a checkpoint, where every "
+            "key is a string; only one of them would be saved"
+        )
+    for key, each in list(value.items() if is_mapping else enumerate(value)):
+        at = (*path, str(key) if is_mapping else key)
+        if is_leaf(each):
+            yield at, value, key, each
         else:
-            live[key] = new
+            yield from _entries(each, at)

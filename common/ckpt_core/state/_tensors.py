@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 import torch
@@ -114,30 +114,11 @@ def _target(live: Any, saved: SavedTensor) -> torch.Tensor:
     return torch.empty(saved.shape, dtype=dtype)
 
 
-def placeholders(tree: Any) -> dict[str, Any]:
-    """Return `tree` with its tensors, and None for every plain value."""
-    template: dict[str, Any] = {}
-    for path, value in leaves(tree):
-        put(template, path, value if isinstance(value, torch.Tensor) else None)
-    return template
-
-
-def local_bytes(values: Iterable[Any]) -> int:
-    """Return the memory of the plain tensors among `values` on this rank."""
-    return sum(value.numel() * value.element_size() for value in values if isinstance(value, torch.Tensor))
-
-
 def put_back_packed(model: nn.Module, values: Mapping[str, torch.Tensor]) -> list[str]:
     """Put back entries of a `state_dict` that the model's `load_state_dict` left out.
 
     Modules of bitsandbytes pack the form of 4-bit weights into such entries, with the offset of their scales.
-
-    Args:
-        model: the live model; its tensors are loaded already.
-        values: the loaded entries, by key.
-
-    Returns:
-        The keys whose live value still differs.
+    Return the keys whose live value still differs.
     """
     changed = _changed(model, values)
     for name, parameter in model.named_parameters(remove_duplicate=False) if changed else ():

@@ -29,7 +29,7 @@ from ckpt_core.state._items import (
 )
 from ckpt_core.state._model import (
     Models,
-    ParameterNames,
+    Names,
     as_module,
     load_model_state,
     local_buffers,
@@ -112,14 +112,15 @@ class TrainState(StateSource):
         **items: Any,
     ) -> None:
         require("TrainState", boolean("gradients", gradients))
-        self._model, self._contents = as_module(model), contents
+        self._model = as_module(model)
+        self._contents: Contents | None = contents
         self._base = frozenset[str]()
         self._optimizers = dict(_named("optimizer", optimizer))
         self._shared = dict(_named("scheduler", scheduler)) | dict(_named("scaler", scaler))
         loaders = dict(_named("dataloader", dataloader))
         self._dataloaders = {name: LoaderPosition(each) for name, each in loaders.items()}
         self._items = items
-        self._with_model, self._with_rng, self._with_gradients = True, rng, gradients
+        self._with = frozenset({"model", *(["rng"] if rng else ()), *([_GRADIENTS] if gradients else ())})
         self._begun: tuple[SavedState, list[str]] | None = None
         self._asks = 2 if self._optimizers and not loaders else 0
         for each in self._optimizers.values():
@@ -139,15 +140,13 @@ class TrainState(StateSource):
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         """The torch optimizers without wrappers; only their steps change the model."""
-        return tuple(map(unwrap_optimizer, self._optimizers.values()))
+        return tuple(self._torch_optimizers.values())
 
     @property
     def names(self) -> frozenset[str]:
         """The items of this state, as `select` takes them."""
         named = (*self._optimizers, *self._shared, *self._dataloaders)
-        others = {"model": self._with_model, "rng": self._with_rng, _GRADIENTS: self._with_gradients}
-        there = (name for name, is_there in others.items() if is_there)
-        return frozenset({*(name.partition(".")[0] for name in named), *self._items, *there})
+        return self._with | {*(name.partition(".")[0] for name in named), *self._items}
 
     def select(self, names: Collection[str]) -> TrainState:
         """Return a state of some items; the others are neither saved nor loaded.
@@ -164,19 +163,18 @@ class TrainState(StateSource):
         selected._shared = _only(self._shared, names)
         selected._dataloaders = _only(self._dataloaders, names)
         selected._items = {name: item for name, item in self._items.items() if name in names}
-        selected._with_model, selected._with_rng = "model" in names, "rng" in names
-        selected._with_gradients = _GRADIENTS in names
+        selected._with = self._with & set(names)
         return selected
 
     def capture(self) -> CapturedState:
         # First, because it is collective: a rank that fails later keeps no other one waiting.
-        gradients = self._gradients.capture() if self._with_gradients else None
-        names = ParameterNames.of(self._model)
+        gradients = self._gradients.capture() if _GRADIENTS in self._with else None
+        names = Names(self._model)
         tree: dict[str, Any] = {}
         shared: dict[str, Any] = {}
-        if self._with_model:
+        if "model" in self._with:
             tree["model"], shared = saved_part(
-                self._model, model_state(self._model), self._contents, place="model"
+                self._model, model_state(self._model, names=names), self._contents, place="model"
             )
         for name, optimizer in self._optimizers.items():
             put(tree, _path(name), optimizer_state(self._model, optimizer, names=names))
@@ -194,7 +192,7 @@ class TrainState(StateSource):
         per_rank = self._positions()
         if per_rank:
             shared[POSITIONS] = dict(per_rank)
-        if self._with_rng:
+        if "rng" in self._with:
             # Last: a loader that was never iterated draws from the global generator when asked for its state.
             per_rank["rng"] = rng_state()
             shared[_SEED] = rng_seed(per_rank["rng"])
@@ -204,7 +202,7 @@ class TrainState(StateSource):
             shared=shared,
             alike=[name for name in (*self._shared, *self._items, *bases) if name in shared],
             groups=[(_PART, (*_path(name), "param_groups")) for name in self._optimizers],
-            local=local_buffers(self._model, tree["model"], names=names) if self._with_model else {},
+            local=local_buffers(self._model, tree["model"], names=names) if "model" in self._with else {},
             stable=stable_tensors(self._model, self.optimizers),
             optimizers=self.optimizers,
             positions={
@@ -225,7 +223,7 @@ class TrainState(StateSource):
         if saved.strict:
             self._check_present(entries, saved)
         tree: dict[str, Any] = {}
-        if self._with_model:
+        if "model" in self._with:
             self._base = supplied(self._model, saved, self._contents, place="model")
             tree["model"] = model_target(self._model, under(entries, "model"), saved, base=self._base)
         for name, optimizer in self._optimizers.items():
@@ -233,7 +231,7 @@ class TrainState(StateSource):
         for name, item in self._items.items():
             if found := under(entries, "items", name):
                 put(tree, ("items", name), item_target(item, found))
-        if self._with_gradients and _GRADIENTS in saved.shared:
+        if _GRADIENTS in self._with and _GRADIENTS in saved.shared:
             tree[_GRADIENTS] = self._gradients.target(under(entries, _GRADIENTS), saved.shared[_GRADIENTS])
         for name, each in self._kept_by_stock(saved):
             put(tree, _path(name), template(function_free(each.state_dict()), under(entries, *_path(name))))
@@ -252,7 +250,7 @@ class TrainState(StateSource):
 
     def _check_present(self, entries: SavedEntries, saved: SavedState) -> None:
         tops = {path[:2] for path in entries}
-        has_model = any(path[0] == "model" for path in tops) or not self._with_model or base_names(saved)
+        has_model = any(path[0] == "model" for path in tops) or "model" not in self._with or base_names(saved)
         # A model without parameters and buffers has no entries.
         missing = [] if has_model or not any(leaves(model_state(self._model))) else ["model"]
         missing += [name for name in self._optimizers if not under(entries, *_path(name))]
@@ -275,14 +273,14 @@ class TrainState(StateSource):
         self._begun = None
         for name, optimizer in self._loaded_optimizers(tree, saved):
             load_optimizer_state(self._model, optimizer, get(tree, _path(name)), fit=fit_of(saved))
-        if self._with_model:
+        if "model" in self._with:
             load_model_state(self._model, tree["model"], strict=not saved.include, base=self._base)
         inside = [(("items", name), item) for name, item in self._items.items()]
         for path, item in [*inside, *((_path(name), each) for name, each in self._kept_by_stock(saved))]:
             if (state := get(tree, path)) is not None:
                 load_item(".".join(path).removeprefix("items."), item, state, of_tree=True)
         notes += self._apply_gradients(tree, saved)
-        if self._with_rng:
+        if "rng" in self._with:
             # Last: making the iterator of a loader draws from the global generator.
             notes += _apply_rng(saved)
             await_training(self._dataloaders.values(), partial(load_rng_state, rng_state()))
@@ -295,11 +293,11 @@ class TrainState(StateSource):
         return Gradients(model=self._model, optimizers=self.optimizers)
 
     def _apply_gradients(self, tree: Mapping[str, Any], saved: SavedState) -> Iterator[str]:
-        if self._with_gradients and _GRADIENTS in saved.shared:
+        if _GRADIENTS in self._with and _GRADIENTS in saved.shared:
             self._gradients.put_back(tree.get(_GRADIENTS, {}))
-        elif self._with_gradients:
+        elif _GRADIENTS in self._with:
             yield "the checkpoint was saved without gradients=True; gradients are unchanged"
-        elif self._with_model and self._optimizers and under(saved.sharded.get(_PART, {}), _GRADIENTS):
+        elif "model" in self._with and self._optimizers and under(saved.sharded.get(_PART, {}), _GRADIENTS):
             yield (
                 "the checkpoint was saved within an accumulation window, and its gradients are not loaded "
                 "without gradients=True: the first optimizer step is made of fewer batches than others"

@@ -16,6 +16,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from ckpt_core import CheckpointManager
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state import Counters, DictState, StateSource, TrainState, load_rng_state, rng_state
+from ckpt_core.types import CapturedState
 from tests.unit.state.round_trip import assert_equal, load, save, saved_state, stock
 from tests.unit.state.test_optimizer_state import model, train
 
@@ -108,6 +109,38 @@ def uninterrupted(workers: int, made_by: type[DataLoader]) -> tuple[list[float],
 def test_it_is_a_state_source():
     assert isinstance(Run(0).state, StateSource)
     assert isinstance(DictState({}), StateSource)
+
+
+class OneTensor(StateSource):
+    """A source that has no more than a source must have."""
+
+    def __init__(self, value: float) -> None:
+        self.tensor, self.notes = torch.full((3,), value), ["told"]
+
+    def capture(self):
+        return CapturedState(sharded={"": {"own": self.tensor}})
+
+    def target(self, saved):
+        return {"": {"own": self.tensor}}
+
+    def apply(self, loaded, saved):
+        return self.notes
+
+
+def test_a_source_of_ones_own_needs_three_methods_and_refuses_every_override(tmp_path):
+    with CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.save(1, OneTensor(1.0)).result()
+        other = OneTensor(2.0)
+        with pytest.raises(ConfigError, match="of a TrainState, not of a OneTensor"):
+            checkpoints.resume(other, override={"lr": 1.0})
+        assert torch.equal(other.tensor, torch.full((3,), 2.0))
+        assert checkpoints.resume(other) == 1
+        assert torch.equal(other.tensor, torch.ones(3))
+        checkpoints.save(2, other).result()
+        first, second = checkpoints.checkpoints()
+    assert second.lineage == first.lineage, "the load took all of it, and the run goes on"
+    with pytest.raises(TypeError, match="abstract"):
+        StateSource()
 
 
 def test_capture_draws_no_random_numbers_once_the_loader_runs():
