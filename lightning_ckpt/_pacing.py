@@ -22,7 +22,8 @@ from lightning_ckpt._committed import Announcements
 from lightning_ckpt._options import Settings
 from lightning_ckpt._roots import Roots
 from lightning_ckpt._state import LightningState
-from lightning_ckpt.loops import Fit, SignalTakeover, job_note, requeue_signal
+from lightning_ckpt.loops._fit import Fit
+from lightning_ckpt.loops._takeover import SignalTakeover, job_note, requeue_signal
 
 _logger = logger_of(__name__)
 _LAST_STEP = "last step"
