@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from secrets import token_hex
 from typing import Any, Final, final
 
@@ -320,7 +320,7 @@ class Pacing:
 
         def wanted() -> bool:
             found = {i.name: i for i in self._manager.checkpoints() if i.name not in self._earlier}
-            known = {}
+            known: Mapping[str, float] = {}
             if self._newest is not None:
                 info, handle = self._newest
                 known = info.metrics if info.step == step else {}
