@@ -50,7 +50,7 @@ _warned: Final = set[str]()
 
 @final
 class Fit:
-    """One fit of a Trainer: its two loops, and what a save adds to Lightning's dictionary.
+    """One fit of a Trainer, and what a save adds to Lightning's dictionary.
 
     Concurrency: the thread that trains.
 
