@@ -39,7 +39,7 @@ from ckpt_core.validation import location
 from lightning_ckpt._committed import committed_of
 from lightning_ckpt._options import Settings
 from lightning_ckpt._state import LARGE, MODEL, NewMemory, plain_items
-from lightning_ckpt.loops import continues, requeue_signal
+from lightning_ckpt.loops._takeover import continues, requeue_signal
 
 _logger = logger_of(__name__)
 _STOCK = ".ckpt"

@@ -130,34 +130,22 @@ class AsModelCheckpoint:
 
 
 @final
-class LoggedCheckpoints(AsModelCheckpoint):
-    """The checkpoints of a run, as loggers hear of them.
-
-    Attributes:
-        announced: the one that they hear of now, which is the newest for them.
-    """
-
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        self.announced: CheckpointInfo | None = None
-
-    def _newest(self) -> CheckpointInfo | None:
-        return self.announced
-
-
-@final
-class Announcements:
+class Announcements(AsModelCheckpoint):
     """Tells the loggers of a Trainer about commits. The thread that trains, on rank 0.
 
-    An exception of a logger is logged, once for each, and changes nothing else.
+    For them it is the `ModelCheckpoint`, whose newest checkpoint is the one that they hear of. An exception
+    of a logger is logged, once for each, and changes nothing else.
     """
 
     def __init__(self, trainer: Any, settings: Settings) -> None:
+        self.settings = settings
         self._trainer = trainer
-        self._logged = LoggedCheckpoints(settings)
         self._saves: list[SaveHandle] = []
-        self._newest: CheckpointInfo | None = None
+        self._announced: CheckpointInfo | None = None
         self._broken = set[int]()
+
+    def _newest(self) -> CheckpointInfo | None:
+        return self._announced
 
     def saved(self, handle: SaveHandle) -> None:
         """Announce a save once it is committed."""
@@ -169,31 +157,30 @@ class Announcements:
         while self._saves and self._saves[0].done():
             handle = self._saves.pop(0)
             if handle.error is None:
-                self._announce(handle.result(), last=False)
+                self._announced = handle.result()
+                self._announce(self._announced, last=False)
 
     def end(self) -> None:
         """Announce what is left, after the last save; and the last as the last."""
         self.make()
-        if self._newest is not None:
-            self._announce(self._newest, last=True)
+        if self._announced is not None:
+            self._announce(self._announced, last=True)
 
     def _announce(self, info: CheckpointInfo, *, last: bool) -> None:
-        self._newest = info
-        self._logged.announced = info
         for logger in self._trainer.loggers:
             try:
                 kinds = {cls.__name__ for cls in type(logger).__mro__}
                 if not last and _UPLOADS_DIRECTORIES not in kinds:
-                    logger.after_save_checkpoint(self._logged)
+                    logger.after_save_checkpoint(self)
                 refer = next((_REFERENCES[name] for name in _REFERENCES if name in kinds), None)
                 if refer is None:
                     continue
                 wanted = logger._log_model == (True if last else "all")
-                if wanted and _is_there(self._logged.last_model_path):
-                    refer(logger, self._logged, info)
+                if wanted and _is_there(self.last_model_path):
+                    refer(logger, self, info)
             except Exception as error:  # noqa: BLE001 - logged; training does not depend on a logger
                 # What retention removes meanwhile, a logger cannot look at.
-                if id(logger) not in self._broken and _is_there(self._logged.last_model_path):
+                if id(logger) not in self._broken and _is_there(self.last_model_path):
                     self._broken.add(id(logger))
                     _logger.warning(
                         "%s failed when it heard of checkpoint %s, which is committed: %r. Training "
@@ -207,7 +194,7 @@ def _is_there(path: str) -> bool:
     return "://" in path or Path(path).exists()
 
 
-def _described(logged: LoggedCheckpoints, info: CheckpointInfo) -> tuple[str, list[str], dict[str, Any]]:
+def _described(logged: AsModelCheckpoint, info: CheckpointInfo) -> tuple[str, list[str], dict[str, Any]]:
     """Return the URL of a checkpoint, its aliases, and what it is."""
     path = f"{logged.dirpath}/{info.name}"
     url = public_url(path) if "://" in path else Path(path).as_uri()
@@ -215,7 +202,7 @@ def _described(logged: LoggedCheckpoints, info: CheckpointInfo) -> tuple[str, li
     return url, aliases, {"step": info.step, "metrics": dict(info.metrics), "bytes": info.size_bytes}
 
 
-def _refer_in_wandb(logger: Any, logged: LoggedCheckpoints, info: CheckpointInfo) -> None:
+def _refer_in_wandb(logger: Any, logged: AsModelCheckpoint, info: CheckpointInfo) -> None:
     """Log an artifact that holds the URL only, and no checksums of what it names."""
     url, aliases, described = _described(logged, info)
     name = logger._checkpoint_name or f"model-{logger.experiment.id}"
@@ -224,7 +211,7 @@ def _refer_in_wandb(logger: Any, logged: LoggedCheckpoints, info: CheckpointInfo
     logger.experiment.log_artifact(artifact, aliases=aliases)
 
 
-def _refer_in_mlflow(logger: Any, logged: LoggedCheckpoints, info: CheckpointInfo) -> None:
+def _refer_in_mlflow(logger: Any, logged: AsModelCheckpoint, info: CheckpointInfo) -> None:
     """Log a small file that names the URL."""
     url, aliases, described = _described(logged, info)
     content = {"url": url, "aliases": aliases, **described}

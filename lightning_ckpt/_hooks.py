@@ -15,6 +15,7 @@ from ckpt_core.errors import ConfigError
 from lightning_ckpt._ckpt_path import chosen, read_our_directories
 from lightning_ckpt._committed import AsModelCheckpoint, committed_of
 from lightning_ckpt._options import Configured, Settings, missing_attribute
+from lightning_ckpt._pacing import Pacing
 from lightning_ckpt._session import Session
 from lightning_ckpt._strategy import attach
 
@@ -41,9 +42,8 @@ class LifeCycle(AsModelCheckpoint):
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(missing_attribute(type(self).__name__, name))
 
-    def settings_for(self, trainer: Any) -> Settings | None:
-        """Return the settings for `trainer`, or None to leave it alone."""
-        del trainer
+    def settings_for(self, _trainer: Any) -> Settings | None:
+        """Return the settings for a Trainer, or None to leave it alone."""
         return self.settings
 
     @property
@@ -51,8 +51,7 @@ class LifeCycle(AsModelCheckpoint):
         """Whether no run is going on, so that there is time for further tiers."""
         return self._session is None or not self._session.is_running
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        del pl_module
+    def setup(self, trainer: Any, _module: Any, stage: str) -> None:
         settings = self.settings_for(trainer)
         if settings is None:
             return
@@ -99,35 +98,34 @@ class LifeCycle(AsModelCheckpoint):
                 "policies with |, e.g. save=EverySteps(500) | OnPreemption()"
             )
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, *_: Any) -> None:
         """Take part in the training that begins; the Tuner's trials leave callbacks out."""
-        del trainer, pl_module
         if self._session is not None:
             self._session.take_part()
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        del trainer, pl_module, batch_idx
-        if self._session is not None and self._session.pacing is not None:
-            self._session.pacing.note_tokens(batch)
+    @property
+    def _pacing(self) -> Pacing | None:
+        return None if self._session is None else self._session.pacing
 
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_batch_start(self, _trainer: Any, _module: Any, batch: Any, *_: Any) -> None:
+        if self._pacing is not None:
+            self._pacing.note_tokens(batch)
+
+    def on_validation_start(self, *_: Any) -> None:
         """Finish staged copies first: averaging callbacks exchange weights now."""
-        del trainer, pl_module
         if self._session is not None:
             self._session.settle()
 
     def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
-        if self._session is not None and self._session.pacing is not None and trainer.state.fn == "fit":
-            self._session.pacing.after_validation_batch()
+        if self._pacing is not None and trainer.state.fn == "fit":
+            self._pacing.after_validation_batch()
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        del trainer, pl_module
-        if self._session is not None and self._session.pacing is not None:
-            self._session.pacing.end()
+    def on_train_end(self, *_: Any) -> None:
+        if self._pacing is not None:
+            self._pacing.end()
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, _trainer: Any, _module: Any, exception: BaseException) -> None:
         """Note the exception; save if `on_exception` says so and all ranks are here."""
-        del trainer, pl_module
         self._last = False
         if self._session is not None:
             self._session.failed(exception)

@@ -206,7 +206,7 @@ def _problem_of_tokens(given: Any) -> str | None:
 
 
 def _show_options() -> None:
-    """Give the constructor every option, for LightningCLI; with types as YAML writes them.
+    """Give the constructor every option, with types as YAML writes them.
 
     It also takes the words of a `ModelCheckpoint` and of others from YAML, which get the same advice there.
     """

@@ -22,7 +22,8 @@ from lightning_ckpt._committed import Announcements
 from lightning_ckpt._options import Settings
 from lightning_ckpt._roots import Roots
 from lightning_ckpt._state import LightningState
-from lightning_ckpt.loops import Fit, SignalTakeover, job_note, requeue_signal
+from lightning_ckpt.loops._fit import Fit
+from lightning_ckpt.loops._takeover import SignalTakeover, job_note, requeue_signal
 
 _logger = logger_of(__name__)
 _LAST_STEP = "last step"
@@ -63,8 +64,7 @@ class Pacing:
         self._before: tuple[dict[str, Any], dict[str, Any]] = {}, {}
         self._announcements = Announcements(trainer, settings)
         self._unlogged = list(settings.bests)
-        self._earlier = frozenset[str]()
-        self._newest: tuple[CheckpointInfo, SaveHandle] | None = None
+        self._ranked: dict[int, tuple[CheckpointInfo, SaveHandle | None]] = {}
         self._begun_at = self._seen_step = -1
         self._stepped = self._left = self._evaluated = False
         self._total_steps: int | None = None
@@ -87,7 +87,8 @@ class Pacing:
                 if self._trainer.is_global_zero:
                     _warn_of_abandoned(self._root, committed)
                 self._manager.start_afresh()
-            self._earlier = frozenset(i.name for i in committed if origin is None or i.step > origin)
+            earlier = [i for i in committed if origin is not None and i.step <= origin]
+            self._ranked = {i.step: (i, None) for i in earlier if i.damaged is None}
         self._manager.due(**self._counts())
         if self.preempted:
             self._stop()
@@ -244,8 +245,9 @@ class Pacing:
         handle = self._roots.save(self._root, step, self._state(), name=name, metrics=metrics, reason=reason)
         if handle is not None:
             self._saved_step = step
-            info = CheckpointInfo(step=step, name=handle.name, created=handle.created, metrics=metrics)
-            self._newest = info, handle
+            if self._settings.bests:
+                info = CheckpointInfo(step=step, name=handle.name, created=handle.created, metrics=metrics)
+                self._ranked[step] = info, handle
             self._announcements.saved(handle)
 
     def _state(self) -> LightningState:
@@ -318,14 +320,11 @@ class Pacing:
         step, metrics = self._trainer.global_step, self._measure()
 
         def wanted() -> bool:
-            found = {i.name: i for i in self._manager.checkpoints() if i.name not in self._earlier}
-            known = {}
-            if self._newest is not None:
-                info, handle = self._newest
-                known = info.metrics if info.step == step else {}
-                if not handle.done():
-                    found[info.name] = info
-            others = [each for each in found.values() if each.step != step and each.damaged is None]
+            # What retention has removed since then was not among the best.
+            whole = {i.step: i for i, handle in self._ranked.values() if handle is None or not handle.error}
+            present, handle = self._ranked.get(step, (None, None))
+            known = {} if present is None or handle is None else present.metrics
+            others = [info for at, info in whole.items() if at != step]
             candidate = CheckpointInfo(step=step, name="", created=0.0, metrics=metrics)
             return step > 0 and any(
                 metrics.get(policy.metric) != known.get(policy.metric)

@@ -21,7 +21,7 @@ from ckpt_core.telemetry import Log
 from ckpt_core.types import CheckpointInfo
 from lightning_ckpt._options import Settings
 from lightning_ckpt._state import LightningState
-from lightning_ckpt.loops import job_note
+from lightning_ckpt.loops._takeover import job_note
 
 _logger = logger_of(__name__)
 

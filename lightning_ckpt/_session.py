@@ -23,16 +23,9 @@ from lightning_ckpt._options import Settings
 from lightning_ckpt._pacing import Pacing, weights_may_change
 from lightning_ckpt._roots import Roots
 from lightning_ckpt._state import LightningState, by_number
-from lightning_ckpt.loops import (
-    DataResume,
-    Fit,
-    Measured,
-    position_in,
-    requeue,
-    requeue_signal,
-    tell_of_hidden,
-    with_requeue,
-)
+from lightning_ckpt.loops._fit import Fit, Measured
+from lightning_ckpt.loops._positions import DataResume, position_in, tell_of_hidden
+from lightning_ckpt.loops._takeover import requeue, requeue_signal, with_requeue
 
 _logger = logger_of(__name__)
 _SHOWN = 10

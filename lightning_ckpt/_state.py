@@ -35,12 +35,12 @@ from ckpt_core.state import (
     under,
 )
 from ckpt_core.types import CapturedState, SavedEntries, SavedState
-from lightning_ckpt.loops import (
+from lightning_ckpt.loops._fit import Fit
+from lightning_ckpt.loops._positions import (
     POSITIONS,
     PREFETCHED,
     RNG,
     SEED,
-    Fit,
     configuration_of,
     positions,
     positions_in_samples,

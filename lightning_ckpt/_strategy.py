@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state import load_model_state, load_optimizer_state, model_state, optimizer_state
@@ -31,7 +31,7 @@ def attach(strategy: Any, session: Session | None) -> None:
         refuse_hidden_shards(strategy)
     setattr(strategy, _SESSION, session)
     if not hasattr(type(strategy), _MARK):
-        strategy.__class__ = _attached_class(type(strategy))
+        strategy.__class__ = _attached_class(cast("Any", type(strategy)))
 
 
 @cache

@@ -56,15 +56,7 @@ class ShardedCheckpointIO(PluginOptions, TorchCheckpointIO):
 def load_from_checkpoint(kind: type[M], path: str | os.PathLike[str], **options: Any) -> M:
     """Make a module with the weights and hyperparameters of a checkpoint.
 
-    It is `kind.load_from_checkpoint`, which reads checkpoints of ours from then on.
-
-    Args:
-        kind: the class of the module or data module.
-        path: a checkpoint, a root, which stands for its newest, or a file that Lightning wrote.
-        **options: what that method takes: `map_location`, `strict`, `weights_only`, hyperparameters.
-
-    Raises:
-        CheckpointError: it cannot be read; see `CheckpointManager.load`.
+    As `lightning_ckpt.lightning.load_from_checkpoint` does, for modules of this package.
     """
     read_our_directories(saving)
     plain = {"weights_only": True, **options}  # Lightning's own default for a URL is to unpickle anything

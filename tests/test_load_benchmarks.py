@@ -265,10 +265,10 @@ def test_of_several_ranks_the_slowest_counts_and_all_their_bytes():
 
 
 def test_an_option_that_this_version_does_not_have_is_a_reason_not_to_run():
-    assert options(verify="full", read_once=None).verify in {True, "full"}
-    assert options(verify="off", read_once=False).verify in {False, "off"}
+    assert options(verify="full").verify in {True, "full"}
+    assert options(verify="off").verify in {False, "off"}
     with pytest.raises(NotRunError, match="sometimes"):
-        options(verify="sometimes", read_once=None)
+        options(verify="sometimes")
 
 
 def test_pieces_cover_everything_once_whoever_does_them():
@@ -356,9 +356,7 @@ def test_ranks_load_together_and_every_read_is_counted(bench, layout):
     contenders = report["results"]["contenders"]
     assert list(contenders) == [each.key for each in lineup.RANKS]
     for each in contenders.values():
-        if each["not_run"] is not None:
-            assert "read_once" in each["not_run"]
-            continue
+        assert each["not_run"] is None
         assert len(each["samples"]["seconds"]) == 2
         assert each["asked_per_byte"] is None or each["asked_per_byte"]["median"] >= 1
     stock = contenders["dcp-load"]["asked_per_byte"]

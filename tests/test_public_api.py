@@ -48,7 +48,6 @@ def test_the_names_users_meet_are_these() -> None:
             "AtSteps",
             "EverySeconds",
             "EveryFraction",
-            "FirstStep",
             "OnPreemption",
             "Optimal",
             "MaxOverhead",

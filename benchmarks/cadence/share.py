@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, final
 
 from benchmarks.cadence.model import Training
-from ckpt_core import CheckpointManager, FirstStep, MaxOverhead
+from ckpt_core import AtSteps, CheckpointManager, MaxOverhead
 from ckpt_core.saving import SaveHandle
 
 _NEIGHBOURS = 64  # near, as a slow time of the machine has more of the saves than of the steps
@@ -108,7 +108,7 @@ def _run(folder: Path, fraction: float, seconds: float) -> tuple[Laps, float]:
         training.step()
     laps = Laps()
     # The first save measures; without it, it would be made after a minute.
-    with CheckpointManager(folder / "run", save=FirstStep() | MaxOverhead(fraction)) as manager:
+    with CheckpointManager(folder / "run", save=AtSteps([1]) | MaxOverhead(fraction)) as manager:
         step, quiet = 0, 0
         handle: SaveHandle | None = None
         began = time.perf_counter()

@@ -21,7 +21,6 @@ from benchmarks.loading.ours import (
     OursOff,
     OursOnStock,
     OursRead,
-    OursReadEach,
     OursReadOnce,
     OursReadOnceUnverified,
 )
@@ -36,7 +35,7 @@ LOAD: Sequence[LoaderType] = (
     SafetensorsOpen, *LIMITS,
 )  # fmt: skip
 PEAK: Sequence[LoaderType] = tuple(each for each in LOAD if each not in LIMITS)
-RANKS: Sequence[LoaderType] = (OursReadOnce, OursReadOnceUnverified, OursReadEach, StockLoad)
+RANKS: Sequence[LoaderType] = (OursReadOnce, OursReadOnceUnverified, StockLoad)
 ALL: Mapping[str, LoaderType] = {each.key: each for each in (*LOAD, *RANKS)}
 
 

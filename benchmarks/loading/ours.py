@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any, ClassVar, final
 
@@ -25,11 +24,10 @@ class _Ours(Loader):
     kind: ClassVar[Kind] = "ours"
     format: ClassVar[str] = "ours"
     verify: ClassVar[str | None] = None
-    read_once: ClassVar[bool | None] = None
 
     def __init__(self, task: LoadTask) -> None:
         super().__init__(task)
-        self._options = options(verify=self.verify, read_once=self.read_once)
+        self._options = options(verify=self.verify)
         self._manager: CheckpointManager | None = None
 
     @classmethod
@@ -122,7 +120,6 @@ class OursReadOnce(_Ours):
 
     key = "ours-once"
     name = "ckpt-suite, read once"
-    read_once = True
 
 
 @final
@@ -132,19 +129,9 @@ class OursReadOnceUnverified(_Ours):
     key = "ours-once-off"
     name = 'ckpt-suite, read once, verify="off"'
     verify = "off"
-    read_once = True
 
 
-@final
-class OursReadEach(_Ours):
-    """Among ranks: everybody reads for itself."""
-
-    key = "ours-each"
-    name = "ckpt-suite, each for itself"
-    read_once = False
-
-
-def options(*, verify: str | None, read_once: bool | None) -> CheckpointOptions:
+def options(*, verify: str | None) -> CheckpointOptions:
     """The options that are asked for; None is the default.
 
     Raises:
@@ -153,11 +140,6 @@ def options(*, verify: str | None, read_once: bool | None) -> CheckpointOptions:
     chosen: dict[str, Any] = {}
     if verify is not None:
         chosen["verify"] = _verify_option(verify)
-    has_read_once = any(field.name == "read_once" for field in dataclasses.fields(CheckpointOptions))
-    if has_read_once and read_once is not None:
-        chosen["read_once"] = read_once
-    elif read_once:
-        raise NotRunError("this version has no option read_once: every rank reads for itself")
     return CheckpointOptions.from_mapping(chosen)
 
 

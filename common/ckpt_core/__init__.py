@@ -19,7 +19,6 @@ if TYPE_CHECKING:
         EverySeconds,
         EverySteps,
         EveryTokens,
-        FirstStep,
         MaxOverhead,
         OnPreemption,
         Optimal,
@@ -61,7 +60,7 @@ if TYPE_CHECKING:
     from ckpt_core.types import CheckpointInfo
 
 _HOMES = {
-    "cadence": "AtSteps Continuous EveryEpochs EveryFraction EverySeconds EverySteps EveryTokens FirstStep "
+    "cadence": "AtSteps Continuous EveryEpochs EveryFraction EverySeconds EverySteps EveryTokens "
     "MaxOverhead OnPreemption Optimal SavePolicy",
     "errors": "ArchivedError CheckpointError CheckpointExistsError CheckpointNotFoundError ConfigError "
     "CoordinationError CorruptCheckpointError DeadlineError IncompatibleCheckpointError LoadError "
@@ -97,7 +96,6 @@ __all__ = [
     "EverySeconds",
     "EverySteps",
     "EveryTokens",
-    "FirstStep",
     "IncompatibleCheckpointError",
     "KeepAll",
     "KeepBest",

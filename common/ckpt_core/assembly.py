@@ -72,7 +72,6 @@ class Assembly:
         ownership = Ownership(
             storage,
             coordinator,
-            job_name=options.job_name,
             until_idle=thread.until_idle,
             hooks=replace(uploads.hooks, journal=journal),
             elsewhere=uploads.claim,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import attrgetter
@@ -67,8 +67,8 @@ class KeepEverySeconds(RetentionPolicy):
         take_duration(self, "seconds")
 
     def keep(self, history: Sequence[CheckpointInfo], now: float) -> frozenset[int]:
-        by_age, seconds = sorted(history, key=_by_age), cast("float", self.seconds)
-        return _first_of_each(by_age, lambda info: math.floor(info.created / seconds))
+        newest_first, seconds = sorted(history, key=_by_age, reverse=True), cast("float", self.seconds)
+        return frozenset({math.floor(each.created / seconds): each.step for each in newest_first}.values())
 
 
 @final
@@ -369,15 +369,6 @@ def _guaranteed(history: Sequence[CheckpointInfo], last: int | None) -> Iterable
     for info in history:
         if info.pinned is not None:
             yield info.step, f"pinned: {info.pinned}"
-
-
-def _first_of_each(
-    ordered: Iterable[CheckpointInfo], bucket: Callable[[CheckpointInfo], int]
-) -> frozenset[int]:
-    first: dict[int, int] = {}
-    for info in ordered:
-        first.setdefault(bucket(info), info.step)
-    return frozenset(first.values())
 
 
 _by_step = attrgetter("step")

@@ -7,6 +7,7 @@ import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Final, Unpack, final
 
@@ -231,12 +232,10 @@ class FabricCheckpoints:
         """
         self._track(list((state or {}).values()))
         text = self._once(lambda: os.fspath(path))
-        self._managers.wait()
         if text != LAST:
-            kind = self._kind_at(text)
-            if kind is Kind.STOCK:
-                return self._load_stock(text, self._stock.load, state, strict, weights_only=weights_only)
-            return self._load(path_of(text, kind), state, strict=strict)
+            stock = partial(self._stock.load, text, state, strict)
+            return self._load_from(text, stock, state, strict=strict, weights_only=weights_only)
+        self._managers.wait()
         manager = self.manager
         if not self._once(lambda: bool(manager.checkpoints(abandoned=True))):
             # A resume says whether there is really nothing, and takes the root.
@@ -260,16 +259,32 @@ class FabricCheckpoints:
             CheckpointError: see `load`.
         """
         text = self._once(lambda: os.fspath(path))
+        stock = partial(self._stock.load_raw, text, obj, strict)
+        self._load_from(text, stock, {"model": obj}, strict=strict, weights_only=weights_only)
+
+    def _load_from(
+        self,
+        path: str,
+        stock: Callable[..., dict[str, Any] | None],
+        state: dict[str, Any] | None,
+        *,
+        strict: bool,
+        weights_only: bool | None,
+    ) -> dict[str, Any]:
+        """Load what is at a path; what Fabric wrote by itself with its own `stock`."""
         self._managers.wait()
-        kind = self._kind_at(text)
-        if kind is Kind.STOCK:
-            self._load_stock(text, self._stock.load_raw, obj, strict, weights_only=weights_only)
-        elif not isinstance(obj, torch.nn.Module):
-            raise ConfigError(
-                "load an optimizer with its model: fabric.load(path, {'model': …, 'optimizer': …})"
-            )
-        else:
-            self._load(path_of(text, kind), {"model": obj}, strict=strict)
+        kind = self._once(lambda: kind_at(path, self._settings.readable_at))
+        if kind is not Kind.STOCK:
+            return self._load(path_of(path, kind), state, strict=strict)
+        options = self._settings.options
+        refuse_unjudged(path, options, host="Fabric")
+        return load_stock(
+            path,
+            lambda **trust: stock(**trust) or {},
+            type(self._fabric.strategy),
+            trusted=weights_only is False or options.allow_pickle,
+            once=self._once,
+        )
 
     def setup_dataloaders(self, *loaders: Any, **options: Any) -> Any:
         """Set up loaders as Fabric does, and follow their position."""
@@ -349,28 +364,6 @@ class FabricCheckpoints:
                 setattr(loader, _COUNTER, epoch)
                 loader.__class__ = _begun_at_once(type(loader))
         return source.remainder
-
-    def _kind_at(self, path: str) -> Kind:
-        kind = self._once(lambda: kind_at(path, self._settings.readable_at))
-        if kind is Kind.STOCK:
-            refuse_unjudged(path, self._settings.options, host="Fabric")
-        return kind
-
-    def _load_stock(
-        self, path: str, load: Callable[..., Any], *arguments: Any, weights_only: bool | None
-    ) -> dict[str, Any]:
-        """Load what Fabric wrote by itself, without pickle unless the user allows it."""
-
-        def stock(*, weights_only: bool) -> dict[str, Any]:
-            return load(path, *arguments, weights_only=weights_only) or {}
-
-        return load_stock(
-            path,
-            stock,
-            type(self._fabric.strategy),
-            trusted=weights_only is False or self._settings.options.allow_pickle,
-            once=self._once,
-        )
 
 
 def _begun_at_once(stock: type[Any]) -> type[Any]:

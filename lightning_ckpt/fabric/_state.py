@@ -153,7 +153,10 @@ class FabricState(StateSource):
     def _home(self, optimizer: torch.optim.Optimizer) -> nn.Module:
         """Return the model that an optimizer trains; a container if it trains several."""
         if not self._models:
-            raise ConfigError("an optimizer is saved and loaded with its model: add the model to the state")
+            raise ConfigError(
+                "an optimizer is saved and loaded with its model: add the model to the state, as in "
+                "fabric.load(path, {'model': …, 'optimizer': …})"
+            )
         return owner(self._models, optimizer)
 
     def capture(self) -> CapturedState:

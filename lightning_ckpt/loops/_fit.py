@@ -50,7 +50,7 @@ _warned: Final = set[str]()
 
 @final
 class Fit:
-    """One fit of a Trainer: its two loops, and what a save adds to Lightning's dictionary.
+    """One fit of a Trainer, and what a save adds to Lightning's dictionary.
 
     Concurrency: the thread that trains.
 
@@ -333,8 +333,10 @@ class Measured(dict[str, tuple[Any, int]]):
             known = self[name][0] if name in self else None
             # Equal values may come from two measurements. Every access to Lightning's metrics gives a new
             # view of the result; the memory of a known one is not freed, so that no other has its address.
-            both = isinstance(known, Tensor) and isinstance(value, Tensor)
-            if not (known.data_ptr() == value.data_ptr() if both else known is value):
+            same = known is value
+            if isinstance(known, Tensor) and isinstance(value, Tensor):
+                same = known.data_ptr() == value.data_ptr()
+            if not same:
                 self[name] = value, step
 
     def at(self, step: int) -> dict[str, float]:

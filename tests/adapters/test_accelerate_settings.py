@@ -109,7 +109,7 @@ def test_what_is_meant_is_understood(tmp_path: Path) -> None:
         "CKPT_SUITE_SAVE": "500",
         "CKPT_SUITE_KEEP": "3",
         "CKPT_SUITE_STOCK_FILES": "1",
-        "CKPT_SUITE_READ_ONCE": "0",
+        "CKPT_SUITE_JOURNAL": "0",
         "CKPT_SUITE_VERIFY": "0",
         "CKPT_SUITE_ROOT": "1234",
     }
@@ -118,7 +118,7 @@ def test_what_is_meant_is_understood(tmp_path: Path) -> None:
     assert settings.stock_files
     options = settings.options
     assert (options.save, options.keep) == (EverySteps(500), KeepLatest(3))
-    assert (options.read_once, options.verification) == (False, "off")
+    assert (options.journal, options.verification) == (False, "off")
     assert Settings.resolve({"save": 5, "keep": 3}, {}).options.save == EverySteps(5)
 
 

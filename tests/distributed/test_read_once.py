@@ -105,7 +105,7 @@ def load(root: Path, placements: tuple[Placement, ...], options: dict[str, Any])
     return storage.asked, all(torch.equal(each, full(name)) for name, each in whole.items())
 
 
-OPTIONS: list[dict[str, Any]] = [{"verify": "off"}, {"verify": "read"}, {"verify": "off", "read_once": False}]
+OPTIONS: list[dict[str, Any]] = [{"verify": "off"}, {"verify": "read"}]
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def asked(root):
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ddp", "hsdp", "sharded to replicated"])
 def test_what_several_ranks_hold_is_read_by_one(asked, layout):
-    unverified, verified, _ = asked[layout]
+    unverified, verified = asked[layout]
     assert unverified <= 1.05
     # To verify it and to bring it, and what lies around the tensors.
     assert verified <= 2.1
@@ -148,14 +148,9 @@ def test_what_several_ranks_hold_is_read_by_one(asked, layout):
     ],
 )
 def test_parts_that_overlap_after_a_reshard_are_read_by_each_rank(asked, layout, at_most):
-    unverified, verified, _ = asked[layout]
+    unverified, verified = asked[layout]
     assert unverified <= at_most[0]
     assert verified <= at_most[1]
-
-
-@pytest.mark.slow
-def test_it_can_be_switched_off(asked):
-    assert 3.9 <= asked["ddp"][2] <= 4.1
 
 
 def resume_job(roots: list[str]) -> list[tuple[int | None, float]]:

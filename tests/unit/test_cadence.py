@@ -17,7 +17,6 @@ from ckpt_core.cadence import (
     EverySeconds,
     EverySteps,
     EveryTokens,
-    FirstStep,
     Not,
     OnPreemption,
     SavePolicy,
@@ -105,7 +104,6 @@ policies = st.recursive(
         st.builds(EveryFraction, st.floats(0.01, 1), total_steps=st.integers(1, 500)),
         st.builds(EveryEpochs, st.integers(1, 5)),
         st.builds(EveryTokens, st.integers(1, 500)),
-        st.just(FirstStep()),
         st.just(OnPreemption()),
     ),
     lambda inner: st.one_of(
@@ -168,12 +166,11 @@ def test_a_policy_that_needs_no_agreement_ignores_time_and_signals(policy, conte
         (EverySteps(5), False),
         (AtSteps([5]), False),
         (EveryFraction(0.5), False),
-        (FirstStep(), False),
         (EveryEpochs(5), False),
         (EveryTokens(5), False),
         (EverySeconds(5), True),
         (OnPreemption(), True),
-        (EverySteps(5) | FirstStep(), False),
+        (EverySteps(5) | AtSteps([1]), False),
         (EverySteps(5) | EverySeconds(5), True),
         (EverySteps(5) & ~OnPreemption(), True),
     ],
@@ -194,7 +191,6 @@ def test_a_policy_of_the_users_own_is_assumed_to_need_agreement():
 def test_step_zero_is_no_boundary_but_can_be_named():
     assert decide(EverySteps(5), at(0)) is None
     assert decide(AtSteps([0]), at(0)) == "at step 0"
-    assert decide(FirstStep(), at(0)) == "first step"
 
 
 def test_the_first_decision_after_a_resume_sees_a_boundary_that_was_jumped_over():
@@ -214,11 +210,6 @@ def test_going_back_to_an_earlier_step_neither_blocks_nor_floods_the_cadence():
 
 def test_a_boundary_asked_for_twice_stays_due_until_it_is_saved():
     assert decide(EverySteps(100), at(100, previous_step=100)) == "every 100 steps"
-
-
-def test_first_step_is_silent_after_a_resume_and_after_the_first_decision():
-    assert decide(FirstStep(), at(5, last_save_step=4)) is None
-    assert decide(FirstStep(), at(5, previous_step=4)) is None
 
 
 def test_every_seconds_counts_from_the_start_until_there_is_a_save():

@@ -53,7 +53,6 @@ MUST_BE_THE_SAME: dict[str, Any] = {
     "checksum": "sha256",
     "replicas": 2,
     "verify": "full",
-    "read_once": False,
     "allow_pickle": True,
     "deadline_seconds": 77.5,
     "journal": False,
@@ -62,7 +61,6 @@ MUST_BE_THE_SAME: dict[str, Any] = {
 MAY_DIFFER: dict[str, Any] = {
     "staging_memory": "1 GiB",
     "write_bandwidth": "3 MB/s",
-    "job_name": "mine",
     "storage_options": {"secret": "hunter2hunter2"},
 }
 OF_THE_COORDINATOR: dict[str, Any] = {"sign_manifest": signer, "verify_manifest": judge}

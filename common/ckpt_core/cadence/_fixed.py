@@ -202,20 +202,6 @@ class EveryTokens(_EveryCount):
 
 @final
 @dataclass(frozen=True, slots=True)
-class FirstStep(SavePolicy):
-    """Saves at the first decision of a new run, so that a bad set-up shows early."""
-
-    def decide(self, context: CadenceContext) -> str | None:
-        fresh = context.previous_step is None and context.last_save_step is None
-        return "first step" if fresh else None
-
-    @property
-    def needs_agreement(self) -> bool:
-        return False
-
-
-@final
-@dataclass(frozen=True, slots=True)
 class OnPreemption(SavePolicy):
     """Saves once when a preemption of the job is announced to any rank.
 

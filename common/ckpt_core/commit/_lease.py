@@ -28,10 +28,7 @@ _LOCK_FILE: Final = f"{WRITER}.lock"
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Owner:
-    """The owner of a root, as recorded in `writer.json`.
-
-    With `job_name` set, host and process are empty.
-    """
+    """The owner of a root, as recorded in `writer.json`."""
 
     id: str
     job: str
@@ -41,8 +38,7 @@ class Owner:
 
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.started))
-        where = f"host {self.host}, pid {self.pid}, " if self.host else ""
-        return f"{self.job} ({where}started {since})"
+        return f"{self.job} (host {self.host}, pid {self.pid}, started {since})"
 
     @property
     def has_ended(self) -> bool:
@@ -57,9 +53,9 @@ class Owner:
         return False
 
     @classmethod
-    def here(cls, job: str, *, discreet: bool = False) -> Owner:
-        """Describe this process, under a fresh id; `discreet` omits host and process."""
-        host, pid = ("", 0) if discreet else (socket.gethostname(), os.getpid())
+    def here(cls, job: str) -> Owner:
+        """Describe this process, under a fresh id."""
+        host, pid = socket.gethostname(), os.getpid()
         return cls(id=secrets.token_hex(8), job=job, host=host, pid=pid, started=time.time())
 
     @classmethod
@@ -98,8 +94,8 @@ class Lease:
         self.owner = owner
 
     @classmethod
-    def acquire(cls, storage: Storage, job: str, *, discreet: bool = False) -> Lease:
-        """Take the root for the process named `job`; `discreet` hides host and process.
+    def acquire(cls, storage: Storage, job: str) -> Lease:
+        """Take the root for the process named `job`.
 
         Raises:
             RootBusyError: another live job holds it; the message names the job and what to do.
@@ -107,7 +103,7 @@ class Lease:
         lock = storage.try_lock(WRITER)
         if lock is None:
             raise RootBusyError(_busy(storage))
-        lease = cls(storage, Owner.here(job, discreet=discreet), lock)
+        lease = cls(storage, Owner.here(job), lock)
         lease._claim(storage)
         return lease
 

@@ -92,7 +92,6 @@ class LoadRequest:
             selection=selection,
             allow_pickle=options.allow_pickle,
             verification=options.verification,
-            read_once=options.read_once,
             override=override or Override(),
         )
 

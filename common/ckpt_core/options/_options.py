@@ -38,11 +38,10 @@ SignManifest: TypeAlias = Callable[[str, bytes], bytes]
 VerifyManifest: TypeAlias = Callable[[str, bytes, bytes], bool]
 """A function that judges: name, bytes of `manifest.json`, signature or b"" -> whether it may be used."""
 
-_LONGEST_JOB_NAME: Final = 200
 _MANNER: Final = frozenset(
     {
         *("back_pressure", "arenas", "staging", "staging_memory", "write_bandwidth", "headroom", "on_error"),
-        *("sign_manifest", "verify_manifest", "verify", "read_once", "deadline_seconds", "job_name"),
+        *("sign_manifest", "verify_manifest", "verify", "deadline_seconds"),
         *("storage_options", "replicas", "upload", "journal", "on_exception"),
     }
 )
@@ -114,12 +113,8 @@ class CheckpointOptions:
             it partly overwritten, and `resume` goes on with an older checkpoint, which overwrites all of it.
             None means `arrival` for `resume` and `read` for `load`. True means `read`, False means `off`, as
             YAML reads that word.
-        read_once: whether parts of tensors that several ranks hold are read by one of them and broadcast; if
-            False, every rank reads for itself.
         allow_pickle: whether loading may execute pickles, which can run any code.
         deadline_seconds: the longest wait of ranks for one another.
-        job_name: the name of this job in `writer.json`, for a job that finds the root in use; host and
-            process are then omitted. None for the name of the script, with both.
         journal: whether the coordinator keeps a journal of this run in the root: what its saves, loads and
             prunes cost, and how it ended. No save waits for them, or fails with them.
         storage_options: passed to the filesystem behind a URL, e.g. an endpoint; `request_seconds` and
@@ -147,10 +142,8 @@ class CheckpointOptions:
     sign_manifest: SignManifest | str | None = field(default=None, repr=False)
     verify_manifest: VerifyManifest | str | None = field(default=None, repr=False)
     verify: Verify | bool | None = None
-    read_once: bool = True
     allow_pickle: bool = False
     deadline_seconds: float = 1800.0
-    job_name: str | None = None
     journal: bool = True
     storage_options: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False)
     on_exception: Literal["save"] | None = None
@@ -177,10 +170,8 @@ class CheckpointOptions:
             None if self.verify_manifest is None else function("verify_manifest", self.verify_manifest),
             _verify(self.verify),
             boolean("reject_non_finite", self.reject_non_finite),
-            boolean("read_once", self.read_once),
             boolean("allow_pickle", self.allow_pickle),
             positive("deadline_seconds", self.deadline_seconds),
-            _job_name(self.job_name),
             boolean("journal", self.journal),
             option_keys("storage_options", self.storage_options),
             None if self.on_exception is None else one_of("on_exception", self.on_exception, ("save",)),
@@ -329,11 +320,3 @@ def _verify(value: Any) -> str | None:
 def _one_or_two(name: str, value: Any) -> str | None:
     problem = integer(name, value, minimum=1)
     return problem or (None if value in {1, 2} else f"{name} must be 1 or 2, not {value!r}")
-
-
-def _job_name(value: Any) -> str | None:
-    if value is None or (
-        isinstance(value, str) and 0 < len(value) <= _LONGEST_JOB_NAME and value.isprintable()
-    ):
-        return None
-    return f"job_name must be a printable text of at most {_LONGEST_JOB_NAME} characters"

@@ -158,7 +158,6 @@ _SAVE: _Grammar[SavePolicy] = _Grammar(
         "every_fraction": _with(cadence.EveryFraction, "fraction", "total_steps"),
         "every_epochs": _with(cadence.EveryEpochs, "n"),
         "every_tokens": _with(cadence.EveryTokens, "n"),
-        "first_step": _switch(cadence.FirstStep),
         "optimal": _with(
             cadence.Optimal,
             *("mtbf", "min_seconds", "max_seconds", "tier"),

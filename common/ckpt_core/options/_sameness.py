@@ -6,7 +6,8 @@ text.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence, Set
+import os
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from numbers import Integral, Real
@@ -18,8 +19,8 @@ from ckpt_core.options._options import CheckpointOptions
 from ckpt_core.options._uploads import Upload
 from ckpt_core.retention import RetentionPolicy
 
-OF_EACH_RANK: Final = frozenset({"staging_memory", "write_bandwidth", "job_name", "storage_options"})
-"""Options that belong to one process or node: its memory, its disk, its name, its credentials."""
+OF_EACH_RANK: Final = frozenset({"staging_memory", "write_bandwidth", "storage_options"})
+"""Options that belong to one process or node: its memory, its disk, its credentials."""
 OF_EACH_UPLOAD: Final = frozenset({"bandwidth", "storage_options"})
 OF_COORDINATOR: Final = frozenset({"sign_manifest", "verify_manifest"})
 """Options that only the coordinator uses; it must have them if any rank does, which may lack the key."""
@@ -144,34 +145,23 @@ def _given(name: str, by_rank: Mapping[str, str]) -> str:
 
 
 def _values(name: str, given: Sequence[Mapping[str, str]]) -> str:
-    """Return the values of an option with the ranks that have them, rank 0 first."""
+    """Return the values of an option with the ranks that have them, rank 0 first.
+
+    A long one is shown from where it differs from others.
+    """
     ranks: dict[str, list[int]] = {}
     for rank, each in enumerate(given):
         ranks.setdefault(_given(name, each), []).append(rank)
-    common = _common(ranks)
-    shown = [f"{_short(text, common)} on {_ranks(having)}" for text, having in ranks.items()][:_MOST_VALUES]
+    common = os.path.commonprefix(list(ranks))  # noqa: RUF071 - texts, no paths
+    begin = max(0, len(common) - _CONTEXT) if len(ranks) > 1 else 0
+    shown = []
+    for text, having in list(ranks.items())[:_MOST_VALUES]:
+        if len(text) > _LONGEST:
+            rest = text[begin:]
+            text = f"{'…' if begin else ''}{rest[:_LONGEST]}{'…' if len(rest) > _LONGEST else ''}"  # noqa: PLW2901
+        shown.append(f"{text} on {_ranks(having)}")
     more = len(ranks) - len(shown)
     return ", ".join(shown) + (f" and {more} other values" if more > 0 else "")
-
-
-def _common(texts: Collection[str]) -> int:
-    """Return how many characters texts have in common at their beginning."""
-    if len(texts) < 2:
-        return 0
-    least, most = min(texts), max(texts)
-    return next(
-        (at for at, (one, other) in enumerate(zip(least, most, strict=False)) if one != other), len(least)
-    )
-
-
-def _short(text: str, common: int) -> str:
-    """Return a part of a long text, from where it differs from others."""
-    if len(text) <= _LONGEST:
-        return text
-    begin = max(0, common - _CONTEXT)
-    return (
-        f"{'…' if begin else ''}{text[begin : begin + _LONGEST]}{'…' if begin + _LONGEST < len(text) else ''}"
-    )
 
 
 def _ranks(having: Sequence[int]) -> str:

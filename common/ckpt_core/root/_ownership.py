@@ -94,7 +94,6 @@ class Ownership:
     Args:
         storage: the root.
         coordinator: the ranks of the job.
-        job_name: name of this job in `writer.json`; None for the name of its script.
         until_idle: blocks until no save is in flight; must keep nothing large alive.
         hooks: the demands of uploads.
         elsewhere: returns, for a survey of the root, the checkpoints that only further tiers hold, and the
@@ -109,7 +108,6 @@ class Ownership:
         storage: Storage,
         coordinator: Coordinator,
         *,
-        job_name: str | None = None,
         until_idle: Callable[[], None] = lambda: None,
         hooks: OwnerHooks | None = None,
         elsewhere: Elsewhere = lambda survey: ((), survey.lineage),
@@ -117,7 +115,6 @@ class Ownership:
         self._hooks = hooks or OwnerHooks()
         self._elsewhere = elsewhere
         self._further: dict[str, CheckpointInfo] = {}
-        self._job_name = job_name
         self.until_idle = until_idle
         self._superseded = False
         self._storage = storage
@@ -148,7 +145,7 @@ class Ownership:
                     refuse_as_root(self._storage)  # before its probe: nothing is written there
                 self._storage.check_root()
                 if self._lease is None:  # else an earlier call acquired it and failed later
-                    self._lease = _take_lease(self, self._storage, self._job_name)
+                    self._lease = _take_lease(self, self._storage)
             return [(self._lease.owner.id, urls)] * len(urls)
 
         owner_id, urls = self._coordinator.gather_scatter(self._storage.url, acquire, what="taking the root")
@@ -495,7 +492,7 @@ _taking: Final = threading.RLock()
 _held: dict[str, _Holding] = {}
 
 
-def _take_lease(ownership: Ownership, storage: Storage, job_name: str | None) -> Lease:
+def _take_lease(ownership: Ownership, storage: Storage) -> Lease:
     """Take a root, also from this process's earlier manager, once that is idle."""
     with _taking:
         found = Owner.of(storage)
@@ -511,8 +508,7 @@ def _take_lease(ownership: Ownership, storage: Storage, job_name: str | None) ->
                 "taken over, and the earlier one cannot save any more",
                 storage.url,
             )
-        job = job_name or Path(next(iter(sys.argv), "")).name or "python"
-        lease = Lease.acquire(storage, job, discreet=job_name is not None)
+        lease = Lease.acquire(storage, Path(next(iter(sys.argv), "")).name or "python")
         _held[lease.owner.id] = _Holding(lease, ownership.until_idle, weakref.ref(ownership), os.getpid())
     return lease
 

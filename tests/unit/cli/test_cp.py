@@ -375,14 +375,14 @@ def test_commands_need_no_torch(root, tmp_path):
     assert (done.returncode, steps(tmp_path / "to")) == (0, [100, 300])
 
 
-@pytest.mark.parametrize("died", ["released", "killed", "hidden", "killed elsewhere"])
+@pytest.mark.parametrize("died", ["released", "killed", "killed elsewhere"])
 def test_ls_shows_what_a_job_that_has_ended_left_as_waiting(ckpt, root, bucket, died):
     storage = LocalStorage(root)
     uploading = Uploading(name="step-000000300", done_bytes=4, size_bytes=10)
     tiers_of(root, TierRecord(url=bucket, due=("step-000000300", "step-000000200"), uploading=uploading))
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
-    owner = Owner.here("train.py", discreet=died == "hidden")
+    owner = Owner.here("train.py")
     if died == "killed":
         owner = replace(owner, pid=process.pid)
     if died == "killed elsewhere":

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_core import FirstStep, MaxOverhead
+from ckpt_core import AtSteps, MaxOverhead
 from ckpt_core.coordination import Solo
 from ckpt_core.errors import SaveError
 from ckpt_core.measuring import CostMeter
@@ -416,7 +416,7 @@ def test_the_share_of_time_that_may_be_lost_is_lost(fraction, training):
     """The policy, the keeper and the meter together: the bar is 20 %, and never 1.5 times."""
     run = Training(**training)
     keeper = CadenceKeeper(
-        FirstStep() | MaxOverhead(fraction), run.coordinator, run.clock, measured=run.meter
+        AtSteps([1]) | MaxOverhead(fraction), run.coordinator, run.clock, measured=run.meter
     )
     for step in range(1, 20_001):
         run.train(step)
@@ -431,7 +431,7 @@ def test_the_share_of_time_that_may_be_lost_is_lost(fraction, training):
 def test_decisions_are_part_of_what_may_be_lost_and_never_end_the_saves(decision, least_saves):
     """A decision takes that part of a step; with 0.03 decisions alone lose more than is allowed."""
     run, saves = Training(), 0
-    keeper = CadenceKeeper(FirstStep() | MaxOverhead(0.01), run.coordinator, run.clock, measured=run.meter)
+    keeper = CadenceKeeper(AtSteps([1]) | MaxOverhead(0.01), run.coordinator, run.clock, measured=run.meter)
     for step in range(1, 20_001):
         run.train(step)
         run.meter.step(step)

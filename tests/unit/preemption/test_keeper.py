@@ -18,7 +18,6 @@ from ckpt_core import (
     EverySeconds,
     EverySteps,
     EveryTokens,
-    FirstStep,
     OnPreemption,
 )
 from ckpt_core.coordination import Coordinator, Solo
@@ -76,7 +75,7 @@ class Unreachable(Coordinator):
     "policy",
     [
         EverySteps(3),
-        AtSteps([2, 5]) | FirstStep(),
+        AtSteps([2, 5]) | EverySteps(4),
         EveryFraction(0.5) & ~EverySteps(2),
         EveryEpochs(2) | EveryTokens(40),
     ],
@@ -102,7 +101,7 @@ def test_a_boundary_that_a_skip_lost_does_not_come_back():
 
 
 def test_resuming_counts_as_a_save():
-    cadence = keeper(FirstStep() | EverySteps(5))
+    cadence = keeper(AtSteps([1]) | EverySteps(5))
     cadence.saved(5)
     assert due_steps(cadence, range(5, 12)) == [10]
 

@@ -135,7 +135,7 @@ def test_what_cannot_be_digested_is_no_reason_to_fail():
 
 def test_options_count_where_they_decide_what_is_saved():
     assert CheckpointOptions().chosen == {}
-    how = CheckpointOptions(storage_options={"key": "secret"}, arenas=2, job_name="x", deadline_seconds=3.0)
+    how = CheckpointOptions(storage_options={"key": "secret"}, arenas=2, deadline_seconds=3.0)
     assert how.chosen == {}
     assert CheckpointOptions(keep=KeepLatest(3), checksum="sha256").chosen == {
         "keep": KeepLatest(3),

@@ -79,7 +79,6 @@ class TierRoot:
         self._ownership = Ownership(
             storage,
             Solo(),
-            job_name=options.job_name,
             until_idle=until_idle,
             hooks=OwnerHooks(spared=lambda: self._spared),
             elsewhere=self._note_found,
