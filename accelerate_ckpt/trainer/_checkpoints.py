@@ -22,7 +22,7 @@ from accelerate_ckpt.trainer._state import TrainingState
 from ckpt_core import CheckpointInfo, CheckpointManager, ConfigError
 from ckpt_core.cadence import SavePolicy, needed_counts
 from ckpt_core.disclosure import logger_of
-from ckpt_core.hosting import CheckpointPath, attach, attached_to, detach, shadow
+from ckpt_core.hosting import CheckpointPath, attach, attached_to, detach, replaced, shadow
 from ckpt_core.options import shows_options
 from ckpt_core.retention import RetentionPolicy
 from ckpt_core.state import load_item
@@ -106,8 +106,11 @@ class TrainerCheckpoints:
             self.events.in_charge(self._trainer.args, manager.options.keep),
             chosen(self._session, resume_from_checkpoint, self._trainer.args) as checkpoint,
         ):
-            ours = self._resumed = checkpoint if isinstance(checkpoint, Ours) else None
-            with self._data.training(None if ours is None else ours.resumed):
+            ours = checkpoint if isinstance(checkpoint, Ours) else None
+            with (
+                replaced(self, _resumed=ours),
+                self._data.training(None if ours is None else ours.resumed),
+            ):
                 result = self._stock.train(checkpoint if ours is None else ours.view, *args, **kwargs)
         if self.implicit and self.preempted:
             # The script does not know of it, and would take the training for finished.

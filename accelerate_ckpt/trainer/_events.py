@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, final
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from accelerate_ckpt.trainer._data import TrainerData
@@ -16,6 +16,8 @@ from ckpt_core.cadence import Counts, needed_counts
 from ckpt_core.disclosure import logger_of
 from ckpt_core.hosting import ranking, replaced
 from ckpt_core.retention import RetentionPolicy
+
+# ruff: noqa: ARG002 - the Trainer gives every callback the same arguments
 
 _logger = logger_of(__name__)
 
@@ -67,14 +69,11 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
                 self._warn_of_lost_best(args)
             yield
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin training, or begin again, as `auto_find_batch_size` does.
 
         All other callbacks have begun: a resumed training makes up for what its step has left out.
         """
-        del args, kwargs
         self._session.begin(state.global_step)
         self.evaluation_left = self.decided = self.epoch_ended = self._stopping = False
         # As saved, they are of a step that is done.
@@ -85,18 +84,11 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
         state.best_model_checkpoint = self._session.best_left(state.best_model_checkpoint)
         self._go_on()
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Note that an epoch is under way."""
-        del args, state, control, kwargs
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.epoch_ended = False
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Decide whether to save this step, after the Trainer's own flow has."""
-        del args, kwargs
         self.reason, self._stopping = "trainer", control.should_training_stop
         if not self.gated:
             return
@@ -107,11 +99,8 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
         control.should_save = reason is not None or (at_end and wants_end)
         self._stop(control)
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Request a save of a new best, whatever the save policy says, if it is wanted."""
-        del args, kwargs
         wanted = self._wanted
         if self.own_evaluation:
             self.decided = control.should_training_stop and not self._stopping
@@ -124,20 +113,13 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
             self.reason = BEST
             control.should_save = True
 
-    def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave an evaluation if a preemption was announced, on every rank alike."""
-        del args, state, control, kwargs
-        if (
-            self.gated
-            and self.own_evaluation
-            and self._session.manager.due()
-            and self._session.manager.preempted
-        ):
+        manager = self._session.manager
+        if self.gated and self.own_evaluation and manager.due() and manager.preempted:
             raise EvaluationLeft
 
-    def left_evaluation(self, state: TrainerState, control: TrainerControl) -> None:
+    def left_evaluation(self, state: Any, control: Any) -> None:
         """Decide again about a step whose evaluation a preemption cut short."""
         reason = self._reason(state)
         if reason is not None:
@@ -145,7 +127,7 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
         control.should_evaluate = True
         self._stop(control)
 
-    def _reason(self, state: TrainerState) -> str | None:
+    def _reason(self, state: Any) -> str | None:
         """Return the reason to save this step now, or None."""
         manager = self._session.manager
         needed = needed_counts(manager.options.save)
@@ -157,25 +139,22 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
         counts: Counts = self._counts(state) if needed else {}
         return manager.due(state.global_step, total_steps=state.max_steps, **counts)
 
-    def _counts(self, state: TrainerState) -> Counts:
+    def _counts(self, state: Any) -> Counts:
         epochs = self._data.epochs if state.global_step else 0
         return {
             "epochs": int(state.epoch or 0) if epochs is None else epochs,
             "tokens": state.num_input_tokens_seen,
         }
 
-    def _stop(self, control: TrainerControl) -> None:
+    def _stop(self, control: Any) -> None:
         """End training after a preemption, without the evaluation before the save."""
         if self._session.manager.preempted:
             control.should_training_stop = True
             self.evaluation_left |= control.should_evaluate
             control.should_evaluate = False
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Decide again about the epoch's last step if the policy counts epochs."""
-        del args, kwargs
         if not self._data.end_epoch(stopped=control.should_training_stop):
             # It is due at the end of the epoch, which a preemption alone does not bring.
             control.should_evaluate &= not self._session.manager.preempted or self._stopping
@@ -186,11 +165,7 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
             self.reason, control.should_save = reason or self.reason, reason is not None
             self._stop(control)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Wait until the last checkpoint is committed."""
-        del args, state, control, kwargs
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._session.manager.wait()
         self._session.manager.due()
 

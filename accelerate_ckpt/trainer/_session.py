@@ -40,7 +40,6 @@ class KeepAsTrainer(RetentionPolicy):
     mode: Literal["min", "max"] = "min"
 
     def keep(self, history: Sequence[CheckpointInfo], now: float) -> frozenset[int]:
-        """Return the steps of those."""
         del now
         newest = sorted((info.step for info in history), reverse=True)
         sign = 1 if self.mode == "min" else -1
