@@ -144,7 +144,6 @@ class ChunkLocator:
         """Locate these entries.
 
         Raises:
-            KeyError: the part has no such entry.
             CorruptCheckpointError: the files contradict each other, or a zip is damaged.
             IncompatibleCheckpointError: an entry was written through a stream extension of DCP.
         """
