@@ -188,7 +188,7 @@ class ImageLayout:
 class Image:
     """A data file in memory.
 
-    Concurrency: `copy` on one thread, then `pieces` on one thread, which may wait for slots that others fill.
+    Concurrency: `pieces` on one thread, which may wait for slots of `targets` that others fill.
 
     Args:
         memory: uint8, contiguous, on the host, at least `layout.size_bytes` long, on a page boundary.
@@ -208,13 +208,6 @@ class Image:
         self._chunk_crcs: list[int] = []
         self._block_crcs: list[int] = []
         self._file_crc = 0
-
-    def copy(self, shards: Mapping[MetadataIndex, torch.Tensor]) -> None:
-        """Copy shards, in the order of the layout, into their slots."""
-        sources = [inner for shard in shards.values() for _, inner in inner_tensors(shard)]
-        with torch.no_grad():
-            for source, target in zip(sources, self.targets, strict=True):
-                target.copy_(source)
 
     def pieces(self, wait_for: Callable[[int], None] | None = None) -> Generator[memoryview]:
         """Fill in the checksums and yield the file in pieces; a yielded piece is final.
