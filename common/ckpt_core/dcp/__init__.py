@@ -10,13 +10,14 @@ from ckpt_core.dcp._metadata import encode_metadata, entries, load_metadata, pla
 from ckpt_core.dcp._plan import Decision, GroupNames, Part, WriteTask, decide, held_by_this_rank, kept_name
 from ckpt_core.dcp._reader import (
     check_stock,
+    load_chunk,
     load_plain,
     load_value,
     read_linked,
     without_pickle,
 )
 from ckpt_core.dcp._tensor_reads import TensorRead, TensorTarget
-from ckpt_core.dcp._torch_zip import checked_zip, load_chunk
+from ckpt_core.dcp._torch_zip import checked_zip
 from ckpt_core.dcp._wrapped_tensors import WrapMismatchError, fillings
 from ckpt_core.formats.consistency import check_metadata
 

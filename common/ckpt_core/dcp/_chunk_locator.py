@@ -144,7 +144,6 @@ class ChunkLocator:
         """Locate these entries.
 
         Raises:
-            KeyError: the part has no such entry.
             CorruptCheckpointError: the files contradict each other, or a zip is damaged.
             IncompatibleCheckpointError: an entry was written through a stream extension of DCP.
         """
@@ -257,38 +256,31 @@ class ChunkLocator:
         return replace(place, payload=payload)
 
     def _by_zip(self, place: ChunkLocation, read_at: ReadAt) -> ChunkLocation:
-        offset, size, crc = 0, place.size_bytes, None
+        if place.form is None:
+            return _with_payload(place, 0, place.size_bytes, None)
         try:
-            if place.form is not None:
-                within = _within(read_at, place.offset, place.size_bytes)
-                offset, size, crc = _raw(*place.form, within, place.size_bytes)
-        except _NotRawError as error:
-            return replace(place, reason=str(error), wrapped=error.wrapped)
+            return _raw(place, *place.form, _within(read_at, place.offset, place.size_bytes))
         except ZipError as error:
             raise self._corrupt(place.path, place.key, f"not a whole torch zip: {error}") from error
-        payload = Payload(
-            path=place.path, key=place.key, offset=place.offset + offset, size_bytes=size, crc32=crc
-        )
-        return replace(place, payload=payload)
 
 
-class _NotRawError(ValueError):
-    """The tensor is not the bytes of one record; `wrapped` if it is made of others."""
-
-    def __init__(self, reason: str, *, wrapped: bool = False) -> None:
-        super().__init__(reason)
-        self.wrapped = wrapped
+def _with_payload(place: ChunkLocation, offset: int, size_bytes: int, crc32: int | None) -> ChunkLocation:
+    at = place.offset + offset
+    payload = Payload(path=place.path, key=place.key, offset=at, size_bytes=size_bytes, crc32=crc32)
+    return replace(place, payload=payload)
 
 
-def _raw(
-    dtype: torch.dtype, shape: tuple[int, ...], read_at: ReadAt, size_bytes: int
-) -> tuple[int, int, int | None]:
-    """Return offset, size and CRC-32 of the raw bytes of a tensor in its entry."""
+def _raw(place: ChunkLocation, dtype: torch.dtype, shape: tuple[int, ...], read_at: ReadAt) -> ChunkLocation:
+    """Locate the raw bytes of a tensor in its entry, if they are one after another.
+
+    Raises:
+        ZipError: the entry is damaged, or not the tensor that `.metadata` describes.
+    """
     expected = prod(shape) * dtype.itemsize
-    small = legacy_payload(read_at, size_bytes, dtype, shape)
+    small = legacy_payload(read_at, place.size_bytes, dtype, shape)
     if small is not None:
-        return small[0], expected, small[1]
-    directory = read_directory(read_at, size_bytes)
+        return _with_payload(place, small[0], expected, small[1])
+    directory = read_directory(read_at, place.size_bytes)
     order = read_record(read_at, directory, "byteorder")
     data_pickle = read_record(read_at, directory, "data.pkl")
     record = directory.find("data/0")
@@ -303,13 +295,12 @@ def _raw(
         try:
             wrapped = not _OF_WRAPPED.isdisjoint(survey(data_pickle)[0])
         except PickleError as error:
-            raise _NotRawError(f"its pickle is not that of a tensor: {error}") from error
-        raise _NotRawError(
-            "its elements are not contiguous, or it has more to it than these", wrapped=wrapped
-        )
+            return replace(place, reason=f"its pickle is not that of a tensor: {error}")
+        reason = "its elements are not contiguous, or it has more to it than these"
+        return replace(place, reason=reason, wrapped=wrapped)
     if record.size_bytes != expected:
         raise ZipError(f"it has {record.size_bytes} bytes, its shape and dtype need {expected}")
     if (order or b"little") != _BYTE_ORDER:
-        raise _NotRawError("it was written on a machine with another byte order")
+        return replace(place, reason="it was written on a machine with another byte order")
     crc = record.crc32 if directory.has_checksums else None
-    return payload_offset(read_at, directory, record), expected, crc
+    return _with_payload(place, payload_offset(read_at, directory, record), expected, crc)

@@ -188,7 +188,7 @@ class ImageLayout:
 class Image:
     """A data file in memory.
 
-    Concurrency: `copy` on one thread, then `pieces` on one thread, which may wait for slots that others fill.
+    Concurrency: `pieces` on one thread, which may wait for slots of `targets` that others fill.
 
     Args:
         memory: uint8, contiguous, on the host, at least `layout.size_bytes` long, on a page boundary.
@@ -208,13 +208,6 @@ class Image:
         self._chunk_crcs: list[int] = []
         self._block_crcs: list[int] = []
         self._file_crc = 0
-
-    def copy(self, shards: Mapping[MetadataIndex, torch.Tensor]) -> None:
-        """Copy shards, in the order of the layout, into their slots."""
-        sources = [inner for shard in shards.values() for _, inner in inner_tensors(shard)]
-        with torch.no_grad():
-            for source, target in zip(sources, self.targets, strict=True):
-                target.copy_(source)
 
     def pieces(self, wait_for: Callable[[int], None] | None = None) -> Generator[memoryview]:
         """Fill in the checksums and yield the file in pieces; a yielded piece is final.
@@ -273,25 +266,20 @@ class Image:
 
     def table_entry(self, path: str) -> TableEntry:
         """Return the file's entry in the chunk table; valid after `pieces` has ended."""
+        layout, crcs = self.layout, np.array(self._chunk_crcs, dtype="<u4")
+        if layout.wrapped:
+            crcs = crcs[layout.firsts]
+            for place in layout.wrapped:  # of the whole archive
+                start, end = layout.spans[place].tolist()
+                crcs[place] = crc32(self._bytes[start:end])
         return TableEntry(
             path=path,
-            size_bytes=self.layout.size_bytes,
-            num_chunks=len(self.layout.firsts),
-            columns=self.layout.columns,
-            crcs=self._table_crcs().tobytes(),
+            size_bytes=layout.size_bytes,
+            num_chunks=len(layout.firsts),
+            columns=layout.columns,
+            crcs=crcs.tobytes(),
             block_crcs=np.array(self._block_crcs, dtype="<u4").tobytes(),
         )
-
-    def _table_crcs(self) -> npt.NDArray[np.uint32]:
-        """CRC-32 of the payload of every shard, of a wrapped one of the whole archive."""
-        crcs = np.array(self._chunk_crcs, dtype="<u4")
-        if not self.layout.wrapped:
-            return crcs
-        crcs = crcs[self.layout.firsts]
-        for place in self.layout.wrapped:
-            start, end = self.layout.spans[place].tolist()
-            crcs[place] = crc32(self._bytes[start:end])
-        return crcs
 
 
 def spec_of(index: MetadataIndex, shard: torch.Tensor) -> ShardSpec:

@@ -22,13 +22,8 @@ from torch.distributed.checkpoint.planner import ReadItem
 from ckpt_core._torch_internals import metadata_path, set_element
 from ckpt_core.dcp._metadata import load_metadata
 from ckpt_core.dcp._torch_zip import checked_zip
-from ckpt_core.errors import (
-    ALLOW_PICKLE,
-    CorruptCheckpointError,
-    FileFailure,
-    UnsafeCheckpointError,
-)
-from ckpt_core.formats.codec import corrupt
+from ckpt_core.errors import ALLOW_PICKLE, UnsafeCheckpointError
+from ckpt_core.formats.codec import corrupt, damage
 from ckpt_core.formats.consistency import check_metadata
 from ckpt_core.names import METADATA
 from ckpt_core.storage import BIGGEST_SMALL_FILE
@@ -57,8 +52,34 @@ def load_value(content: bytes, name: str, *, allow_pickle: bool) -> Any:
             f"checkpoint, give {ALLOW_PICKLE}"
         ) from error
     except Exception as error:  # a forged archive raises nearly anything; the error names entry and cause
-        failure = FileFailure(path=name, problem=f"{type(error).__name__}: {error!s:.500}")
-        raise CorruptCheckpointError(str(failure), failures=(failure,)) from error
+        raise damage(name, f"{type(error).__name__}: {error!s:.500}") from error
+
+
+def load_chunk(
+    content: bytes, name: str, form: tuple[torch.dtype, tuple[int, ...]] | None = None
+) -> torch.Tensor:
+    """Verify and load a tensor chunk that is not raw bytes, such as a transposed one.
+
+    `form` is the dtype and shape that `.metadata` says, None if it is not known.
+
+    Raises:
+        CorruptCheckpointError: it is damaged, or holds no tensor, or one of another form.
+        UnsafeCheckpointError: the tensor cannot be rebuilt without executing foreign code.
+    """
+    checked_zip(content, name)
+    try:
+        tensor = load_value(content, name, allow_pickle=False)
+    except UnsafeCheckpointError as error:
+        reason = str(error.__cause__).strip().splitlines()[0]
+        raise UnsafeCheckpointError(
+            f"{name} is not a plain tensor, and none of its code was executed: {reason}"
+        ) from error.__cause__
+    if not isinstance(tensor, torch.Tensor):
+        raise damage(name, f"holds a {type(tensor).__name__}, not a tensor")
+    own = tensor.dtype, tuple(tensor.shape)
+    if form not in {None, own}:
+        raise damage(name, f".metadata says {form}, its own pickle {own!s:.200}")
+    return tensor
 
 
 def check_stock(directory: str | os.PathLike[str]) -> None:

@@ -148,19 +148,12 @@ class TensorRead:
     payload: Payload
     target: TensorTarget
 
-    def ranges(
-        self, start: int = 0, stop: int | None = None, fetch: DeviceFetch | None = None
-    ) -> Iterator[RangeRead]:
-        """Yield the reads of ranges, restricted to bytes `start` to `stop` of the payload."""
-        first, last = self.target.byte_range
-        begin = max(first, start)
-        end = last if stop is None else min(last, stop)
-        if begin >= end:
-            return
+    def ranges(self, fetch: DeviceFetch | None = None) -> Iterator[RangeRead]:
+        """Yield the reads that fill the target."""
+        begin, end = self.target.byte_range
         memory = self.target.memory
-        if memory is not None:
-            into = memory[begin - first : end - first]
-            yield RangeRead(payload=self.payload, start=begin, stop=end, into=into)
+        if memory is not None and begin < end:
+            yield RangeRead(payload=self.payload, start=begin, stop=end, into=memory)
             return
         window = _WINDOW_BYTES if self.target.tensor.is_cpu else REQUEST_BYTES
         place = torch.Tensor.copy_ if fetch is None else fetch.place

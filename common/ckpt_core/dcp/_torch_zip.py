@@ -28,8 +28,8 @@ from ckpt_core._torch_internals import (
     rebuild_tensor_of_new_dtype,
     storage_types_by_dtype,
 )
-from ckpt_core.errors import CorruptCheckpointError, FileFailure, UnsafeCheckpointError
 from ckpt_core.formats import legacy
+from ckpt_core.formats.codec import damage
 from ckpt_core.formats.pickles import survey
 from ckpt_core.formats.zips import Directory, ReadAt, ZipError, payload_offset, read_directory, verify_records
 from ckpt_core.storage import ALIGNMENT
@@ -330,7 +330,7 @@ def checked_zip(content: bytes, name: str, *, trusted: bool = False) -> None:
         for pid in () if trusted else survey(pickled)[1]:
             _check_storage(pid, storages)
     except Exception as error:  # a foreign pickle raises nearly anything; the error names entry and cause
-        raise _corrupt(name, f"not a whole torch zip: {error!s:.500}") from error
+        raise damage(name, f"not a whole torch zip: {error!s:.500}") from error
 
 
 def _storages(directory: Directory) -> dict[str, int]:
@@ -355,37 +355,3 @@ def _check_storage(pid: Any, storages: Mapping[str, int]) -> None:
         raise ZipError(
             f"storage {key!r:.20} should have {count * itemsize} bytes and has {storages.get(key)}"
         )
-
-
-def load_chunk(
-    content: bytes, name: str, form: tuple[torch.dtype, tuple[int, ...]] | None = None
-) -> torch.Tensor:
-    """Verify and load a tensor chunk that is not raw bytes, such as a transposed one.
-
-    `form` is the dtype and shape that `.metadata` says, None if it is not known.
-
-    Raises:
-        CorruptCheckpointError: it is damaged, or holds no tensor, or one of another form.
-        UnsafeCheckpointError: the tensor cannot be rebuilt without executing foreign code.
-    """
-    checked_zip(content, name)
-    try:
-        tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UnsafeCheckpointError(
-            f"{name} is not a plain tensor, and none of its code was executed: {reason}"
-        ) from error
-    except Exception as error:  # a damaged archive raises nearly anything; the error names entry and cause
-        raise _corrupt(name, f"{type(error).__name__}: {error!s:.500}") from error
-    if not isinstance(tensor, torch.Tensor):
-        raise _corrupt(name, f"holds a {type(tensor).__name__}, not a tensor")
-    own = tensor.dtype, tuple(tensor.shape)
-    if form not in {None, own}:
-        raise _corrupt(name, f".metadata says {form}, its own pickle {own!s:.200}")
-    return tensor
-
-
-def _corrupt(name: str, problem: str) -> CorruptCheckpointError:
-    failure = FileFailure(path=name, problem=problem)
-    return CorruptCheckpointError(str(failure), failures=(failure,))

@@ -56,6 +56,12 @@ def corrupt(source: str, problem: str) -> CorruptCheckpointError:
     )
 
 
+def damage(path: str, problem: str) -> CorruptCheckpointError:
+    """Build the error for a file or entry that cannot be what was written."""
+    failure = FileFailure(path=path, problem=problem)
+    return CorruptCheckpointError(str(failure), failures=(failure,))
+
+
 def numbers(values: Mapping[str, float]) -> dict[str, float | str]:
     """Convert numbers for JSON; NaN and infinities become text.
 

@@ -13,8 +13,7 @@ from math import prod
 from operator import itemgetter
 from typing import Any, Final, TypeAlias
 
-from ckpt_core.errors import CorruptCheckpointError, FileFailure
-from ckpt_core.formats.codec import MAX_COUNT
+from ckpt_core.formats.codec import MAX_COUNT, damage
 
 MAX_DIMS: Final = 64
 """What torch itself allows."""
@@ -62,8 +61,7 @@ def check_metadata(metadata: _Metadata, path: str, sizes: Callable[[str], int]) 
             key = next(key for key, offset in entries if (key, offset) not in described)
             raise ImpossibleError(f"{key!r:.200} has a place but is not described")
     except ImpossibleError as error:
-        failure = FileFailure(path=path, problem=f"says what cannot be: {error}")
-        raise CorruptCheckpointError(str(failure), failures=(failure,)) from error
+        raise damage(path, f"says what cannot be: {error}") from error
 
 
 def _is_tensor(entry: object) -> bool:

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from types import NoneType
 from typing import Any, Final
 
-from ckpt_core.errors import CorruptCheckpointError, FileFailure, UnsafeCheckpointError
-from ckpt_core.formats.codec import MAX_COUNT, relative_paths
+from ckpt_core.errors import UnsafeCheckpointError
+from ckpt_core.formats.codec import MAX_COUNT, damage, relative_paths
 from ckpt_core.formats.pickles import Sealed, read_pickle
 
 _DTYPE: Final = re.compile(r"(?:q?u?int|b?float|complex|bits)(\d+)\w*|bool")
@@ -153,8 +153,7 @@ def reading(path: str) -> Generator[None]:
     except UnsafeCheckpointError as error:
         raise UnsafeCheckpointError(f"{path}: {error}") from error
     except Exception as error:  # unchecked values raise nearly anything; the error names file and cause
-        failure = FileFailure(path=path, problem=f"cannot be read: {type(error).__name__}: {error!s:.500}")
-        raise CorruptCheckpointError(str(failure), failures=(failure,)) from error
+        raise damage(path, f"cannot be read: {type(error).__name__}: {error!s:.500}") from error
     finally:
         if paused:
             gc.enable()

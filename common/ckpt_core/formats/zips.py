@@ -225,18 +225,12 @@ def _wide(extra: bytes, narrow: tuple[int, int, int]) -> tuple[int, int, int]:
         position += length
     else:
         raise _damaged()
-    values: list[int] = []
-    for value in narrow:
-        if value != _ONES32:
-            values.append(value)
-            continue
-        wide = extra[position : position + 8]
-        length -= 8
-        position += 8
-        if len(wide) != 8 or length < 0:
-            raise _damaged()
-        values.append(int.from_bytes(wide, "little"))
-    return values[0], values[1], values[2]
+    content = extra[position : position + length]
+    wide = iter([value for (value,) in struct.iter_unpack("<Q", content[: len(content) // 8 * 8])])
+    size, packed, header = (value if value != _ONES32 else next(wide, -1) for value in narrow)
+    if -1 in {size, packed, header}:
+        raise _damaged()
+    return size, packed, header
 
 
 def _damaged() -> ZipError:

@@ -150,12 +150,6 @@ def open_checkpoint(
     """Open a checkpoint of ours or, unless known to be `committed`, of stock DCP.
 
     If `committed` is a SHA-256, only the checkpoint with that manifest is accepted.
-
-    Raises:
-        CheckpointNotFoundError: there is neither.
-        ConfigError: a name in the selection is not in the checkpoint.
-        CorruptCheckpointError: a file is damaged.
-        UnsafeCheckpointError: it needs pickle, which is not allowed.
     """
     manifest, files, parts = open_parts(storage, directory, allow_pickle=allow_pickle, committed=committed)
     metadata = {part: each.metadata for part, each in parts.items()}

@@ -202,13 +202,7 @@ class Load:
     def run(self) -> SavedState:
         """Open, verify, begin, fetch and apply; see the module. Collective.
 
-        Raises:
-            CheckpointNotFoundError: there is no checkpoint.
-            CorruptCheckpointError: it is damaged; nothing was touched.
-            IncompatibleCheckpointError: it does not fit the live state; nothing was touched.
-            UnsafeCheckpointError: it needs pickle, which is not allowed; nothing was touched.
-            OverwrittenError: it failed on a rank after live tensors had been changed.
-            LoadError: a rank failed otherwise; nothing was touched.
+        Errors are those of `CheckpointManager.load`; an `OverwrittenError` if live tensors have been changed.
         """
         with self._engine:
             opened, parts = self._opened()

@@ -126,16 +126,7 @@ class Loader:
 
         `note_damaged` is called with the names of checkpoints of the nearest tier that did not verify, and
         their problems; those of other tiers are marked there. Nothing is returned if nothing is committed.
-
-        Raises:
-            OverwrittenError: none could be loaded, and this load or one before has overwritten live tensors.
-            CorruptCheckpointError: every committed checkpoint is damaged; nothing was touched.
-            UntrustedCheckpointError: the same, and some of them are whole but not trusted.
-            LoadError: a checkpoint could not be judged, or a tier not be listed that may hold a newer one;
-                nothing was touched.
-            IncompatibleCheckpointError: the newest is of another state, or a possibly newer one was written
-                by a newer version; nothing was touched.
-            CheckpointNotFoundError: the chosen checkpoint was pruned too often; nothing was touched.
+        Errors are those of `CheckpointManager.resume`; of `one`, those of `load`.
         """
         with _telling(self.overwritten):
             for often in count():
@@ -171,13 +162,6 @@ class Loader:
 
         Returns:
             Its content, and the checkpoint; None if stock DCP wrote it.
-
-        Raises:
-            CheckpointNotFoundError: there is no such checkpoint, or it was pruned; nothing was touched.
-            CorruptCheckpointError: no copy of it is whole; nothing was touched.
-            UntrustedCheckpointError: no copy of it is trusted; nothing was touched.
-            OverwrittenError: this load or one before has overwritten live tensors.
-            LoadError: it was not found, and a tier could not be listed; nothing was touched.
         """
         with _telling(self.overwritten):
             found = self._find(step, name)

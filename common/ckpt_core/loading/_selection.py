@@ -23,17 +23,7 @@ Narrowed: TypeAlias = tuple[Metadata, Mapping[str, str]]
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """The entries of a checkpoint to load.
-
-    Attributes:
-        items: only these items; all if None.
-        include: only entries whose dotted name matches one of these patterns, e.g. `model.encoder.*`, as by
-            `fnmatch`; all if empty.
-        rename: name in the checkpoint -> name in the live state: of a parameter or module, without the item,
-            e.g. `{"backbone": "encoder"}`. The longest match counts; the optimizer's state is renamed, too.
-        strict: whether everything must fit; else entries that do not are skipped and reported.
-        cast: whether tensors of a different dtype are cast.
-    """
+    """The entries of a checkpoint to load, as `CheckpointManager.load` describes them."""
 
     items: Collection[str] | None = None
     include: Collection[str] = ()
@@ -88,12 +78,7 @@ class Selection:
         )
 
     def of_metadata(self, metadata: Mapping[str, Metadata], place: str) -> Mapping[str, Narrowed]:
-        """Rename the metadata of every part, and narrow it to the selected entries.
-
-        Raises:
-            ConfigError: a name or pattern matches nothing in the checkpoint, two entries would get the same
-                name, or a part of an optimizer's state would be missing.
-        """
+        """Rename the metadata of every part, and narrow it to the selected entries."""
         if not self.include and not self.rename:
             return {part: (each, {}) for part, each in metadata.items()}
         used: set[str] = set()

@@ -325,14 +325,13 @@ def _container(target: Any, path: Sequence[str | int]) -> Any:
 
 def with_kinds(saved: SavedState, unlike: Mapping[str, Unlike]) -> SavedState:
     """Note in the entries of a checkpoint, by part, which are wrapped."""
-
-    def noted(entries: SavedEntries, known: Unlike) -> SavedEntries:
-        return {
+    parts: dict[str, SavedEntries] = {}
+    for part, entries in saved.sharded.items():
+        known = unlike.get(part, {})
+        parts[part] = {
             path: replace(entry, wrapped=known[path]) if entry is not None and path in known else entry
             for path, entry in entries.items()
         }
-
-    parts = {part: noted(entries, unlike.get(part, {})) for part, entries in saved.sharded.items()}
     return replace(saved, sharded=parts)
 
 

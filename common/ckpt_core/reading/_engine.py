@@ -30,8 +30,8 @@ from ckpt_core.reading._requests import (
 )
 from ckpt_core.storage import ForeignFileError, Storage
 
-_LOCAL_THREADS: Final = 4
-_REMOTE_THREADS: Final = 12
+_LOCAL_THREADS: Final = 4  # where bytes come from a page cache
+_REMOTE_THREADS: Final = 12  # where every request waits for a network
 _ROUNDS: Final = 2
 """How many of the largest requests into place each thread gets at least."""
 _MOST_IN_PLACE_BYTES: Final = 64 << 20
@@ -59,15 +59,6 @@ class Engine:
     def __init__(
         self, storage: Storage, directory: str, *, threads: int | None = None, keep_bytes: int = _KEEP_BYTES
     ) -> None:
-        """Open nothing yet.
-
-        Args:
-            storage: the root.
-            directory: the checkpoint's directory in it; "" for the root itself.
-            threads: how many read in parallel; None for the fastest number: up to 4 where bytes come from a
-                page cache, 12 where every request waits for a network.
-            keep_bytes: how many bytes of the first pass may be kept in memory for the second.
-        """
         self._rereads = storage.rereads_from_memory
         self._reads_in_place = storage.reads_in_place and not self._rereads
         self._threads = threads or (min(_LOCAL_THREADS, _cpus()) if self._rereads else _REMOTE_THREADS)

@@ -21,10 +21,6 @@ class Payload:
     """The raw bytes of one tensor chunk in a data file.
 
     Attributes:
-        path: POSIX-relative to the checkpoint directory.
-        key: DCP's flattened name, for errors.
-        offset: position of the first byte in the file.
-        size_bytes: its length.
         crc32: CRC-32 of the whole payload; None if it cannot be verified as a whole.
         block_bytes: size of the blocks with a checksum each; the last may be shorter.
         block_crcs: CRC-32s of the blocks, so that a part can be verified; empty if there are none.

@@ -13,6 +13,7 @@ from ckpt_core.formats.checksums import checksum
 from ckpt_core.formats.chunks import BLOCK_BYTES, ChunkTable, encode_table
 from ckpt_core.types import ChunkEntry
 from tests.unit.dcp.saved_entries import stored_crc
+from tests.unit.dcp.writing import copy_into
 
 VIEWS = {
     "transposed": lambda base: base.reshape(3, 4).t(),
@@ -32,7 +33,7 @@ def image_of(shards: dict[str, torch.Tensor]) -> Image:
     indexed = {MetadataIndex(name): shard for name, shard in shards.items()}
     layout = ImageLayout([spec_of(index, shard) for index, shard in indexed.items()])
     image = Image(layout, torch.full((layout.size_bytes,), 0xAA, dtype=torch.uint8))
-    image.copy(indexed)
+    copy_into(image, indexed)
     return image
 
 
@@ -77,7 +78,7 @@ def test_copies_do_not_follow_later_changes():
 def test_an_image_serves_one_save_after_another():
     image = image_of({"w": torch.zeros(5), "v": torch.zeros(2)})
     content_of(image)
-    image.copy({MetadataIndex("w"): torch.ones(5), MetadataIndex("v"): torch.ones(2)})
+    copy_into(image, {MetadataIndex("w"): torch.ones(5), MetadataIndex("v"): torch.ones(2)})
     again = content_of(image)
     assert again == content_of(image_of({"w": torch.ones(5), "v": torch.ones(2)}))
     assert image.file_entry("f").checksum == checksum(again)
@@ -130,7 +131,7 @@ def test_nothing_is_made_anew_for_a_layout_from_save_to_save():
     image = image_of({"w": torch.zeros(5), "v": torch.zeros(2)})
     content_of(image)
     first = image.table_entry("f")
-    image.copy({MetadataIndex("w"): torch.ones(5), MetadataIndex("v"): torch.ones(2)})
+    copy_into(image, {MetadataIndex("w"): torch.ones(5), MetadataIndex("v"): torch.ones(2)})
     content_of(image)
     second = image.table_entry("f")
     assert second.columns is first.columns
@@ -152,7 +153,7 @@ def test_large_chunks_use_the_64_bit_fields_of_zip():
     indexed = {MetadataIndex(name): shard for name, shard in shards.items()}
     layout = ImageLayout([spec_of(*each) for each in indexed.items()], zip64_from=5000)
     image = Image(layout, torch.zeros(layout.size_bytes, dtype=torch.uint8))
-    image.copy(indexed)
+    copy_into(image, indexed)
     data = content_of(image)
     assert image.file_entry("f").checksum == checksum(data)
     for slot, shard in zip(layout.slots, shards.values(), strict=True):

@@ -25,6 +25,7 @@ from ckpt_core.errors import ConfigError, IncompatibleCheckpointError, SaveError
 from tests.unit.dcp.saved_entries import stored_crc
 from tests.unit.dcp.tensors import content
 from tests.unit.dcp.wrappers import Blocks, Pair, Unknown
+from tests.unit.dcp.writing import copy_into
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +87,7 @@ def test_the_chunk_is_one_torch_zip_with_a_checksum_for_every_part():
     specs, record = specs_of(index, tensor)
     layout = ImageLayout([*specs, (MetadataIndex("v"), torch.uint8, (3,))], {index: record or b""})
     image = Image(layout, torch.zeros(layout.size_bytes, dtype=torch.uint8))
-    image.copy({index: tensor, MetadataIndex("v"): torch.ones(3, dtype=torch.uint8)})
+    copy_into(image, {index: tensor, MetadataIndex("v"): torch.ones(3, dtype=torch.uint8)})
     data = b"".join(map(bytes, image.pieces()))
     chunks = [data[start:end] for start, end in layout.spans.tolist()]
     assert sum(map(len, chunks)) == len(data)
@@ -101,7 +102,7 @@ def test_the_64_bit_fields_of_zip_are_used_for_far_and_for_large_parts():
     specs, record = specs_of(index, tensor)
     layout = ImageLayout(specs, {index: record or b""}, zip64_from=4096)
     image = Image(layout, torch.zeros(layout.size_bytes, dtype=torch.uint8))
-    image.copy({index: tensor})
+    copy_into(image, {index: tensor})
     data = b"".join(map(bytes, image.pieces()))
     assert zipfile.ZipFile(io.BytesIO(data)).testzip() is None
     assert bits(torch.load(io.BytesIO(data), weights_only=True)) == bits(tensor)

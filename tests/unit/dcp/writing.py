@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,12 +11,21 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItemType
 
+from ckpt_core._torch_internals import inner_tensors
 from ckpt_core.dcp import Image, ImageLayout, encode_metadata, places_in
 from ckpt_core.dcp._image import specs_of
 from ckpt_core.dcp._torch_zip import value_entry
 from ckpt_core.formats.chunks import ChunkTable, encode_table
 from ckpt_core.saving._files import RankFiles
 from ckpt_core.storage import Storage
+
+
+def copy_into(image: Image, shards: Mapping[MetadataIndex, torch.Tensor]) -> None:
+    """Copy shards, in the order of the layout, into their slots."""
+    sources = [inner for shard in shards.values() for _, inner in inner_tensors(shard)]
+    with torch.no_grad():
+        for source, target in zip(sources, image.targets, strict=True):
+            target.copy_(source)
 
 
 def written(storage: Storage, directory: str, tree: dict[str, Any], *, part: str = "") -> RankFiles:
@@ -36,7 +46,7 @@ def written(storage: Storage, directory: str, tree: dict[str, Any], *, part: str
         {index: record for index, (_, record) in laid_out.items() if record is not None},
     )
     image = Image(layout, torch.frombuffer(mmap.mmap(-1, layout.size_bytes or 1), dtype=torch.uint8))
-    image.copy(shards)
+    copy_into(image, shards)
     writer = RankFiles(storage, directory)
     writer.write_image(part, image)
     writer.write_values(part, values)
