@@ -20,7 +20,7 @@ PINS = f"{OWN}/pins.json"
 DAMAGED = f"{OWN}/damaged.json"
 WRITER = f"{OWN}/writer.json"
 TIERS = f"{OWN}/tiers.json"
-_LOST_AND_FOUND = "lost+found"
+_LOST_AND_FOUND = "lost+found"  # at the top of some filesystems; only the administrator may list it
 SPARES = frozenset({".spare-0", ".spare-1", ".spare-2"})
 """Beside lock files: the room that pins, marks and the record of an owner take on a full disk."""
 DATA_SUFFIX = ".distcp"
@@ -94,13 +94,8 @@ def is_replaced(name: str) -> bool:
 
 
 def can_count(name: str) -> bool:
-    """Return whether a directory of that name is a checkpoint if it holds a marker.
-
-    False for names of saves in flight, of trash, and of directories moved aside; for `OWN`; and for
-    `lost+found`, which lies at the top of some filesystems, and only the administrator may list.
-    """
-    never = is_incomplete(name) or is_trash(name) or is_replaced(name)
-    return name not in {OWN, _LOST_AND_FOUND} and not never
+    """Return whether a directory of that name is a checkpoint if it holds a marker."""
+    return name not in {OWN, _LOST_AND_FOUND} and _parse(name)[0] not in {"incomplete", "trash", "replaced"}
 
 
 def set_aside(name: str) -> str | None:
