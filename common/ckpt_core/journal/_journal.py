@@ -70,9 +70,8 @@ class _FurtherCopy:
         """Return whether so long a history is to be written there now; without I/O."""
         return self._free.is_set() and self._told != told
 
-    def write(self, earlier: Mapping[str, bytes], file: RunFile, told: int) -> None:
+    def write(self, earlier: Mapping[str, bytes], own: tuple[str, bytes], told: int) -> None:
         """Write what it lacks of earlier runs, and the file of this one."""
-        content = file.content
 
         def write() -> None:
             if self._has is None:
@@ -80,7 +79,7 @@ class _FurtherCopy:
             for key in earlier.keys() - self._has:
                 self._storage.replace(key, earlier[key])
                 self._has.add(key)
-            self._storage.replace(file.key, content)
+            self._storage.replace(*own)
             self._told = told
 
         self._ask(write)
@@ -240,9 +239,10 @@ class Recorder:
                     file.write(log.lines)
                     log.lines.clear()
                     self._told = told
+            content = file.content + encode(log.lines)  # also what the root would not take
             for tier in tiers:
                 with self._warning():  # a tier that fails keeps nothing from the root, or from other tiers
-                    tier.write(self._earlier, file, told)
+                    tier.write(self._earlier, (file.key, content), told)
 
     def _settle(self) -> None:
         """Write the files that only a tier has, and delete those of runs too old to count."""

@@ -490,6 +490,17 @@ def test_a_tier_that_fails_keeps_no_event_from_the_root_and_no_history_from_anot
     assert told(tmp_path / "up") == told(tmp_path) == [("start", 0), ("end", 2)]
 
 
+@pytest.mark.parametrize("method", ["replace", "append", "*"])
+def test_a_root_that_fails_keeps_no_history_from_a_tier(tmp_path, method):
+    (tmp_path / "up").mkdir()
+    root = FaultyStorage(LocalStorage(tmp_path / "run"), [Fault(method=method, key="*.jsonl", error=FULL)])
+    journal = Journal(root, [LocalStorage(tmp_path / "up")])
+    journal.open("a", 1, lambda: None)
+    journal.seen(1)
+    journal.close()
+    assert told(tmp_path / "up") == [("start", 0), ("end", 1)]
+
+
 def snapshots(root, act):
     """Everything that a kill may leave of the journal: before and after each change of its files."""
     found = []
