@@ -20,7 +20,6 @@ PINS = f"{OWN}/pins.json"
 DAMAGED = f"{OWN}/damaged.json"
 WRITER = f"{OWN}/writer.json"
 TIERS = f"{OWN}/tiers.json"
-_LOST_AND_FOUND = "lost+found"
 SPARES = frozenset({".spare-0", ".spare-1", ".spare-2"})
 """Beside lock files: the room that pins, marks and the record of an owner take on a full disk."""
 DATA_SUFFIX = ".distcp"
@@ -48,9 +47,7 @@ def step_name(step: int) -> str:
 def parse_step_name(name: str) -> int | None:
     """Parse a name of `step_name` or `run_name`; return None for another one."""
     match = _STEP.fullmatch(name)
-    if match is None or step_name(int(match[2])) != match[1]:
-        return None
-    return int(match[2])
+    return None if match is None or step_name(int(match[2])) != match[1] else int(match[2])
 
 
 def run_name(name: str, lineage_id: str) -> str:
@@ -94,13 +91,9 @@ def is_replaced(name: str) -> bool:
 
 
 def can_count(name: str) -> bool:
-    """Return whether a directory of that name is a checkpoint if it holds a marker.
-
-    False for names of saves in flight, of trash, and of directories moved aside; for `OWN`; and for
-    `lost+found`, which lies at the top of some filesystems, and only the administrator may list.
-    """
-    never = is_incomplete(name) or is_trash(name) or is_replaced(name)
-    return name not in {OWN, _LOST_AND_FOUND} and not never
+    """Return whether a directory of that name is a checkpoint if it holds a marker."""
+    # At the top of some filesystems is a directory that only the administrator may list.
+    return name not in {OWN, "lost+found"} and _parse(name)[0] not in {"incomplete", "trash", "replaced"}
 
 
 def set_aside(name: str) -> str | None:

@@ -16,6 +16,7 @@ from ckpt_core.storage import LocalStorage, Storage
 from ckpt_core.testing import Fault, FaultyStorage
 from tests.distributed.manager_jobs import build, full_state, train_step
 from tests.kit.faults import kill_process
+from tests.kit.own_files import beside_own
 from tests.kit.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -80,7 +81,7 @@ def test_a_full_disk_on_one_rank_is_the_same_error_on_all_and_the_next_save_work
     for found in (first, second):
         assert found["after"] == [1]
         assert found["end"] == [1, 3]
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [
+    assert sorted(beside_own(tmp_path)) == [
         "step-000000001",
         "step-000000003",
     ]
@@ -124,7 +125,7 @@ def test_a_rank_killed_in_flight_is_named_and_a_new_job_resumes_from_the_checkpo
         assert found["end"] == [1, 2]
     assert first["tensors"].keys() == second["tensors"].keys()
     # What the killed save left is gone; a checkpoint of that step is there in its place.
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [
+    assert sorted(beside_own(tmp_path)) == [
         "step-000000001",
         "step-000000002",
     ]
@@ -155,7 +156,7 @@ def test_ranks_that_ask_for_different_things_are_all_told_and_nothing_is_written
     assert "step-000000002" in different["text"]
     assert "rank 1" in broken["text"]
     assert "a is a torch.sparse_coo tensor" in broken["text"]
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["step-000000004"]
+    assert sorted(beside_own(tmp_path)) == ["step-000000004"]
 
 
 def one_finishes_late(root: str) -> list[int | None]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ckpt_core.cli import main as main_of_ckpt
 from ckpt_core.commit import Catalog, Lease, quarantine, remove
-from ckpt_core.commit._marks import read_marks
+from ckpt_core.commit._catalog import read_marks
 from ckpt_core.storage import LocalStorage
 from ckpt_core.storage.local import _paths
 from tests.reliability.disk.traps import Recorder, Trap

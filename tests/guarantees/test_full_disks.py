@@ -14,7 +14,7 @@ import torch
 from ckpt_core import CheckpointManager, KeepLatest
 from ckpt_core.cli import main
 from ckpt_core.commit import Catalog, Lease, verify
-from ckpt_core.commit._marks import locked, read_pins, replace_pins
+from ckpt_core.commit._catalog import locked, read_pins, replace_pins
 from ckpt_core.errors import RootBusyError
 from ckpt_core.names import PINS
 from ckpt_core.storage import LocalStorage

@@ -11,7 +11,7 @@ import pytest
 
 from ckpt_core import CheckpointManager
 from ckpt_core.commit import Catalog, collect_orphans, verify
-from ckpt_core.commit._marks import locked
+from ckpt_core.commit._catalog import locked
 from ckpt_core.names import WRITER
 from ckpt_core.storage import LocalStorage
 from tests.guarantees import leftover_jobs

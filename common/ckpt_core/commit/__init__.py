@@ -5,11 +5,18 @@ torch, so that listing and verifying stay fast.
 """
 
 from ckpt_core.commit._catalog import Catalog, Survey, read_manifest
-from ckpt_core.commit._index import TensorEntry, list_tensors
 from ckpt_core.commit._inventory import Inventory
 from ckpt_core.commit._lease import Lease, Owner
-from ckpt_core.commit._lineage import is_same, next_lineage, on_present_line, present_lineage
-from ckpt_core.commit._manifest import MAX_MARKER_BYTES, ItemKind, Manifest, Marker
+from ckpt_core.commit._manifest import (
+    MAX_MARKER_BYTES,
+    ItemKind,
+    Manifest,
+    Marker,
+    is_same,
+    next_lineage,
+    on_present_line,
+    present_lineage,
+)
 from ckpt_core.commit._occupant import (
     Occupant,
     Surroundings,
@@ -33,7 +40,7 @@ from ckpt_core.commit._protocol import (
 from ckpt_core.commit._prune import collect_orphans, remove, remove_drafts, settle_asides, strangers
 from ckpt_core.commit._signature import MAX_SIGNATURE_BYTES, require_trusted, write_signature
 from ckpt_core.commit._stock_dcp import stock_parts, verify_part, verify_stock
-from ckpt_core.commit._verify import share, verify
+from ckpt_core.commit._verify import TensorEntry, list_tensors, share, verify
 
 __all__ = [
     "MAX_MARKER_BYTES",

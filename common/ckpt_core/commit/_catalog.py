@@ -1,32 +1,27 @@
-"""The checkpoints of a root, listed from their markers alone."""
+"""Pins and damage marks: small files of the root, changed under a lock."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Final, final
+import errno
+import json
+import os
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final, final
+from weakref import WeakKeyDictionary
 
-from ckpt_core.commit._lineage import by_step, on_present_line, present_lineage
 from ckpt_core.commit._manifest import (
     Manifest,
     Marker,
+    by_step,
     corrupt_file,
     lineage_in_manifest,
+    on_present_line,
+    present_lineage,
     read_committed,
     whole_info,
-)
-from ckpt_core.commit._marks import (
-    Mark,
-    Marks,
-    known_marks,
-    known_pins,
-    locked,
-    marks_to_change,
-    problem_of,
-    read_pins,
-    replace_marks,
-    replace_pins,
 )
 from ckpt_core.commit._occupant import holds_torn_save, is_link
 from ckpt_core.disclosure import logger_of
@@ -34,13 +29,17 @@ from ckpt_core.errors import (
     ArchivedError,
     CheckpointError,
     CheckpointNotFoundError,
+    ConfigError,
     CorruptCheckpointError,
+    FileFailure,
     IncompatibleCheckpointError,
     PartialCheckpointError,
 )
+from ckpt_core.formats import codec
 from ckpt_core.messages import message
 from ckpt_core.names import (
     DAMAGED,
+    FORMAT_VERSION,
     MANIFEST,
     MARKER,
     PINS,
@@ -52,10 +51,199 @@ from ckpt_core.names import (
     set_aside,
     step_name,
 )
-from ckpt_core.storage import Storage
+from ckpt_core.storage import Storage, read_small
 from ckpt_core.types import CheckpointInfo, Lineage
 
 _logger = logger_of(__name__)
+
+MAX_PINS_BYTES: Final = 16 << 20
+MAX_MARKS: Final = 1000
+"""Of either kind; the latest stay."""
+MAX_MARKS_BYTES: Final = 16 << 20
+"""More than `MAX_MARKS` marks with names and problems of maximum length take."""
+_MAX_PROBLEM: Final = 400
+_MAX_ID: Final = 64
+_PATIENCE_SECONDS: Final = 10.0
+_PAUSE_SECONDS: Final = 0.01
+_PINS_REMEDY: Final = "no checkpoint is pruned until the file is repaired or deleted"
+
+_warned: Final[WeakKeyDictionary[Storage, dict[str, str]]] = WeakKeyDictionary()
+
+
+def _note_read(storage: Storage, key: str, problem: str = "", *, so_that: str = "") -> None:
+    """Log why a file of the root cannot be read, unless that was noted last."""
+    noted = _warned.setdefault(storage, {})
+    if problem and noted.get(key) != problem:
+        _logger.warning("%s/%s cannot be read, so that %s: %s", storage.url, key, so_that, problem)
+    noted[key] = problem
+
+
+@contextmanager
+def locked(storage: Storage, key: str, *, patience_seconds: float = _PATIENCE_SECONDS) -> Generator[None]:
+    """Exclude other processes and threads from changing `key` in this block.
+
+    Where storage cannot lock (object stores, some network filesystems) nothing is excluded: of two concurrent
+    changes one may be lost, but the file stays readable.
+
+    Raises:
+        TimeoutError: another process has held the lock for that long; a change takes milliseconds.
+    """
+    deadline = time.monotonic() + patience_seconds
+    while (lock := storage.try_lock(key)) is None:
+        if time.monotonic() >= deadline:
+            pid = storage.lock_holder(key)
+            holder = "another process" if pid is None else f"another process (pid {pid})"
+            holder = "this very process" if pid == os.getpid() else holder
+            raise TimeoutError(
+                errno.ETIMEDOUT,
+                f"{holder} has held the lock for {patience_seconds:g} s; a change takes milliseconds. If it "
+                "is stopped, end it, then try again",
+                f"{storage.url}/{key}",
+            )
+        time.sleep(_PAUSE_SECONDS)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def read_pins(storage: Storage) -> dict[int, str]:
+    """Return step -> reason; empty if nothing was ever pinned."""
+    try:
+        content = read_small(storage, PINS, MAX_PINS_BYTES)
+    except FileNotFoundError:
+        return {}
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(f"{error}; {_PINS_REMEDY}", failures=error.failures) from error
+    try:
+        return {int(step): str(reason) for step, reason in json.loads(content)["pins"].items()}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        failure = FileFailure(path=PINS, problem=f"malformed: {error}")
+        raise CorruptCheckpointError(
+            f"{storage.url}/{failure}; {_PINS_REMEDY}", failures=(failure,)
+        ) from error
+
+
+def known_pins(storage: Storage) -> dict[int, str] | None:
+    """Read the pins for a listing; None, with a warning, if they cannot be read."""
+    try:
+        pins = read_pins(storage)
+    except CorruptCheckpointError as error:
+        problem = "; ".join(failure.problem for failure in error.failures)
+        _note_read(storage, PINS, problem, so_that=_PINS_REMEDY)
+        return None
+    _note_read(storage, PINS)
+    return pins
+
+
+def replace_pins(storage: Storage, pins: Mapping[int, str]) -> None:
+    """Write all pins; readers see the old ones or the new ones."""
+    fields = {"pins": {str(step): pins[step] for step in sorted(pins)}}
+    content = json.dumps(fields, indent=2).encode() + b"\n"
+    if len(content) > MAX_PINS_BYTES:
+        raise ConfigError(f"the reasons of {len(pins)} pins have {len(content)} bytes in all: shorten them")
+    storage.replace(PINS, content)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mark:
+    """The problem of the checkpoint that one save wrote, found at a Unix time.
+
+    A later checkpoint of the same name is not marked.
+    """
+
+    save_id: str
+    problem: str
+    found: float
+
+    @classmethod
+    def of(cls, marker: Marker, problem: str) -> Mark:
+        """Build the mark of the checkpoint with that marker, found now."""
+        return cls(save_id=marker.save_id[:_MAX_ID], problem=problem[:_MAX_PROBLEM], found=time.time())
+
+    def applies_to(self, save_id: str) -> bool:
+        """Return whether the mark applies to the checkpoint that this save wrote."""
+        return self.save_id == save_id[:_MAX_ID]
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Marks:
+    """All marks of a root, by name of the checkpoint."""
+
+    damaged: Mapping[str, Mark] = field(default_factory=dict[str, Mark])
+    bad: Mapping[str, Mark] = field(default_factory=dict[str, Mark])
+
+
+def read_marks(storage: Storage) -> Marks:
+    """Read the marks; none if nothing was ever marked."""
+    try:
+        content = read_small(storage, DAMAGED, MAX_MARKS_BYTES)
+    except FileNotFoundError:
+        return Marks()
+    has_checksum = codec.has_checksum(content, source=DAMAGED)
+    with codec.Fields.parse(content, source=DAMAGED) as fields:
+        if not has_checksum:
+            raise ValueError("it does not name its checksum")
+        return Marks(
+            damaged=_read(fields, "checkpoints"), bad=_read(fields, "bad") if "bad" in fields else {}
+        )
+
+
+def _read(fields: codec.Fields, kind: str) -> dict[str, Mark]:
+    found = {name: codec.Fields(mark) for name, mark in fields.mapping(kind, dict).items()}
+    return {
+        name: Mark(
+            save_id=mark.get("save_id", str),
+            problem=mark.get("problem", str)[:_MAX_PROBLEM],
+            found=mark.number("found"),
+        )
+        for name, mark in found.items()
+    }
+
+
+def known_marks(storage: Storage) -> Marks:
+    """Read the marks for a listing; none, with a warning, if they cannot be read."""
+    try:
+        marks = read_marks(storage)
+    except (CheckpointError, OSError) as error:
+        effect = "nothing counts as damaged before it is verified again, and nothing as bad"
+        _note_read(storage, DAMAGED, str(error), so_that=effect)
+        return Marks()
+    _note_read(storage, DAMAGED)
+    return marks
+
+
+def marks_to_change(storage: Storage) -> Marks:
+    """Read the marks before they are replaced; a malformed file counts as empty."""
+    try:
+        return read_marks(storage)
+    except CorruptCheckpointError as error:
+        _logger.warning("%s: the damage marks cannot be read and are discarded: %s", storage.url, error)
+        return Marks()
+
+
+def problem_of(marks: Mapping[str, Mark], name: str, save_id: str) -> str | None:
+    """Return the problem recorded for that name and save, or None."""
+    mark = marks.get(name)
+    return mark.problem if mark is not None and mark.applies_to(save_id) else None
+
+
+def replace_marks(storage: Storage, marks: Marks) -> None:
+    """Write the latest `MAX_MARKS` marks; readers see the old ones or the new ones."""
+
+    def latest(marks: Mapping[str, Mark]) -> dict[str, Any]:
+        names = sorted(marks, key=lambda name: (marks[name].found, name))[-MAX_MARKS:]
+        return {name: asdict(marks[name]) for name in names}
+
+    fields = {"format_version": FORMAT_VERSION, "checkpoints": latest(marks.damaged)}
+    if marks.bad:
+        fields["bad"] = latest(marks.bad)
+    # In ASCII: the name of a directory need not be valid Unicode.
+    content = json.dumps(fields, separators=(",", ":")).encode()
+    storage.replace(DAMAGED, codec.add_checksum(content))
+
 
 _MOST_LISTINGS: Final = 8
 _PINS_UNREADABLE: Final = f"{PINS} cannot be read, so every checkpoint is kept"
@@ -247,13 +435,7 @@ class Catalog:
         return read_pins(self._storage)
 
     def pin(self, step: int, reason: str, *, ahead: bool = False) -> None:
-        """Protect a committed step from pruning; `ahead` also one not committed yet.
-
-        Raises:
-            CheckpointNotFoundError: the step is not committed.
-            CorruptCheckpointError: the file of pins cannot be read.
-            OSError: the pin could not be written.
-        """
+        """Protect a committed step from pruning; `ahead` also one not committed yet."""
         if not ahead:
             self.find(step=step)
         with locked(self._storage, PINS):
@@ -280,12 +462,6 @@ class Catalog:
 
         The mark applies to the checkpoint that has the name now, not to a later one of the same name. The
         caller owns the root (see `Lease`). Marks of deleted checkpoints are dropped.
-
-        Raises:
-            CheckpointNotFoundError: `name` is not committed.
-            CorruptCheckpointError: its marker is malformed: it does not count, so that no mark is needed.
-            IncompatibleCheckpointError: its marker, or the file of marks, was written by a newer version.
-            OSError: the mark could not be written.
         """
         self._change_mark(name, "damaged", Mark.of(self.marker(name), problem))
 
@@ -297,13 +473,26 @@ class Catalog:
         self._change_mark(name, "bad", Mark.of(self.marker(name), reason))
 
     def unmark(self, name: str, *, bad: bool = False) -> None:
-        """Remove a mark of damage, or a `bad` one; harmless where there is none.
-
-        Raises:
-            IncompatibleCheckpointError: the file of marks was written by a newer version.
-            OSError: the marks could not be written.
-        """
+        """Remove a mark of damage, or a `bad` one; harmless where there is none."""
         self._change_mark(name, "bad" if bad else "damaged", None)
+
+    def remark(self, name: str, problem: str, *, check: Callable[[], None] = lambda: None) -> None:
+        """Mark a checkpoint as damaged, or with "" no more; a failure is a warning."""
+        try:
+            check()
+            if problem:
+                self.mark_damaged(name, problem)
+            else:
+                self.unmark(name)
+        except (CheckpointNotFoundError, CorruptCheckpointError):
+            return  # then it does not count anyway
+        except (CheckpointError, OSError) as error:
+            failed = (
+                "is damaged, but could not be marked so"
+                if problem
+                else "verifies, but is still marked as damaged"
+            )
+            _logger.warning("%s/%s %s: %s", self._storage.url, name, failed, error)
 
     def _change_mark(self, name: str, kind: str, mark: Mark | None) -> None:
         present: Mark | None = getattr(marks_to_change(self._storage), kind).get(name)
@@ -333,11 +522,6 @@ class Catalog:
 
 def read_manifest(storage: Storage, name: str, *, sha256: str | None = None) -> bytes:
     """Read the manifest of a committed checkpoint, exactly as committed.
-
-    Args:
-        storage: the root.
-        name: of the checkpoint's directory.
-        sha256: the digest that the manifest must have; None for any.
 
     Raises:
         CheckpointNotFoundError: `name` is not committed.

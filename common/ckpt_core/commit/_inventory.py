@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Final, TypeAlias, final
 
 from ckpt_core.commit._catalog import Catalog, Survey, arranged, read_all
-from ckpt_core.commit._lineage import is_same
+from ckpt_core.commit._manifest import is_same
 from ckpt_core.commit._verify import share, verify
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
@@ -165,20 +165,12 @@ class Inventory:
         A mark that cannot be written is a warning, and still known to this process.
         """
         problem = "; ".join(map(str, lost(failures)[:_MOST_NAMED]))
-        try:
-            if problem:
-                self._distrust(info, problem)
-                self._catalog.mark_damaged(info.name, problem)
-            else:
-                self.vouch(info)
-                if info.damaged is not None:
-                    self._catalog.unmark(info.name)
-        except (CheckpointNotFoundError, CorruptCheckpointError):
-            return  # then it does not count anyway
-        except (CheckpointError, OSError) as error:
-            found = f"is damaged ({problem})" if problem else "is whole"
-            message = "%s/%s %s, and its mark could not be changed: %s"
-            _logger.warning(message, self._storage.url, info.name, found, error)
+        if problem:
+            self._distrust(info, problem)
+        else:
+            self.vouch(info)
+        if problem or info.damaged is not None:
+            self._catalog.remark(info.name, problem)
 
     def _distrust(self, info: CheckpointInfo, problem: str) -> None:
         self._whole.discard(_key(info))

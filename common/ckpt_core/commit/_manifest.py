@@ -4,18 +4,24 @@ The manifest lists every file with its checksum. The marker holds the manifest's
 a listing needs, so that a run with a thousand checkpoints is listed without reading a manifest. A checksum of
 its own protects it, because retention and resume act on it alone. Both are read as hostile input: paths and
 sizes are checked before use.
+
+A lineage is an unbroken line of saves. A save that continues from the newest checkpoint continues its
+lineage. A fresh start, or a save after a return to an older checkpoint, begins a new one, which records its
+ancestry. The lineage with the highest number is the present one: numbers decide, because clocks cannot be
+trusted.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import PurePosixPath
 from typing import Any, Final, Literal, TypeAlias, cast, final, get_args
 
-from ckpt_core.commit import _lineage
 from ckpt_core.errors import (
     CheckpointError,
     ConfigError,
@@ -31,6 +37,116 @@ from ckpt_core.names import EVERY_GROUP, FORMAT_VERSION, MANIFEST, MARKER, twin_
 from ckpt_core.provenance import provenance_fields, read_provenance
 from ckpt_core.storage import Storage, read_intact, read_small
 from ckpt_core.types import CheckpointInfo, FileEntry, Lineage, Provenance
+
+MAX_ANCESTORS: Final = 1000
+"""Older ancestors count as abandoned. The bound keeps markers fast to read."""
+
+_last_begun = attrgetter("lineage.number", "created", "lineage.id")
+_ID: Final = re.compile(r"[0-9a-f]{8,32}")
+
+
+def on_present_line(infos: Sequence[CheckpointInfo], present: Lineage | None = None) -> list[CheckpointInfo]:
+    """Return the checkpoints with `abandoned` set, oldest step first.
+
+    Within one step, abandoned ones come first, and the lineage begun last comes last.
+    """
+    present = present_lineage(infos) if present is None else present
+    limits = present.limits()
+    judged = [
+        info if info.abandoned is abandoned else replace(info, abandoned=abandoned)
+        for info in infos
+        for abandoned in (info.step > limits.get(info.lineage.id, -1),)
+    ]
+    return sorted(judged, key=by_step)
+
+
+def present_lineage(infos: Sequence[CheckpointInfo], others: Sequence[Lineage] = ()) -> Lineage:
+    """Return the lineage with the highest number; of several, the one saved to last.
+
+    `others` are those of checkpoints whose markers cannot be read: if the newest checkpoint is damaged, an
+    older run must not count as the present one, or a resume would continue what was abandoned.
+    """
+    found = [(lineage.number, 0.0, lineage.id, lineage) for lineage in others]
+    if infos:
+        last = max(infos, key=_last_begun)
+        found.append((*_last_begun(last), last.lineage))
+    return max(found, key=lambda each: each[:3])[3] if found else Lineage()
+
+
+def next_lineage(
+    infos: Sequence[CheckpointInfo],
+    present: Lineage,
+    origin: CheckpointInfo | None,
+    step: int,
+    *,
+    branch: bool = False,
+) -> tuple[Lineage, bool]:
+    """Return the lineage of a save continuing from `origin`, and whether it is new.
+
+    Args:
+        infos: every committed checkpoint of the root.
+        present: the root's present lineage.
+        origin: the checkpoint that the state was loaded from; None if from none of this root.
+        step: of the save. If it is before that of its origin, the checkpoints between them are abandoned.
+        branch: whether it is new although it continues the newest, which stays on the line.
+    """
+    new = Lineage(id=secrets.token_hex(4), number=present.number + 1)
+    if origin is None:
+        return new, True
+    line = [info for info in on_present_line(infos, present) if not info.abandoned]
+    continues = bool(line) and is_same(line[-1], origin) and step >= origin.step
+    if continues and not branch and origin.lineage == present and present.number:
+        return present, False
+    last = origin.step if step >= origin.step else step - 1
+    older = ((origin.lineage.id, last), *((each, min(end, last)) for each, end in origin.lineage.ancestry))
+    ancestry = tuple(
+        (each, end)
+        for each, end in older[:MAX_ANCESTORS]
+        if any(info.lineage.id == each and info.step <= end for info in infos)
+    )
+    return replace(new, ancestry=ancestry), not continues
+
+
+def is_same(one: CheckpointInfo, other: CheckpointInfo) -> bool:
+    """Return whether both are the same checkpoint, not one replaced by the other."""
+    return (one.name, one.save_id, one.created) == (other.name, other.save_id, other.created)
+
+
+def _lineage_fields(lineage: Lineage) -> dict[str, Any]:
+    """Return the fields for a manifest or marker; none for a checkpoint of no lineage."""
+    if not lineage.number:
+        return {}
+    ancestry = [[each, step] for each, step in lineage.ancestry]
+    return {"lineage": {"id": lineage.id, "number": lineage.number, "ancestry": ancestry}}
+
+
+def _lineage_of(fields: codec.Fields) -> Lineage:
+    """Read the lineage from a manifest or marker; ValueError for bad values."""
+    found = fields.optional("lineage")
+    if found is None:
+        return Lineage()
+    ancestry = found.get("ancestry", list)
+    if len(ancestry) > MAX_ANCESTORS or any(type(pair) is not list or len(pair) != 2 for pair in ancestry):
+        raise ValueError(f"'ancestry' should be at most {MAX_ANCESTORS} pairs of lineage and step")
+    return Lineage(
+        id=_id(found.get("id", str)),
+        number=found.count("number", least=1),
+        ancestry=tuple(
+            ("" if each == "" else _id(each), codec.count(step, "step")) for each, step in ancestry
+        ),
+    )
+
+
+def _id(value: object) -> str:
+    if type(value) is not str or not _ID.fullmatch(value):
+        raise ValueError(f"the id of a lineage should be 8 to 32 lower-case hex digits, not {value!r:.80}")
+    return value
+
+
+def by_step(info: CheckpointInfo) -> tuple[int, bool, int, float]:
+    """Return the place of a checkpoint in a listing, by its step and lineage."""
+    return info.step, not info.abandoned, info.lineage.number, info.created
+
 
 _COLUMNS: Final = ("path", "size_bytes", "checksum")
 
@@ -137,12 +253,7 @@ class Manifest:
         return [entry for entry in self.files if entry.path not in twins] if twins else self.files
 
     def to_bytes(self) -> bytes:
-        """Encode the content of `manifest.json`.
-
-        Raises:
-            ConfigError: the annotations or metrics are not plain JSON values, or the manifest is too large to
-                be read.
-        """
+        """Encode the content of `manifest.json`."""
         content = codec.encode(
             {
                 "format_version": self.format_version,
@@ -155,7 +266,7 @@ class Manifest:
                 "annotations": dict(self.annotations),
                 "producer": dict(self.producer),
                 "num_chunks": self.num_chunks,
-                **_lineage.to_fields(self.lineage),
+                **_lineage_fields(self.lineage),
                 **provenance_fields(self.provenance),
                 **({"replicas": self.replicas} if self.replicas > 1 else {}),
                 **({"groups": list(self.groups)} if self.groups else {}),
@@ -171,12 +282,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Manifest:
-        """Read the content of `manifest.json`.
-
-        Raises:
-            IncompatibleCheckpointError: it was written by a newer version.
-            CorruptCheckpointError: it is malformed, or holds impossible values.
-        """
+        """Read the content of `manifest.json`."""
         return cls._parse(content)
 
     @classmethod
@@ -201,7 +307,7 @@ class Manifest:
                 annotations=fields.get("annotations", dict),
                 producer=fields.mapping("producer", str),
                 num_chunks=fields.count("num_chunks"),
-                lineage=_lineage.from_fields(fields),
+                lineage=_lineage_of(fields),
                 provenance=read_provenance(fields),
                 replicas=fields.count("replicas", least=1) if fields.has("replicas") else 1,
                 groups=_groups(fields, len(columns["path"])),
@@ -250,13 +356,7 @@ class Marker:
 
     @classmethod
     def read(cls, storage: Storage, directory: str) -> Marker:
-        """Read the marker in a directory, whatever its name.
-
-        Raises:
-            FileNotFoundError: there is none.
-            CorruptCheckpointError: it is malformed.
-            IncompatibleCheckpointError: it was written by a newer version.
-        """
+        """Read the marker in a directory, whatever its name."""
 
         def damage(content: bytes) -> str:
             try:
@@ -304,11 +404,7 @@ class Marker:
         )
 
     def to_bytes(self) -> bytes:
-        """Encode the content of `COMMITTED`.
-
-        Raises:
-            ConfigError: too many metrics for a file that every listing reads.
-        """
+        """Encode the content of `COMMITTED`."""
         facts = codec.encode(
             {
                 "format_version": self.format_version,
@@ -320,7 +416,7 @@ class Marker:
                 "size_bytes": self.size_bytes,
                 "world_size": self.world_size,
                 "metrics": codec.numbers(self.metrics),
-                **_lineage.to_fields(self.lineage),
+                **_lineage_fields(self.lineage),
                 **({"groups": self.groups} if self.groups > 1 else {}),
             }
         )
@@ -331,12 +427,7 @@ class Marker:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Marker:
-        """Read the content of `COMMITTED`.
-
-        Raises:
-            IncompatibleCheckpointError: it was written by a newer version.
-            CorruptCheckpointError: it is malformed.
-        """
+        """Read the content of `COMMITTED`."""
         # First: a flipped bit in the version number must not pass for a newer format.
         has_checksum = codec.has_checksum(content, source=_MARKER)
         oldest = FORMAT_VERSION if has_checksum else 1  # without one, it is no marker of any format
@@ -353,7 +444,7 @@ class Marker:
                 size_bytes=fields.count("size_bytes"),
                 world_size=fields.count("world_size", least=1),
                 metrics=fields.numbers("metrics"),
-                lineage=_lineage.from_fields(fields),
+                lineage=_lineage_of(fields),
                 groups=fields.count("groups", least=1) if fields.has("groups") else 1,
             )
 
@@ -365,9 +456,6 @@ def read_committed(
 
     Returns:
         Its bytes, and the damage in `manifest.json` if they are of the twin.
-
-    Raises:
-        CorruptCheckpointError: it is damaged, and has no whole twin.
     """
     try:
         return _named_by(marker, storage, name, MANIFEST), None

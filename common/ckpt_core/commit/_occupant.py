@@ -68,11 +68,7 @@ def occupant(storage: Storage, name: str) -> Occupant:
 
 
 def content_of(storage: Storage, name: str) -> Occupant:
-    """Classify the content of a directory, or of one that a link leads to.
-
-    Raises:
-        OSError: it is no directory, or storage failed.
-    """
+    """Classify the content of a directory, or of one that a link leads to."""
     try:
         Marker.read(storage, name)
     except (FileNotFoundError, NotADirectoryError):

@@ -112,10 +112,6 @@ def begin(storage: Storage, name: str, save_id: str, *, replace: bool = False) -
     """Prepare the directory that checkpoint `name` is written into; return its name.
 
     With `replace`, `name` may be committed; then `commit` needs `replace`, too.
-
-    Raises:
-        CheckpointExistsError: `name` is committed, or its occupant cannot be moved aside; see `require_free`.
-        ConfigError: `name` cannot be the name of a checkpoint.
     """
     found = require_free(storage, name, replace=replace)
     working = working_name(storage, name, save_id)
@@ -142,10 +138,6 @@ def require_free(storage: Storage, name: str, *, replace: bool = False) -> Occup
     With renames, only a committed checkpoint that is not to be replaced is refused. On an object store
     nothing can be moved aside, so that any committed checkpoint is refused, and so is another program's
     checkpoint with file names like ours.
-
-    Raises:
-        CheckpointExistsError: `name` is taken.
-        ConfigError: `name` cannot be the name of a checkpoint.
     """
     if not is_name(name):
         raise ConfigError(
@@ -328,13 +320,7 @@ def _move_into_place(storage: Storage, working: str, name: str, manifest: Manife
 
 
 def _take_name(storage: Storage, working: str, name: str, *, found: Occupant, replace: bool) -> str:
-    """Give the finished save its name; return where what is to be deleted is.
-
-    Raises:
-        FileExistsError: another process has taken the name meanwhile.
-        FileNotFoundError: another process has removed what had it.
-        CheckpointExistsError: it is committed.
-    """
+    """Give the finished save its name; return where what is to be deleted is."""
     if found is Occupant.COMMITTED and replace and not is_link(storage, name):
         storage.exchange(working, name)
         return working

@@ -262,9 +262,6 @@ def strangers(storage: Storage, name: str) -> list[str]:
 
     Returns:
         Paths in the checkpoint; a directory tree or a link counts as one path.
-
-    Raises:
-        CheckpointError: the manifest cannot be read, so that ownership is unknown.
     """
     manifest = Catalog(storage).manifest(name)
     return _strangers(storage, name, manifest.directories, _listed(manifest))

@@ -35,11 +35,7 @@ MAX_SIGNATURE_BYTES: Final = 1 << 20
 
 
 def write_signature(storage: Storage, working: str, manifest: Manifest, sign: Sign) -> bytes:
-    """Sign a manifest as `commit` writes it; write and return the signature.
-
-    Raises:
-        SaveError: `sign` raised, or returned no signature.
-    """
+    """Sign a manifest as `commit` writes it; write and return the signature."""
     try:
         signature: Any = sign(manifest.to_bytes())
     except Exception as error:  # a user's function: its error is reported with the failed save

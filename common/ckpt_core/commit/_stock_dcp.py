@@ -50,11 +50,6 @@ def verify_stock(
 
     `seen` is called with a number of bytes compared.
 
-    Returns:
-        The problems, file by file; empty if there are none.
-
-    Raises:
-        CheckpointNotFoundError: there is no DCP data at or below `name`.
     """
     parts = list(stock_parts(storage, name))
     if not parts:

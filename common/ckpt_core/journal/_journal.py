@@ -1,19 +1,273 @@
-"""The journal of a manager, as its training thread sees it."""
+"""The thread that writes the journal of a root."""
 
 from __future__ import annotations
 
+import math
+import os
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Final, final
 
 from ckpt_core.cadence import FailureRate
-from ckpt_core.journal._failure_rate import failure_rate
-from ckpt_core.journal._recorder import Recorder
+from ckpt_core.crew import run_with_timeout
+from ckpt_core.disclosure import logger_of
+from ckpt_core.errors import CheckpointError
+from ckpt_core.journal._history import failure_rate
+from ckpt_core.journal._records import Record, encode
+from ckpt_core.journal._run_files import MOST_RUNS, RunFile, Runs, read_runs, run_files
+from ckpt_core.journal._run_log import MOST_WAITING, RunLog, Training, is_wanted
 from ckpt_core.storage import Storage
-from ckpt_core.telemetry import Sink
+from ckpt_core.telemetry import Event, Sink
+
+_logger = logger_of(__name__)
+
+_GRACE_SECONDS: Final = 10.0
+_IDLE_SECONDS: Final = 60.0
+_TIER_SECONDS: Final = 0.5
+"""The longest wait for a further tier; the journal of the root must not wait for a bucket that is down."""
+_ENDS_BYTES: Final = 1 << 19
+"""So much of a file tells how its run began, and where it was last."""
+
+
+@final
+class _FurtherCopy:
+    """The copy of the journal in a further tier, which may not answer.
+
+    Every request is made on a thread of its own; while one has no answer, there is no other.
+
+    Concurrency: one thread.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._free = threading.Event()
+        self._free.set()
+        self._failure: OSError | None = None
+        self._has: set[str] | None = None
+        self._told = 0
+
+    def read(self) -> Runs:
+        """Return the runs that are there; what has not come in time is left out."""
+        found: dict[str, Sequence[Record]] = {}
+
+        def read() -> None:
+            found.update(read_runs(self._storage, most=_ENDS_BYTES))
+            self._has = {*found}
+
+        self._ask(read)
+        return found if self._free.is_set() else {}
+
+    def has(self, key: str) -> bool:
+        """Return whether the file of an earlier run is known to be there."""
+        return self._has is not None and key in self._has
+
+    def is_due(self, told: int) -> bool:
+        """Return whether so long a history is to be written there now; without I/O."""
+        return self._free.is_set() and self._told != told
+
+    def write(self, earlier: Mapping[str, bytes], own: tuple[str, bytes], told: int) -> None:
+        """Write what it lacks of earlier runs, and the file of this one."""
+
+        def write() -> None:
+            if self._has is None:
+                self._has = {*run_files(self._storage)}
+            for key in earlier.keys() - self._has:
+                self._storage.replace(key, earlier[key])
+                self._has.add(key)
+            self._storage.replace(*own)
+            self._told = told
+
+        self._ask(write)
+
+    def _ask(self, act: Callable[[], None]) -> None:
+        def quietly() -> None:
+            try:
+                act()
+            except OSError as error:
+                self._failure = error
+            finally:
+                self._free.set()
+
+        if self._free.is_set():
+            self._free.clear()
+            run_with_timeout(_TIER_SECONDS, quietly)
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+
+@final
+class Recorder:
+    """Writes the journal of a root. Nothing raises, and no caller waits for storage.
+
+    A failure of storage is one warning; what could not be written is tried again with what follows. Once
+    another job has the root, nothing is written any more.
+
+    Concurrency: `emit` on any thread, the other methods on the main thread, all else on `ckpt-journal`.
+
+    """
+
+    def __init__(
+        self, storage: Storage, tiers: Sequence[Storage] = (), *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.training = Training()
+        self.log = RunLog(storage.url, self.training, clock)
+        self.known, self.wake = threading.Event(), threading.Event()
+        self.clock = clock
+        self._storage = storage
+        self._tiers = [_FurtherCopy(tier) for tier in tiers]
+        self._pid = os.getpid()
+        self._waiting: deque[Event] = deque(maxlen=MOST_WAITING)
+        self._thread: threading.Thread | None = None
+        self._closing = self._stopped = self._warned = False
+        self._file: RunFile | None = None
+        self._earlier = dict[str, bytes]()
+        self._lacking = set[str]()
+        self._told, self._wrote_at = 0, -math.inf
+
+    def emit(self, event: Event) -> None:
+        """Take an event, if the journal has a record for it."""
+        if is_wanted(event) and not self._stopped and os.getpid() == self._pid:
+            self._waiting.append(event)
+            self.wake.set()
+
+    def begin(self, run: str, ranks: int, check: Callable[[], None]) -> None:
+        """Start to write: this process is the coordinator, and has the root.
+
+        Args:
+            run: the id of this start of the job.
+            ranks: of the job.
+            check: raises once another job has the root.
+        """
+        if self._thread is not None or self._stopped or os.getpid() != self._pid:
+            return
+        self.log.begin(run, ranks)
+        # A daemon: the process must be able to end while storage hangs.
+        thread = threading.Thread(target=self._loop, args=(run, check), name="ckpt-journal", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter ends, or there are too many threads
+            self.drop()
+        else:
+            self._thread = thread
+
+    def finish(self) -> None:
+        """Write what is left, and end the thread, unless storage hangs."""
+        if os.getpid() != self._pid or self._thread is None:
+            return
+        self._closing = True
+        self.wake.set()
+        self._thread.join(_GRACE_SECONDS)
+        if self._thread.is_alive() and not self._stopped:
+            self._warn("storage has not answered for a while, and the last lines may be missing")
+        self._stopped = True
+
+    def drop(self) -> None:
+        """Take no more events: another rank writes them, or none."""
+        self._stopped = True
+        self._waiting.clear()
+        self.known.set()
+
+    def _loop(self, run: str, check: Callable[[], None]) -> None:
+        try:
+            self._read()
+            closing = False
+            while not (closing or self._stopped):
+                self.wake.wait(self.log.next_look(self.clock()) if self.training.first else _IDLE_SECONDS)
+                closing = self._closing  # before anything is looked at
+                self.wake.clear()
+                while self._waiting:
+                    self.log.take(self._waiting.popleft())
+                self.log.look(closing=closing)
+                if self._file is None and (self.log.started or self.log.lines):
+                    first = self.training.first
+                    begun = self.log.lines[0]["time"] if first is None else first[2]
+                    self._file = RunFile(self._storage.own, run, begun)
+                if self._file is not None:
+                    self._write(self._file, check=check, closing=closing)
+        except CheckpointError:
+            pass  # another job has the root, and keeps its journal
+        except Exception as error:  # noqa: BLE001 - nobody waits for this thread, and no save may fail with it
+            self._warn(f"{type(error).__name__}: {error}")
+        finally:
+            self.drop()
+
+    def _read(self) -> None:
+        """Read what earlier runs have left; a tier may know what a new disk does not."""
+        runs: dict[str, Sequence[Record]] = {}
+        for tier in self._tiers:
+            with self._warning():
+                runs |= tier.read()
+        with self._warning():
+            own = read_runs(self._storage, most=_ENDS_BYTES)
+            self._lacking = runs.keys() - own.keys()
+            runs |= own
+        self._earlier = {
+            key: encode(runs[key])
+            for key in sorted(runs)[-MOST_RUNS:]
+            if key in self._lacking or not all(tier.has(key) for tier in self._tiers)
+        }
+        self.log.continue_from({key: runs[key] for key in sorted(runs)})
+        self._told = len(self.log.history)
+        self.known.set()
+
+    def _write(self, file: RunFile, *, check: Callable[[], None], closing: bool) -> None:
+        """Write what is new; how a run began or ended at once, and to further tiers, too.
+
+        Raises:
+            RootBusyError: another job has the root.
+        """
+        log, now, told = self.log, self.clock(), len(self.log.history)
+        pause = log.pause(self._wrote_at, whole_run=True)
+        at_once = closing or log.ended or file.appends or told != self._told
+        lines_due = bool(log.lines) and (at_once or now - self._wrote_at >= pause)
+        tiers = [tier for tier in self._tiers if log.started and tier.is_due(told)]
+        if not lines_due and not tiers:
+            return
+        with self._warning():
+            check()
+            with self._warning():
+                if log.started and self._told != told:
+                    self._settle()
+                if lines_due:
+                    self._wrote_at = now
+                    file.write(log.lines)
+                    log.lines.clear()
+                    self._told = told
+            content = file.content + encode(log.lines)  # also what the root would not take
+            for tier in tiers:
+                with self._warning():  # a tier that fails keeps nothing from the root, or from other tiers
+                    tier.write(self._earlier, (file.key, content), told)
+
+    def _settle(self) -> None:
+        """Write the files that only a tier has, and delete those of runs too old to count."""
+        own = self._storage.own
+        for key in sorted(self._lacking & self._earlier.keys()):
+            own.replace(key, self._earlier[key])
+            self._lacking.discard(key)
+        for key in run_files(own)[:-MOST_RUNS]:
+            own.delete(key)
+
+    @contextmanager
+    def _warning(self) -> Generator[None]:
+        """Turn a failure of storage into the warning."""
+        try:
+            yield
+        except OSError as error:
+            self._warn(str(error))
+
+    def _warn(self, problem: str) -> None:
+        if not self._warned:
+            self._warned = True
+            _logger.warning(
+                "the journal of %s is not complete: %s. Saves go on without it", self._storage.url, problem
+            )
+
 
 _PATIENCE_SECONDS: Final = 5.0
 

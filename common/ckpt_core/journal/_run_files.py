@@ -64,9 +64,6 @@ def unread(source: Storage, target: Storage, *, is_alive: bool) -> dict[str, byt
         target: where they are to be written by `Storage.replace`; what it has alone stays in them.
         is_alive: whether a job may be training in the source: its run, which has no end yet, is left out. In
             the copy it would count as one that died.
-
-    Raises:
-        OSError: storage failed.
     """
     runs, there = read_runs(source), read_runs(target)
     history = [each for records in runs.values() for each in records if each["kind"] == "run"]
@@ -81,11 +78,7 @@ def unread(source: Storage, target: Storage, *, is_alive: bool) -> dict[str, byt
 
 
 def add_event(storage: Storage, kind: str, time: float, fields: Mapping[str, Any]) -> None:
-    """Add an event of a command to the newest run of an idle root, if it has one.
-
-    Raises:
-        OSError: storage failed.
-    """
+    """Add an event of a command to the newest run of an idle root, if it has one."""
     for key in run_files(storage)[-1:]:
         content = _content(storage, key, MOST_APPENDED)
         storage.replace(key, encode([*decode(content), record(kind, time, "", fields)]))
@@ -128,11 +121,7 @@ class RunFile:
         self._whole = True
 
     def write(self, records: Sequence[Record]) -> None:
-        """Add records; a long file loses the older half of what tells no start and no end.
-
-        Raises:
-            OSError: storage failed; a line of it may be torn, until the next call.
-        """
+        """Add records; a long file loses the older half of what tells no start and no end."""
         lines = encode(records)
         content = self.content + lines
         whole, self._whole = self._whole or not self.appends, True

@@ -62,15 +62,6 @@ class RunLog:
 
     Concurrency: one thread; `provisional` on any.
 
-    Attributes:
-        history: of the root, with this run.
-        lines: of this run, not yet written.
-        started: whether training has begun.
-
-    Args:
-        root: its path or URL.
-        training: what the training thread notes.
-        clock: seconds that never go back.
     """
 
     def __init__(self, root: str, training: Training, clock: Callable[[], float]) -> None:

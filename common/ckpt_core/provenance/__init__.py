@@ -5,9 +5,15 @@ how far the training was in its data. They say what happened; no load decides by
 machine, a path or a user, and one variable of the environment is all that is read of that.
 """
 
-from ckpt_core.provenance._code import CODE_VERSION_VARIABLE, CodeVersion, code_version
 from ckpt_core.provenance._configuration import configuration_digest
-from ckpt_core.provenance._fields import provenance_fields, read_provenance, software_versions
+from ckpt_core.provenance._fields import (
+    CODE_VERSION_VARIABLE,
+    CodeVersion,
+    code_version,
+    provenance_fields,
+    read_provenance,
+    software_versions,
+)
 
 __all__ = [
     "CODE_VERSION_VARIABLE",

@@ -37,12 +37,6 @@ def find_disks(
         claim: called on the coordinator with each further disk.
         survey: called on the coordinator in the end; reads the root.
 
-    Returns:
-        The result of `survey`, on every rank.
-
-    Raises:
-        ConfigError: ranks would write to different places, or cannot write.
-        RootBusyError: another live job writes to the disk of a node.
     """
 
     def decide(sees: list[bool]) -> list[str]:
@@ -101,9 +95,6 @@ def settle_parts(parts: Sequence[Storage]) -> None:
 
     What no disk has finished is left to `collect_orphans`. The caller owns the root; with one disk there is
     nothing to do.
-
-    Raises:
-        OSError: storage failed.
     """
     for part in parts if len(parts) > 1 else ():
         others = [other for other in parts if other is not part]

@@ -226,11 +226,6 @@ class Ownership:
             step: of the save.
             replace: whether it replaces a committed checkpoint of that name; else, where an abandoned or
                 unusable one has the name, it gets one of its lineage.
-
-        Raises:
-            CheckpointExistsError: the name is taken.
-            ConfigError: it cannot be the name of a checkpoint.
-            RootBusyError: see `check`.
         """
         self.check()
         if not replace:
@@ -259,32 +254,15 @@ class Ownership:
             damaged: name -> problem, in words.
         """
         self._damaged |= set(damaged)
-        lease = self._lease
-        if lease is None:
-            return
-        for name, problem in damaged.items():
-            try:
-                lease.check()
-                Catalog(self._storage).mark_damaged(name, problem)
-            except CorruptCheckpointError:
-                continue  # without its marker it is no checkpoint any more, and does not count anyway
-            except (CheckpointError, OSError) as error:
-                _logger.warning(
-                    "%s/%s is damaged, but could not be marked so: %s", self._storage.url, name, error
-                )
+        if (lease := self._lease) is not None:
+            for name, problem in damaged.items():
+                Catalog(self._storage).remark(name, problem, check=lease.check)
 
     def note_sound(self, name: str) -> None:
         """Undo `note_damaged` for a checkpoint that verifies after all."""
         self._damaged.discard(name)
-        if self._lease is None:
-            return
-        try:
-            self._lease.check()
-            Catalog(self._storage).unmark(name)
-        except (CheckpointError, OSError) as error:
-            _logger.warning(
-                "%s/%s verifies, but is still marked as damaged: %s", self._storage.url, name, error
-            )
+        if (lease := self._lease) is not None:
+            Catalog(self._storage).remark(name, "", check=lease.check)
 
     def note_verified(self, info: CheckpointInfo, failures: Sequence[FileFailure]) -> None:
         """Set or remove the mark of a checkpoint that a user verified, in any job's root."""

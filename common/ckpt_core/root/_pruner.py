@@ -106,13 +106,7 @@ class Pruner:
         return plan
 
     def remove(self, name: str) -> None:
-        """Remove one committed checkpoint on behalf of its host, regardless of the policy.
-
-        Raises:
-            CheckpointNotFoundError: there is no such checkpoint.
-            ConfigError: it is pinned.
-            RootBusyError: another job has taken the root.
-        """
+        """Remove one committed checkpoint on behalf of its host, regardless of the policy."""
         self._ownership.check()
         info = Catalog(self._storage).find(name=name)
         if info.pinned is not None:

@@ -77,4 +77,4 @@ def test_a_kill_at_a_write_of_the_journal_harms_nothing(prepared, tmp_path, nth,
         for kinds in ({"start"}, {"end", "unclean"})
     )
     assert starts == ends
-    assert not list(root.glob(".*.jsonl.*.tmp"))
+    assert not list(root.glob("*/.*.jsonl.*.tmp"))

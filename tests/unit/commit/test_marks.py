@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from ckpt_core.commit import Catalog, begin, commit, quarantine, remove, verify
-from ckpt_core.commit._marks import MAX_MARKS, MAX_MARKS_BYTES, Mark, Marks, read_marks, replace_marks
+from ckpt_core.commit._catalog import MAX_MARKS, MAX_MARKS_BYTES, Mark, Marks, read_marks, replace_marks
 from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError
 from ckpt_core.formats import codec
 from ckpt_core.storage import LocalStorage

@@ -17,8 +17,8 @@ import torch
 
 from ckpt_core import CheckpointManager, EverySteps, KeepLatest, OnPreemption, Optimal, Upload
 from ckpt_core.errors import RootBusyError
-from ckpt_core.journal import Journal, _recorder, failure_rate, read_events, read_history
-from ckpt_core.journal._recorder import Recorder
+from ckpt_core.journal import Journal, _journal, failure_rate, read_events, read_history
+from ckpt_core.journal._journal import Recorder
 from ckpt_core.names import OWN
 from ckpt_core.storage import LocalStorage, object_storage
 from ckpt_core.telemetry import Event
@@ -308,7 +308,7 @@ def test_what_could_not_be_written_is_written_later(tmp_path):
 
 
 def test_storage_that_hangs_holds_no_close_up(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(_recorder, "_GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(_journal, "_GRACE_SECONDS", 0.05)
     hung = threading.Event()
     fault = Fault(method="replace", key="*.jsonl", before=lambda _: hung.wait(60))
     try:
@@ -330,7 +330,7 @@ def test_what_is_no_journal_of_a_run_is_left_alone(tmp_path):
 
 
 def test_of_many_runs_the_newest_are_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(_recorder, "MOST_RUNS", 3)
+    monkeypatch.setattr(_journal, "MOST_RUNS", 3)
     for upto in range(1, 7):
         train(tmp_path, upto)
     assert len(files(tmp_path)) == 3
@@ -488,6 +488,17 @@ def test_a_tier_that_fails_keeps_no_event_from_the_root_and_no_history_from_anot
     ]
     assert told(tmp_path, "progress")[-1] == ("progress", 2)
     assert told(tmp_path / "up") == told(tmp_path) == [("start", 0), ("end", 2)]
+
+
+@pytest.mark.parametrize("method", ["replace", "append", "*"])
+def test_a_root_that_fails_keeps_no_history_from_a_tier(tmp_path, method):
+    (tmp_path / "up").mkdir()
+    root = FaultyStorage(LocalStorage(tmp_path / "run"), [Fault(method=method, key="*.jsonl", error=FULL)])
+    journal = Journal(root, [LocalStorage(tmp_path / "up")])
+    journal.open("a", 1, lambda: None)
+    journal.seen(1)
+    journal.close()
+    assert told(tmp_path / "up") == [("start", 0), ("end", 1)]
 
 
 def snapshots(root, act):

@@ -152,18 +152,12 @@ def make_directories(path: Path) -> None:
         except FileExistsError:
             if not directory.is_dir():
                 raise NotADirectoryError(errno.ENOTDIR, "a file is in the way", str(directory)) from None
-        else:
-            if directory.name == OWN:
-                _share_as(directory.parent, directory)
+        if directory.name == OWN:
+            with suppress(OSError):  # some filesystems have one mode for all
+                root = directory.parent.stat()
+                os.chown(directory, -1, root.st_gid)
+                directory.chmod(stat.S_IMODE(root.st_mode))
         sync_directory(directory.parent)
-
-
-def _share_as(root: Path, directory: Path) -> None:
-    """Let those write to a directory who may write to the root that it is in."""
-    found = root.stat()
-    with suppress(OSError):  # some filesystems have one mode for all
-        os.chown(directory, -1, found.st_gid)
-        directory.chmod(stat.S_IMODE(found.st_mode))
 
 
 def delete(path: Path) -> None:
