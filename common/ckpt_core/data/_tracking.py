@@ -645,7 +645,6 @@ def track(loader: DataLoader[Any]) -> Tracker:
 def untrack(loader: DataLoader[Any]) -> None:
     """Track a loader no more."""
     vars(loader).pop(_TRACKER, None)
-    loader.__class__ = getattr(type(loader), _STOCK, type(loader))
 
 
 def tracker_of(loader: Any) -> Tracker | None:
@@ -730,7 +729,8 @@ def _loader_overrides(stock: type[Any]) -> Mapping[str, Any]:
             case other:
                 return other
 
-    overrides = {MAKES_ITERATOR: make_iterator, "__reduce_ex__": reduce}
+    overrides: dict[str, Any] = {MAKES_ITERATOR: make_iterator, "__reduce_ex__": reduce}
+    overrides["__class__"] = property(lambda _: stock)  # which Accelerate pickles
     iterate: Any = stock.__iter__
     if str(getattr(iterate, "__module__", "")).partition(".")[0] not in {"torch", "torchdata"}:
         overrides["__iter__"] = lambda self: _counted(self, iterate(self))
