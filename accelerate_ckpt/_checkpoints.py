@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Unpack, final
@@ -71,7 +72,6 @@ class Metrics:
                 self._unsaved.add(name)
 
     def at(self, step: int) -> dict[str, float]:
-        """Return what was measured at `step`."""
         return {name: value for name, (measured, value) in self._measured.items() if measured == step}
 
     def saved(self, values: Mapping[str, float]) -> None:
@@ -178,7 +178,7 @@ class AcceleratorCheckpoints:
     @property
     def preempted(self) -> bool:
         """Whether the last look found a preemption that stops training, on any rank."""
-        return self._roots.preempted
+        return self._roots.managers.preempted
 
     def check_preemption(self) -> bool:
         """Look for a preemption and return `preempted`, where nothing is saved.
@@ -187,7 +187,9 @@ class AcceleratorCheckpoints:
 
         Collective where the save policy has an `OnPreemption`; the next `save_state` then saves.
         """
-        return self._roots.check_preemption()
+        for manager in self._roots.managers:
+            manager.due()
+        return self.preempted
 
     def directory(
         self, output_dir: str | os.PathLike[str] | None = None, handle: SaveHandle | None = None
@@ -333,6 +335,53 @@ class AcceleratorCheckpoints:
         self._metrics.forget()
         self._roots.close()
 
+    def shadows(self) -> dict[str, Callable[..., Any]]:
+        """Return the methods that replace the accelerator's own, by name."""
+        prepare = partial(self.progress.loaders.prepare, self.stock.prepare_data_loader)
+        made = (
+            self._save_state, self.load, self._end_training, self._free_memory, self._log,
+            self._prepare_optimizer, prepare,
+        )  # fmt: skip
+        return dict(zip(_SHADOWED, made, strict=True))
+
+    def _save_state(
+        self,
+        output_dir: str | None = None,
+        safe_serialization: bool = True,  # noqa: FBT001, FBT002 - as in stock
+        **_: Any,
+    ) -> Path | str | None:
+        handle = self.maybe_save(output_dir, safe_serialization=safe_serialization)
+        if self.implicit and self.preempted:
+            _logger.warning("preempted: the script ends here, with its last checkpoint committed")
+            self._end_training()
+            raise SystemExit(ENDED)
+        if handle is None:
+            return None
+        where = self.directory(output_dir, handle)
+        return where if "://" in where else Path(where)
+
+    def _end_training(self) -> None:
+        try:
+            self.close()  # while the process group is still there
+        finally:
+            self.stock.end_training()
+
+    def _free_memory(self, *objects: Any) -> Any:
+        try:
+            self.begin_anew()
+        finally:
+            freed = self.stock.free_memory(*objects)
+        return freed
+
+    def _log(self, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        self.note_metrics(values)
+        return self.stock.log(values, *args, **kwargs)
+
+    def _prepare_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        optimizer = self.stock.prepare_optimizer(*args, **kwargs)
+        self.progress.count(optimizer)
+        return optimizer
+
     def _takes_part(self) -> bool:
         """Return whether this rank saves, together or alone."""
         who = self._roll_call.call()
@@ -350,7 +399,12 @@ class AcceleratorCheckpoints:
         self, place: CheckpointPath, metrics: Mapping[str, float], reason: str, *, safe: bool
     ) -> SaveHandle | None:
         accelerator, manager = self._accelerator, self._roots.managers.at(place.root)
-        self._require_change(manager)
+        if self._roots.override and manager is not self._changed:
+            raise ConfigError(
+                f"override= changes a training midway, and nothing was loaded from {manager.storage.url}: "
+                "call load_state() before the first save, and save to the directory that it loads from; or "
+                "begin with these values in the script and without override="
+            )
         if Window(accelerator, gradients=self._settings.gradients).is_lost:
             _logger.warning(
                 "saving %s within an accumulation window: the gradients accumulated so far are not saved, so "
@@ -384,15 +438,6 @@ class AcceleratorCheckpoints:
             settings=settings,
         )
 
-    def _require_change(self, manager: CheckpointManager) -> None:
-        """Refuse a save that would not say which hyperparameters were changed."""
-        if self._roots.override and manager is not self._changed:
-            raise ConfigError(
-                f"override= changes a training midway, and nothing was loaded from {manager.storage.url}: "
-                "call load_state() before the first save, and save to the directory that it loads from; or "
-                "begin with these values in the script and without override="
-            )
-
     def _load_newest(self, arguments: Mapping[str, Any]) -> None:
         """Load the newest checkpoint that verifies; log if there is none."""
         manager = self._roots.only()
@@ -406,7 +451,8 @@ class AcceleratorCheckpoints:
             if found:
                 manager.load(state, strict=arguments["strict"], override=self._roots.override.values)
         if found:
-            self._loaded_by(manager)
+            self._changed = manager
+            self._roots.managers.loaded(manager)
             self._tell(manager, state.restored)
             return
         name = self._roots.managers.once(lambda: newest_stock(manager.storage))
@@ -423,7 +469,6 @@ class AcceleratorCheckpoints:
         )
 
     def _load_place(self, place: CheckpointPath, arguments: Mapping[str, Any]) -> None:
-        """Load the checkpoint of that name."""
         manager = self._roots.managers.at(place.root)
         self._refuse_to_unpickle(arguments)
         manager.fetcher.fetch(name=place.name)
@@ -447,9 +492,6 @@ class AcceleratorCheckpoints:
     def _load_ours(self, manager: CheckpointManager, name: str, arguments: Mapping[str, Any]) -> None:
         strict, state = arguments.get("strict", True), self._state(manager, self._settings)
         manager.load(state, name=name, strict=strict, override=self._roots.override.values)
-        self._loaded_by(manager)
-
-    def _loaded_by(self, manager: CheckpointManager) -> None:
         self._changed = manager
         self._roots.managers.loaded(manager)
 
@@ -542,7 +584,15 @@ def enable(
     Raises:
         ConfigError: an option is wrong, or the accelerator is enabled already, or is none.
     """
-    _refuse_others(accelerator)
+    if not isinstance(accelerator, Accelerator):
+        of_transformers = any(
+            each.__module__.startswith("transformers.") for each in type(accelerator).__mro__
+        )
+        is_trainer = of_transformers and hasattr(accelerator, "train_dataset")
+        raise ConfigError(
+            f"enable() takes an accelerate.Accelerator, not a {type(accelerator).__name__}"
+            + ("; for a Trainer there is enable_trainer()" if is_trainer else "")
+        )
     attached: AcceleratorCheckpoints | None = attached_to(accelerator)
     if attached is not None and not attached.implicit:
         raise ConfigError("this accelerator is enabled already; call accelerate_ckpt.disable() first")
@@ -557,18 +607,6 @@ def enable_implicitly(accelerator: Accelerator) -> None:
     _attach(accelerator, Settings.resolve({}), implicit=True)
 
 
-def _refuse_others(accelerator: object) -> None:
-    if isinstance(accelerator, Accelerator):
-        return
-    trainer = any(
-        cls.__module__.startswith("transformers.") for cls in type(accelerator).__mro__
-    ) and hasattr(accelerator, "train_dataset")
-    raise ConfigError(
-        f"enable() takes an accelerate.Accelerator, not a {type(accelerator).__name__}"
-        + ("; for a Trainer there is enable_trainer()" if trainer else "")
-    )
-
-
 def _attach(
     accelerator: Accelerator, settings: Settings, sinks: Sequence[Sink] = (), *, implicit: bool = False
 ) -> None:
@@ -581,7 +619,7 @@ def _attach(
         return
     settings.options.refuse_ends("an Accelerator")
     attached = AcceleratorCheckpoints(accelerator, settings, sinks, implicit=implicit)
-    attach(accelerator, attached, _shadows(attached))
+    attach(accelerator, attached, attached.shadows())
 
 
 def disable(accelerator: Accelerator) -> Accelerator:
@@ -610,65 +648,6 @@ def checkpoints(accelerator: Accelerator) -> AcceleratorCheckpoints:
         engine = accelerator.distributed_type.value
         raise ConfigError(f"{engine} keeps its own checkpoints: there are none of ckpt-suite's")
     raise ConfigError("this accelerator is not enabled: call accelerate_ckpt.enable(accelerator) first")
-
-
-def _shadows(attached: AcceleratorCheckpoints) -> dict[str, Callable[..., Any]]:
-    stock = attached.stock
-
-    def end_training() -> None:
-        try:
-            # While the process group is still there.
-            attached.close()
-        finally:
-            stock.end_training()
-
-    def free_memory(*objects: Any) -> Any:
-        try:
-            attached.begin_anew()
-        finally:
-            freed = stock.free_memory(*objects)
-        return freed
-
-    def log(values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        attached.note_metrics(values)
-        return stock.log(values, *args, **kwargs)
-
-    def prepare_optimizer(*args: Any, **kwargs: Any) -> Any:
-        optimizer = stock.prepare_optimizer(*args, **kwargs)
-        attached.progress.count(optimizer)
-        return optimizer
-
-    def prepare_data_loader(data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        return attached.progress.loaders.prepare(stock.prepare_data_loader, data_loader, *args, **kwargs)
-
-    return {
-        "save_state": _save_state(attached, end_training),
-        "load_state": attached.load,
-        "end_training": end_training,
-        "free_memory": free_memory,
-        "log": log,
-        "prepare_optimizer": prepare_optimizer,
-        "prepare_data_loader": prepare_data_loader,
-    }
-
-
-def _save_state(attached: AcceleratorCheckpoints, end_training: Callable[[], None]) -> Callable[..., Any]:
-    def save_state(
-        output_dir: str | None = None,
-        safe_serialization: bool = True,  # noqa: FBT001, FBT002 - as in stock
-        **_: Any,
-    ) -> Path | str | None:
-        handle = attached.maybe_save(output_dir, safe_serialization=safe_serialization)
-        if attached.implicit and attached.preempted:
-            _logger.warning("preempted: the script ends here, with its last checkpoint committed")
-            end_training()
-            raise SystemExit(ENDED)
-        if handle is None:
-            return None
-        where = attached.directory(output_dir, handle)
-        return where if "://" in where else Path(where)
-
-    return save_state
 
 
 def tell_restored(step: int, root: str, name: str) -> None:

@@ -95,7 +95,6 @@ def _weights(state: Mapping[str, Any], *, safe: bool) -> bytes:
 
 
 def optimizer_files(optimizers: Sequence[Any]) -> dict[str, bytes]:
-    """Return files such as `optimizer.bin`, as stock `load_state` expects them."""
     return {
         f"optimizer_{index}.bin" if index else "optimizer.bin": torch_bytes(optimizer.state_dict())
         for index, optimizer in enumerate(optimizers)
@@ -103,7 +102,6 @@ def optimizer_files(optimizers: Sequence[Any]) -> dict[str, bytes]:
 
 
 def torch_bytes(value: Any) -> bytes:
-    """Return what `torch.save` writes."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()

@@ -15,6 +15,7 @@ On another number of ranks, or with another batch size, that epoch is the rest o
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,15 +45,18 @@ def fetches_of(loader: Any) -> int:
     """Return how many batches a loader fetches for one of the loop's."""
     if not isinstance(loader, DataLoaderDispatcher) or loader.split_batches or loader.submesh_tp is not None:
         return 1
-    return int(loader.state.num_processes)
+    state: Any = loader.state
+    return int(state.num_processes)
 
 
 def position_of(loader: Any) -> LoaderPosition:
     """Return the position in a loader of torch, prepared or not."""
     if base_of(loader) is loader:
         return LoaderPosition(loader)
-    for_all = isinstance(loader, DataLoaderDispatcher)
-    return LoaderPosition(base_of(loader), ahead=fetches_of(loader), for_all=for_all)
+    datasets = sys.modules.get("datasets")  # of which every rank may read files of its own
+    by_files = datasets is not None and isinstance(loader.dataset, datasets.IterableDataset)
+    shared = isinstance(loader, DataLoaderDispatcher) or not by_files
+    return LoaderPosition(base_of(loader), ahead=fetches_of(loader), shared=shared)
 
 
 @final
@@ -195,7 +199,7 @@ class TrackedLoader:
             f"skips {skipped} batches" if skipped else "begins this epoch again",
             batches,
         )
-        behind = {"batches": skipped * fetches_of(self._loader), "before": None, "drawn": []}
+        behind: dict[str, Any] = {"batches": skipped * fetches_of(self._loader), "before": None, "drawn": []}
         begin = {**state["begin"], "seen": 0}
         self._position.restore({**state, **behind, "begin": begin}, same_ranks=saved.same_ranks)
 
@@ -278,7 +282,6 @@ class TrackedLoader:
         return self._position.restore(state, same_ranks=saved.same_ranks)
 
     def release(self) -> None:
-        """Track the loader no more."""
         untrack(self._loader.base_dataloader)
         self.copies.clear()
 
@@ -352,7 +355,6 @@ class Loaders:
         return loader
 
     def track(self, loader: Any) -> None:
-        """Track a prepared loader from now on; idempotent."""
         if isinstance(loader, DataLoaderStateMixin) and id(loader) not in self._tracked:
             self._tracked[id(loader)] = TrackedLoader(loader)
             _followers.add(self)
@@ -366,7 +368,6 @@ class Loaders:
                 tracked.trains = True
 
     def positions(self) -> list[dict[str, Any]]:
-        """Return a plain value for every loader, in the order of their preparation."""
         return [
             {} if tracked is None else tracked.position()
             for tracked in (self._tracked.get(id(loader)) for loader in self._accelerator._dataloaders)
@@ -407,7 +408,6 @@ class Loaders:
         return notes
 
     def begun(self, loader: Any) -> None:
-        """Note that a loader, perhaps a copy or another's, begins an epoch."""
         tracked = self._find(loader)
         if tracked is None:
             tracked = next((each for each in self._tracked.values() if each.is_origin_of(loader)), None)
@@ -415,13 +415,11 @@ class Loaders:
             tracked.begun(loader)
 
     def ended(self, loader: Any) -> None:
-        """Note that a loader has ended an epoch."""
         tracked = self._find(loader)
         if tracked is not None:
             tracked.ended(loader)
 
     def release(self) -> None:
-        """Stop tracking every loader."""
         for tracked in self._tracked.values():
             tracked.release()
         self._tracked.clear()

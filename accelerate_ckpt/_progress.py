@@ -47,7 +47,6 @@ class Progress:
         self._handles.append(inner.register_step_post_hook(note))
 
     def restore(self, step: int) -> None:
-        """Continue counting from `step`."""
         self.step = step
         for made in self._steps.values():
             made[0] = step
@@ -75,12 +74,10 @@ _SYNCHRONISED: Final = "synchronised"
 
 
 def gradient_part(index: int) -> str:
-    """Return the directory of a model's gradients."""
     return f"gradients_{index}"
 
 
 def trained_by(optimizers: Sequence[Any], models: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the models that optimizers train; others may change at any time."""
     trained = {
         id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]
     }
@@ -121,7 +118,6 @@ class Window:
         return parts, {_GRADIENTS: facts, _SYNCHRONISED: self._accelerator.sync_gradients}
 
     def targets(self, saved: SavedState, shared: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Return what to load into, by part."""
         if not self._loads(shared):
             return {}
         of_models: Sequence[Mapping[str, Any]] = shared[_GRADIENTS]

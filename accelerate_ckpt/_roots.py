@@ -169,12 +169,10 @@ class KeepAsAccelerate(RetentionPolicy):
     limit: int
 
     def keep(self, history: Sequence[CheckpointInfo], now: float) -> frozenset[int]:
-        """Return the steps of those."""
         del now
         return frozenset(info.step for info in self._newest_first(history)[: self.limit])
 
     def surplus(self, history: Sequence[CheckpointInfo]) -> Collection[str]:
-        """Return the names of all others."""
         return {info.name for info in self._newest_first(history)[self.limit :]}
 
     def _newest_first(self, history: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
@@ -258,19 +256,7 @@ class Roots:
         """Whether managers are of this process alone."""
         return self.managers is self._of_one
 
-    @property
-    def preempted(self) -> bool:
-        """Whether the last look found a preemption that stops training."""
-        return self.managers.preempted
-
-    def check_preemption(self) -> bool:
-        """Look for a preemption, and return `preempted`; collective."""
-        for manager in self.managers:
-            manager.due()
-        return self.preempted
-
     def begin_new_runs(self) -> None:
-        """Close every manager; the next use of a root begins a run of its own."""
         self._ended.update(self.managers.roots)
         self.managers.close_managers()
 
@@ -288,7 +274,6 @@ class Roots:
                 wanted.loaded(origin)
 
     def close(self) -> None:
-        """Close every manager and the coordinator; idempotent."""
         self._ended.update(self.managers.roots)
         try:
             self._of_one.close_managers()
@@ -369,6 +354,5 @@ def newest_stock(storage: Storage) -> str | None:
 
 
 def torn_in(storage: Storage) -> list[str]:
-    """Return the directories of saves that did not end."""
     names = [entry.name for entry in storage.list("") if entry.is_directory]
     return [name for name in names if kind_of(storage, name) is Kind.TORN]

@@ -91,7 +91,6 @@ def _enable_every_accelerator() -> None:
 
 
 def enable_every_trainer() -> None:
-    """Enable every Trainer that is made from now on."""
     module = sys.modules.get(_MODULE)
     if module is not None:
         _change(module)
@@ -133,7 +132,6 @@ class _Watch(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find the module as others would, with a loader that changes it."""
         del path, target
         if fullname != _MODULE:
             return None

@@ -13,8 +13,8 @@ from __future__ import annotations
 import copy
 import io
 import re
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -56,7 +56,6 @@ class Pickles:
         self._looked_at: set[str] = set()
 
     def load(self, content: bytes, name: str) -> Any:
-        """Read the content of a file."""
         checked_zip(content, name, trusted=self.allowed)
         try:
             with torch.serialization.safe_globals(_SAFE):
@@ -152,7 +151,11 @@ def load_small(accelerator: Accelerator, stock: SimpleNamespace, small: SmallSta
     undo = _undo_of(accelerator)
     try:
         if small.random_states:
-            with private_directory() as directory, _random_states_only(accelerator):
+            with (
+                private_directory() as directory,
+                small_things_only(accelerator),
+                large_things_only(accelerator),
+            ):
                 write_files(small.random_states, directory)
                 stock.load_state(str(directory))
         for each, state in small.loads:
@@ -234,12 +237,6 @@ def _check_fit(accelerator: Accelerator, files: Mapping[str, bytes], name: str) 
             f"checkpoint {name} was saved without the gradient scaler of mixed_precision='fp16', which is "
             "on now"
         )
-
-
-@contextmanager
-def _random_states_only(accelerator: Accelerator) -> Generator[None]:
-    with small_things_only(accelerator), large_things_only(accelerator):
-        yield
 
 
 def _make_scaler_ready(accelerator: Accelerator) -> None:

@@ -145,7 +145,6 @@ class AcceleratorState(StateSource):
         self.restored = ""
 
     def capture(self) -> CapturedState:
-        """Capture the state as it is now, with live tensors."""
         accelerator = self._accelerator
         # First: nothing below may draw random numbers any more.
         positions = self._progress.loaders.positions()
@@ -163,14 +162,22 @@ class AcceleratorState(StateSource):
             files = {**files_in(directory), **large}
         self._settings.pickles.warn(files, small_owners(accelerator))
         models = {index: accelerator._models[index] for index in left}
-        states, bases = self._saved_parts(models)
+        states: dict[int, dict[str, Any]] = {}
+        bases: dict[str, Any] = {}
+        for index, model in models.items():
+            place = model_part(index)
+            states[index], items = saved_part(model, model_state(model), self._settings.contents, place=place)
+            bases |= items
         gradients, facts = self._window.capture()
         rng = rng_state()
-        optimizers = [unwrap_optimizer(optimizer) for optimizer in accelerator._optimizers]
+        optimizers, trained = list(self._optimizers.values()), trainable(accelerator)
         return CapturedState(
             sharded={
                 **{model_part(index): {"model": state} for index, state in states.items()},
-                **self._optimizer_parts(),
+                **{
+                    optimizer_part(index): {"optimizer": optimizer_state(owner(trained, each), each)}
+                    for index, each in enumerate(accelerator._optimizers)
+                },
                 **gradients,
                 **{_object_part(index): {"object": objects[index]} for index in sharded_objects},
             },
@@ -238,7 +245,6 @@ class AcceleratorState(StateSource):
         return {**tree, **self._window.targets(saved, saved.shared.get(_SHARED, {}))}
 
     def begin(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Callable[[], None]:
-        """Load schedulers, scaler and registered objects."""
         del saved
         for index, optimizer in enumerate(self._accelerator._optimizers):
             model = owner(trainable(self._accelerator), optimizer)
@@ -248,7 +254,6 @@ class AcceleratorState(StateSource):
         return undo
 
     def apply(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Sequence[str]:
-        """Load everything else; return notes on what could not be restored."""
         accelerator = self._accelerator
         for index, optimizer in enumerate(accelerator._optimizers):
             model = owner(trainable(accelerator), optimizer)
@@ -270,11 +275,9 @@ class AcceleratorState(StateSource):
         return notes
 
     def check_override(self, change: Override) -> None:
-        """Refuse hyperparameters that no optimizer has."""
         change.check({name: each.param_groups for name, each in self._optimizers.items()})
 
     def override(self, change: Override) -> None:
-        """Change hyperparameters, and the schedules of learning rates."""
         change.apply(self._optimizers, self._accelerator._schedulers)
 
     @property
@@ -303,26 +306,6 @@ class AcceleratorState(StateSource):
                 name = f"dl_state_dict_{index}.bin" if index else "dl_state_dict.bin"
                 files[name] = torch_bytes(loader.state_dict())
         return left, files
-
-    def _saved_parts(
-        self, models: Mapping[int, nn.Module]
-    ) -> tuple[dict[int, dict[str, Any]], dict[str, Any]]:
-        """Return what of each model to save, and the shared items that refer to the rest."""
-        states: dict[int, dict[str, Any]] = {}
-        bases: dict[str, Any] = {}
-        for index, model in models.items():
-            states[index], items = saved_part(
-                model, model_state(model), self._settings.contents, place=model_part(index)
-            )
-            bases |= items
-        return states, bases
-
-    def _optimizer_parts(self) -> dict[str, dict[str, Any]]:
-        models = trainable(self._accelerator)
-        return {
-            optimizer_part(index): {"optimizer": optimizer_state(owner(models, optimizer), optimizer)}
-            for index, optimizer in enumerate(self._accelerator._optimizers)
-        }
 
     def _shared(self, positions: Sequence[Mapping[str, Any]], rng: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state for ranks that were not among those that saved."""

@@ -65,7 +65,6 @@ class Position:
 
     @property
     def complete(self) -> bool:
-        """Whether every batch of the epoch was trained on."""
         return self.length is not None and self.batches >= self.length
 
     def __str__(self) -> str:
@@ -93,7 +92,6 @@ class DataProgress:
 
     @classmethod
     def read(cls, content: bytes, path: str) -> Self:
-        """Return what is in a file."""
         try:
             fields = decode(json.loads(content))
             return cls(position=Position(**fields.pop("position")), **fields)
@@ -102,11 +100,9 @@ class DataProgress:
             raise CorruptCheckpointError(str(failure), failures=(failure,)) from error
 
     def written(self) -> bytes:
-        """Return the content of that file."""
         return json.dumps(encode(asdict(self))).encode()
 
     def in_samples(self) -> DataPosition:
-        """Return the position, counted in samples of all ranks."""
         epoch = self.position.epoch
         if self.position.batches == 0:
             return DataPosition(epoch=epoch, samples=0, of=self.of)
@@ -170,7 +166,6 @@ class Steps:
         return replace(self, total=position.step + left + self.total - (chosen.epoch + 1) * self.per_epoch)
 
     def with_rest(self, chosen: Continuation, accumulation: int) -> Steps:
-        """Return the numbers of epochs like the resumed one."""
         if chosen.to_come is None:
             return self
         batches = chosen.skip + chosen.to_come
@@ -239,7 +234,6 @@ class TrainerData:
 
     @contextmanager
     def training(self, resumed: Resumed | None) -> Generator[None]:
-        """Follow one training, from a checkpoint or from the start."""
         self._resumed, self._position = resumed, None
         try:
             yield
@@ -289,7 +283,6 @@ class TrainerData:
 
     @property
     def epochs(self) -> int | None:
-        """Epochs finished; None where the loader is not followed."""
         if self._position is not None:
             return self._position.epoch
         if self._resumed is None:
@@ -364,13 +357,12 @@ class TrainerData:
         resumed, place = self._resumed, self._place
         assert resumed is not None
         assert place is not None
-        found = resumed.of(now.ranks, self._loader)
+        found, to_come = resumed.of(now.ranks, self._loader), place.to_come
         whole, loops = place.samples, batches_in(self._loader)
         if found.loader is None or found.loader["ended"]:
             done, to_come = whole or found.position.batches * now.per_batch, 0
         else:
-            done, to_come = place.seen, place.to_come
-            done = done if whole is None else min(done, whole)
+            done = place.seen if whole is None else min(place.seen, whole)
         if to_come is not None:
             to_come = -(-to_come // fetches_of(self._loader))
         chosen = Continuation.of(found.position, now, done=done, to_come=to_come)

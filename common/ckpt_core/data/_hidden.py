@@ -102,7 +102,6 @@ def tell_of_missing(how: str) -> bool:
 
 
 def is_stateful(value: Any) -> bool:
-    """Return whether `value` has `state_dict` and `load_state_dict`."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 

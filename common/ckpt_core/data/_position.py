@@ -106,7 +106,8 @@ class LoaderPosition:
         loader: a torch DataLoader, or an object with `state_dict` and `load_state_dict`.
         ahead: for a host that draws ahead of the loop, how many batches it draws at once; it says itself when
             an epoch is over.
-        for_all: whether this process draws for all ranks.
+        shared: whether ranks that such a host does not deal samples to see the same ones, or have them from
+            one that draws for all.
 
     Attributes:
         ahead: as given.
@@ -116,13 +117,13 @@ class LoaderPosition:
         ConfigError: it has no position that could be saved, or is iterated already, without such a host.
     """
 
-    def __init__(self, loader: Any, *, ahead: int = 0, for_all: bool = False) -> None:
+    def __init__(self, loader: Any, *, ahead: int = 0, shared: bool = False) -> None:
         self._loader = loader
         self._stateful = is_stateful(loader)
         self._tracked = isinstance(loader, DataLoader)
         self._dealt: tuple[int, int] | None = None
         self.left: int | None = None
-        self.ahead, self._for_all = ahead, for_all
+        self.ahead, self._shared = ahead, shared
         if not ahead:
             self._require_visible(begins=tracker_of(loader) is not None)
         if self._tracked:
@@ -313,7 +314,7 @@ class LoaderPosition:
     @property
     def _order_is_shared(self) -> bool:
         """Whether all ranks, if there are others, take their samples from one stream."""
-        return self._for_all or place_in_job()[1] == 1 or deals_batches(self._loader.dataset)
+        return self._shared or place_in_job()[1] == 1 or deals_batches(self._loader.dataset)
 
     def _drawn(self, tracker: Tracker, *, over: bool, ahead: int) -> list[Mapping[str, Any]]:
         """Return the random numbers of workers that live on after a resume."""
@@ -371,17 +372,21 @@ class LoaderPosition:
         tracker.replay = tracker.reentry = self._dealt = self.left = None
         tracker.restored, tracker.leaves = state, state.get("leaves", False)
         notes = [] if self.ahead else other_seeds(self._loader, state["samplers"])  # some are a host's
-        if self.ahead and self._stateful:
-            self._loader.load_state_dict({})  # it has made an iterator, to tell its state
-            self._loader.next_iter_state = None
-        if self._loader.persistent_workers:
-            let_go_of_kept(self._loader)  # their generators are elsewhere now
+        self._let_go()
         other = state.get("workers") != self._loader.num_workers
         if state.get("drawn") and other and same_ranks:
             notes.append("as many workers as at the save would go on with their random numbers, these do not")
         state = {**state, "drawn": [] if other or not same_ranks else state.get("drawn", [])}
         load_samplers_state(self._loader, state["samplers"])
         return [*notes, *self._put_back(state, same_ranks=same_ranks)]
+
+    def _let_go(self) -> None:
+        """Let the loader make a new iterator for the next epoch."""
+        if self.ahead and self._stateful:
+            self._loader.load_state_dict({})  # it has made one to tell its state
+            self._loader.next_iter_state = None
+        if self._loader.persistent_workers:
+            let_go_of_kept(self._loader)  # their generators are elsewhere now
 
     def _put_back(self, state: Mapping[str, Any], *, same_ranks: bool) -> list[str]:
         tracker = track(self._loader)
@@ -412,9 +417,8 @@ class LoaderPosition:
 
     def skip(self, batches: int) -> None:
         """Let the next `iter`, if it begins an epoch, begin behind so many batches of it."""
+        self._let_go()
         tracker = track(self._loader)
-        if self._loader.persistent_workers:
-            let_go_of_kept(self._loader)
         begin = Replay(begin={"created": None}, samplers={}, fresh=True)
         tracker.replay = replace(tracker.replay or begin, batches=batches)
 
@@ -474,7 +478,7 @@ class LoaderPosition:
         same = same_recipe(begin["order"], recipe(self._loader), same_ranks=same_ranks)
         if begin["seen"] or place != saved or not same:
             return self._deal(state)
-        alike = same_ranks or samplers.shard is not None or self._for_all
+        alike = same_ranks or samplers.shard is not None or self._shared
         notes = [] if alike else [note_of_ranks(self._loader, state)]
         return self._replay(state, batches=state["batches"], notes=notes)
 

@@ -23,7 +23,6 @@ def global_state() -> dict[str, Any]:
 
 
 def load_global_state(state: Mapping[str, Any]) -> None:
-    """Put back what `global_state` returned, or a part of it."""
     torch.set_rng_state(state["torch"])
     if "numpy" in state:
         np.random.set_state(state["numpy"])
@@ -43,7 +42,6 @@ def same_values(one: Any, other: Any) -> bool:
 
 
 def generator_state(generator: Any) -> Any:
-    """Return the state of one generator, as a plain value."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, np.random.Generator):
@@ -54,7 +52,6 @@ def generator_state(generator: Any) -> Any:
 
 
 def load_generator_state(generator: Any, state: Any) -> None:
-    """Put back what `generator_state` returned."""
     if isinstance(generator, torch.Generator):
         generator.set_state(state)
     elif isinstance(generator, np.random.Generator):
@@ -191,7 +188,6 @@ def samplers_state(loader: DataLoader[Any], *, of_next: bool = False) -> dict[st
 
 
 def load_samplers_state(loader: DataLoader[Any], state: Mapping[str, Any]) -> None:
-    """Put back what `samplers_state` returned, as far as the loader has it."""
     for part, each in _parts(loader):
         saved = state.get(part, {})
         present = _own_state(each)
@@ -249,7 +245,6 @@ def _parts(loader: DataLoader[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def stream_of(loader: DataLoader[Any]) -> Any:
-    """Return the stream of the user's."""
     data: Any = loader.dataset
     return data.dataset if deals_batches(data) else data
 
@@ -292,7 +287,6 @@ def _draws_from_torch(each: Any) -> bool:
 
 
 def load_starting_state(loader: DataLoader[Any], state: Mapping[str, Any]) -> None:
-    """Put back what `starting_state` returned."""
     load_global_state(state["global"])
     load_samplers_state(loader, state["samplers"])
 

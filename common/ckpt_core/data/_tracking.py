@@ -132,7 +132,6 @@ class Drawn:
         return batch.batch
 
     def at(self, batches: int) -> list[Mapping[str, Any]]:
-        """Return the states after so many batches; nothing if no worker has drawn."""
         found = {w: [s for number, s in past if number <= batches] for w, past in self._past.items()}
         states = [(found.get(w) or [{}])[-1] for w in range(max(found, default=-1) + 1)]
         return states if any(states) else []
@@ -199,7 +198,6 @@ class Epoch:
 
     @property
     def has_all(self) -> bool:
-        """Whether its own batches have all been handed out."""
         loader = self.loader()
         return self.ended or (loader is not None and self.batches == batches_in(loader))
 
@@ -214,7 +212,6 @@ class Epoch:
         return self.trains and any(each.trains and each.began > self.last and not each.left for each in _open)
 
     def draw(self) -> None:
-        """Note that a batch is asked for."""
         self.do_first()
         if self.made is not None:
             self.note_first()
@@ -223,7 +220,6 @@ class Epoch:
         self.last, self.trains = next(_events), torch.is_grad_enabled()
 
     def do_first(self) -> None:
-        """Do what comes before the first batch, once."""
         first, self.first = self.first, None
         if first is not None:
             first()
@@ -246,7 +242,6 @@ class Epoch:
         return self.drawn.receive(batch, self.batches)
 
     def do_then(self) -> None:
-        """Do what comes after the first batches, once."""
         then, self.then = self.then, None
         if then is not None:
             then[1]()
@@ -263,7 +258,6 @@ class Epoch:
 
     @property
     def data_ended(self) -> bool:
-        """Whether an iterable data set has ended."""
         iterator = self.iterator()
         return iterator is not None and data_ended(iterator)
 
@@ -643,13 +637,10 @@ def track(loader: DataLoader[Any]) -> Tracker:
 
 
 def untrack(loader: DataLoader[Any]) -> None:
-    """Track a loader no more."""
     vars(loader).pop(_TRACKER, None)
-    loader.__class__ = getattr(type(loader), _STOCK, type(loader))
 
 
 def tracker_of(loader: Any) -> Tracker | None:
-    """Return what is known of a loader, if it is tracked."""
     return getattr(loader, "__dict__", {}).get(_TRACKER)
 
 
@@ -730,7 +721,8 @@ def _loader_overrides(stock: type[Any]) -> Mapping[str, Any]:
             case other:
                 return other
 
-    overrides = {MAKES_ITERATOR: make_iterator, "__reduce_ex__": reduce}
+    overrides: dict[str, Any] = {MAKES_ITERATOR: make_iterator, "__reduce_ex__": reduce}
+    overrides["__class__"] = property(lambda _: stock)  # which Accelerate pickles
     iterate: Any = stock.__iter__
     if str(getattr(iterate, "__module__", "")).partition(".")[0] not in {"torch", "torchdata"}:
         overrides["__iter__"] = lambda self: _counted(self, iterate(self))
