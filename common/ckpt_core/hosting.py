@@ -194,6 +194,10 @@ class ManagersByRoot:
                 self._managers[root].begin_from(self.origin)
         return self._managers[root]
 
+    def get(self, root: str) -> CheckpointManager | None:
+        """Return the manager of a root that is in use."""
+        return self._managers.get(root)
+
     def loaded(self, manager: CheckpointManager) -> None:
         """Note that the whole live state was loaded by one of the managers.
 
