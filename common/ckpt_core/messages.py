@@ -1,8 +1,8 @@
 """Messages between ranks: values as bytes and back, without running code.
 
 Pickles of a closed world: plain values, the classes of this suite that are declared as messages, and its
-errors. Whoever reads looks each class up in one table and knows no other name, so bytes that no rank wrote
-can call nothing. Fields are not compared with their types: ranks of a job trust one another.
+errors. A reader looks each class up in one table and knows no other name, so bytes that no rank wrote can
+call nothing. Fields are not compared with their types: ranks of a job trust one another.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def encode(value: object) -> bytes:
     """
     with io.BytesIO() as stream:
         try:
-            _Pickler(stream, _PROTOCOL).dump(value)
+            _MessagePickler(stream, _PROTOCOL).dump(value)
         except _UnsendableError as error:
             kind, place = type(error.part), _place_of(error.part, value)
             raise MessageError(
@@ -79,7 +79,7 @@ def decode(content: bytes) -> Any:
         MessageError: `encode` did not make these bytes.
     """
     try:
-        return _Unpickler(io.BytesIO(content)).load()
+        return _MessageUnpickler(io.BytesIO(content)).load()
     # The constructors of declared classes are given what the bytes hold.
     except Exception as error:
         raise MessageError(f"{type(error).__name__}: {error!s:.200}") from error
@@ -93,7 +93,7 @@ class _UnsendableError(Exception):
 
 
 @final
-class _Pickler(pickle.Pickler):
+class _MessagePickler(pickle.Pickler):
     @override
     def reducer_override(self, obj: Any) -> Any:
         """Say how what is no plain value is made again; pickle asks for nothing else."""
@@ -118,7 +118,7 @@ class _Pickler(pickle.Pickler):
 
 
 @final
-class _Unpickler(pickle.Unpickler):  # noqa: S301 - of a closed world
+class _MessageUnpickler(pickle.Unpickler):  # noqa: S301 - of a closed world
     @override
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         try:
@@ -176,7 +176,7 @@ def _error(name: str, text: str, attributes: Mapping[str, Any]) -> CheckpointErr
 
 
 def _parts_of_error(error: CheckpointError) -> tuple[str, str, Mapping[str, Any]]:
-    """Return the class of an error among ours, its text, and what of its attributes can be sent."""
+    """Return class and text of an error, and what of its attributes can be sent."""
     kind = next(each for each in type(error).__mro__ if getattr(errors, each.__name__, None) is each)
     attributes: dict[str, Any] = {}
     for name, value in error.attributes.items():

@@ -507,7 +507,7 @@ def optimizer_target(model: nn.Module, optimizer: Any, saved: SavedEntries) -> d
         value = None
         if entry is not None and name is None:
             # A hyperparameter, which goes where the live one is when all is loaded.
-            value = torch.empty(entry.shape, dtype=dtype_named(entry.dtype))
+            value = torch.empty(entry.shape, dtype=dtype_named(entry.dtype), device="cpu")
         elif entry is not None and name is not None:
             own = live[name].get(rest)
             made = partial(probed, name)
@@ -530,7 +530,7 @@ def _new_memory(
     """Allocate state of a parameter; `made` tells what a first step makes."""
     dtype, fits = dtype_named(saved.dtype), saved.shape == shape_of(reference)
     if rest[-1] == "step" and not saved.shape:
-        return torch.empty((), dtype=dtype)  # torch moves it, if it is to be on a device
+        return torch.empty((), dtype=dtype, device="cpu")  # torch moves it, if it is to be on a device
     if saved.wrapped or (isinstance(reference, DTensor) and not fits):
         found = made().get(rest)
         if isinstance(found, torch.Tensor) and shape_of(found) == saved.shape:

@@ -30,7 +30,7 @@ def object_storage(
     conditional_writes: bool = True,
     **storage_options: Any,
 ) -> ObjectStorage:
-    """Open a prefix in an object store; nothing uses the network before the first operation.
+    """Open a prefix in an object store, without using the network.
 
     Args:
         url: any URL that fsspec knows, with or without a trailing slash.
