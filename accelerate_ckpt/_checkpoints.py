@@ -584,13 +584,12 @@ def enable(
     Raises:
         ConfigError: an option is wrong, or the accelerator is enabled already, or is none.
     """
-    if not isinstance(accelerator, Accelerator):
-        of_transformers = any(
-            each.__module__.startswith("transformers.") for each in type(accelerator).__mro__
-        )
-        is_trainer = of_transformers and hasattr(accelerator, "train_dataset")
+    given: object = accelerator
+    if not isinstance(given, Accelerator):
+        of_transformers = any(each.__module__.startswith("transformers.") for each in type(given).__mro__)
+        is_trainer = of_transformers and hasattr(given, "train_dataset")
         raise ConfigError(
-            f"enable() takes an accelerate.Accelerator, not a {type(accelerator).__name__}"
+            f"enable() takes an accelerate.Accelerator, not a {type(given).__name__}"
             + ("; for a Trainer there is enable_trainer()" if is_trainer else "")
         )
     attached: AcceleratorCheckpoints | None = attached_to(accelerator)
