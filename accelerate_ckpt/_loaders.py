@@ -157,22 +157,23 @@ class TrackedLoader:
     def _begin_behind_edge(self, loader: Any, skipped: int, saved: Saved, rng: Mapping[str, Any]) -> None:
         """Skip a part of the epoch after the saved one, or pass over that."""
         whole, fetches = batches_in(self._loader), fetches_of(self._loader)
-        if whole is None or skipped < whole:
+        self._passed_over = saved, rng
+        if whole is not None and skipped >= whole:
+            if isinstance(loader, DataLoaderDispatcher) and (skips := _skips_of(loader)):
+                # A dispatcher without any batch raises: it fetches its last ones, and hands out none.
+                skips[0].skip_batches, loader.skip_batches = (whole - 1) * fetches, 1
+            return
+        if whole is not None:
             _logger.warning(
-                "the checkpoint was saved at the end of an epoch, and the script skips %d of the %s batches "
+                "the checkpoint was saved at the end of an epoch, and the script skips %d of the %d batches "
                 "of the next one: unless that is meant, compute the number from the length of an epoch as it "
                 "is now",
                 skipped,
-                "unknown number of" if whole is None else whole,
+                whole,
             )
-            loader.base_dataloader = self._loader.base_dataloader
-            if not self._is_stream:
-                self._position.skip(skipped * fetches)
-            return
-        self._passed_over = saved, rng
-        if isinstance(loader, DataLoaderDispatcher) and (skips := _skips_of(loader)):
-            # A dispatcher without any batch raises: it fetches its last ones, and hands out none.
-            skips[0].skip_batches, loader.skip_batches = (whole - 1) * fetches, 1
+        loader.base_dataloader = self._loader.base_dataloader
+        if not self._is_stream:
+            self._position.skip(skipped * fetches)
 
     def _go_on(self, loader: Any, skipped: int, saved: Saved) -> None:
         """Go on within an epoch: behind what was seen, or where the script says."""
@@ -207,12 +208,15 @@ class TrackedLoader:
         """Note that the loader, or a copy of it, has ended an epoch."""
         if self._active is not loader:
             return
-        self._active, passed_over = None, self._passed_over
-        if passed_over is None:
+        passed_over, epoch = self._passed_over, self._tracker.epoch
+        self._active = self._passed_over = None
+        skipped = self.copies.get(loader, 0) * fetches_of(self._loader)
+        given = self._tracker.restored is None and epoch is not None and epoch.batches > skipped
+        if passed_over is None or given:
             self._loader.iteration = loader.iteration  # a copy finishes the original's epoch
             return
         # There was nothing of the saved epoch: what comes next goes on from the load.
-        (self._saved, rng), self._passed_over = passed_over, None
+        self._saved, rng = passed_over
         self._put_back(self._saved)
         load_rng_state(rng)
 
@@ -224,7 +228,7 @@ class TrackedLoader:
         active, epoch = self._active, self._tracker.epoch
         ended = active is not None and bool(active.end_of_dataloader)
         within = active is not None and not ended and epoch is not None
-        own = active.state_dict() if within and _is_stateful(self._loader) else None
+        own = active.state_dict() if active is not None and within and _is_stateful(self._loader) else None
         state = self._position.state(ended=not within, own=own)
         order = (state["begin"] or {}).get("order") or {}
         alone = epoch is self._made_early and self._loader.num_workers > 0 and state["shards"] > 1

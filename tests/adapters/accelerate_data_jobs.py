@@ -74,6 +74,14 @@ class DrawingStream(Stream):
         return (torch.tensor([index, of_all()]) for index in range(STREAMED))
 
 
+class Unsized(IterableDataset[torch.Tensor]):
+    """Shuffled when an epoch begins, from a global generator."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for index in torch.randperm(STREAMED).tolist():
+            yield torch.tensor([float(index)])
+
+
 class ByEpoch(Sampler[int]):
     """Orders by the epoch that it was told, as samplers of the user's do."""
 
@@ -178,8 +186,9 @@ def _loader(run: Run) -> DataLoader[Any]:
     if run.kind == "blocks":
         return DataLoader(Items(draws=run.draws), batch_sampler=Blocks(), **options)
     options |= {"batch_size": run.batch, "drop_last": run.drop_last}
-    if run.kind == "drawing_stream":
-        return DataLoader(DrawingStream(), **options)
+    streams = {"unsized_stream": Unsized, "drawing_stream": DrawingStream}
+    if run.kind in streams:
+        return DataLoader(streams[run.kind](), **options)
     if run.kind in {"stream", "shuffled_stream"}:
         generator = torch.Generator().manual_seed(5) if run.kind == "shuffled_stream" else None
         return DataLoader(Stream(generator), **options)

@@ -136,6 +136,11 @@ def test_a_loop_that_was_left_early_goes_on_or_begins_again_as_the_script_says(
     assert_exact(loops(with_resumes(run, tmp_path, (5,))), (5,))
 
 
+def test_a_stream_without_a_length_goes_on_from_any_batch_and_from_its_end(tmp_path: Path) -> None:
+    run = Run(kind="unsized_stream", leave_after=STREAMED // 4)
+    assert_exact(loops(with_resumes(run, tmp_path, (3, 6, 8))), (3, 6, 8))
+
+
 def test_a_stateful_loader_of_which_a_script_skips_batches_is_whole_in_the_next_epoch(
     tmp_path: Path,
 ) -> None:

@@ -179,11 +179,6 @@ def impossible(values: Mapping[str, Any]) -> str:
 
 def limited(cell: Cell) -> str:
     """Why a cell cannot be exact, whoever saves it; "" if it can."""
-    if cell.host == "trainer" and cell.strategy == "tp" and cell.data == "stream" and cell.point != "edge":
-        return (
-            "the copy of a dispatching loader by which Accelerate 1.15 skips batches forgets the tensor "
-            "parallel group, in stock, too: its ranks see different samples; use `dispatch_batches=False`"
-        )
     if cell.ranks == "same":
         return ""
     replicas = max(cell.place.replicas, cell.place_of_resume.replicas)

@@ -12,8 +12,8 @@ is fetched. On another number of ranks, or with another batch size, the samples 
 counted, and the others dealt out in the order in which the epoch began: see `EpochOrder`, which can be used
 alone. Iterable data sets go on by a state of their own, or draw again what they had handed out.
 
-A host that draws ahead of the loop says how many batches it draws at once, and deals the rest of an
-order, or of a stream that ranks share, as it deals whole ones.
+A host that draws ahead of the loop says how many batches it draws at once. The rest of an order, or of a
+stream that ranks share, is dealt as that host deals a whole one.
 """
 
 from ckpt_core.data._hidden import batches_in, is_stateful, keeps_iterator, tell_of_missing

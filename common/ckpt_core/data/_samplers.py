@@ -111,12 +111,13 @@ class Samplers:
     @property
     def shards(self) -> tuple[int, int]:
         """The number of this shard and of all; 0 of 1 if every rank takes all samples."""
-        shard = self.shard
+        shard: Any = self.shard
         if shard is None:
             return 0, 1
         if not deals_batches(shard):
             return int(shard.rank), int(shard.num_replicas)
-        split = shard.split_batches and not isinstance(shard, IterableDataset)
+        of_stream = issubclass(type(shard), IterableDataset)
+        split = shard.split_batches and not of_stream
         return (0, 1) if split else (int(shard.process_index), int(shard.num_processes))
 
     @property
