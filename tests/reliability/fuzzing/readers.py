@@ -73,6 +73,7 @@ def _folder() -> Path:
         state = TrainState(model=model, optimizer=optimizer, counters=counters)
         manager.save(1, state, metrics={"loss": 0.5}, annotations={"note": "x"})
         manager.wait()
+        (folder / WRITER).parent.mkdir()
         (folder / WRITER).write_bytes((folder / "run" / WRITER).read_bytes())
         manager.pin(1, "a reason")
         manager.mark(1, "a spike")
