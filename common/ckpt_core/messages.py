@@ -46,7 +46,8 @@ def register(kind: type[T], pack: Callable[[T], Any], unpack: Callable[[Any], T]
 
 def message(kind: C) -> C:
     """Register a dataclass or an enum as a message between ranks; a decorator."""
-    if not is_dataclass(kind) and not issubclass(kind, Enum):
+    given: type = kind
+    if not is_dataclass(given) and not issubclass(given, Enum):
         raise TypeError(f"{kind.__qualname__} is neither a dataclass nor an enum")
     _declare(kind)
     return kind
