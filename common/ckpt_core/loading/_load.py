@@ -78,7 +78,6 @@ class LoadRequest:
     selection: Selection = field(default_factory=Selection)
     allow_pickle: bool = False
     verification: Verify = "read"
-    read_once: bool = True
     committed: CheckpointInfo | None = None
     manifest_sha256: str | None = None
     override: Override = field(default_factory=Override)
@@ -206,7 +205,7 @@ class Load:
         """
         with self._engine:
             opened, parts = self._opened()
-            reads = Reads.of(parts, self._coordinator, read_once=self._request.read_once)
+            reads = Reads.of(parts, self._coordinator)
             with self._span("load.verify"), self._phase("verifying a checkpoint"):
                 self._verify(opened, parts, reads)
             roll_back = self._begin(opened, parts)

@@ -74,13 +74,13 @@ class Reads:
         self._buckets = buckets
 
     @classmethod
-    def of(cls, parts: Mapping[str, PartLoad], coordinator: Coordinator, *, read_once: bool) -> Reads:
+    def of(cls, parts: Mapping[str, PartLoad], coordinator: Coordinator) -> Reads:
         """Plan the reads of this rank. Collective.
 
         What ranks should hold alike is read by one of them if they agree on what it is, else by each.
         """
         rank = coordinator.rank
-        if not read_once or coordinator.world_size == 1:
+        if coordinator.world_size == 1:
             return cls(rank, [read for load in parts.values() for read in load.reads])
         try:
             common, votes = _common(parts, coordinator)
