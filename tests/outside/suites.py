@@ -95,6 +95,8 @@ SUITES: Mapping[str, Suite] = {
     ),
 }
 
+_LINES_BEFORE = 3
+
 DOCUMENTED: Mapping[str, str] = {
     "a checkpoint is a directory": r"IsADirectoryError|os\.path\.isfile|is_file\(\)|\.st_size|is a directory"
     r"|invalid load key, '<'",  # what a server makes of one
@@ -130,7 +132,7 @@ DOCUMENTED_OF_HUGGING_FACE: Mapping[str, str] = {
     "the optimizer is in shards": r"in check_saved_checkpoints\n +self\.assertTrue\(os\.path\.isfile",
     "True starts afresh if there is none": r"fresh output_dir[\s\S]*Exception not raised",
     "a committed file that is gone is damage": r"model\.safetensors: missing\. Nothing was loaded",
-    "files of ours in listings": r"len\(os\.listdir\(tmpdir\)\), 2\)\nE +AssertionError: 5 != 2",
+    "files of ours in listings": r"len\(os\.listdir\(tmpdir\)\), 2\)\nE +AssertionError: 3 != 2",
     "our callback is in the Trainer's list": r"First extra element \d:\n(E +)?'TrainerEvents'",
     "a search keeps the stock checkpoints": r"disable_trainer\(\) before hyperparameter_search",
 }
@@ -155,9 +157,10 @@ class Difference:
 
     @property
     def cause(self) -> str:
-        """The statements that failed and how: what else a test of theirs does explains nothing."""
-        lines = [line for line in self.message.splitlines() if line.startswith(("E ", ">"))]
-        return "\n".join(lines) or self.message
+        """The statement that failed, the lines before it, and how: the rest of a test explains nothing."""
+        lines = self.message.splitlines()
+        first = next((number for number, line in enumerate(lines) if line.startswith(">")), 0)
+        return "\n".join(lines[max(0, first - _LINES_BEFORE) :])
 
 
 def outcomes(suite: Suite, sources: Path, *, door: str, extra: Sequence[str] = ()) -> dict[str, str | None]:
