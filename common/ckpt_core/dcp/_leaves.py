@@ -185,11 +185,11 @@ class Kinds:
 
     def fit(self, values: list[Any]) -> bool:
         """Return whether these values, equal in number, have the same plan."""
-        return all(
-            (plain is not None and type(value) in PLAIN and (value.dtype, value.shape, value.layout) == plain)
-            or _kind(value) == kind
-            for value, plain, kind in zip(values, self._plain, self._kinds, strict=True)
-        )
+        for value, plain, kind in zip(values, self._plain, self._kinds, strict=True):
+            usual = plain is not None and type(value) in PLAIN  # a loop: every save waits for it
+            if not (usual and (value.dtype, value.shape, value.layout) == plain) and _kind(value) != kind:
+                return False
+        return True
 
 
 def _kind(value: object) -> tuple[object, ...]:

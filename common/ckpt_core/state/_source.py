@@ -110,10 +110,7 @@ class DictState(StateSource):
         self._mapping = mapping
 
     def capture(self) -> CapturedState:
-        tree: dict[str, Any] = {}
-        for path, _, _, value in _entries(self._mapping):
-            put(tree, path, item_state(value) if is_stateful(value) else value)
-        return CapturedState(sharded={_PART: tree})
+        return CapturedState(sharded={_PART: _captured(self._mapping)})
 
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
         entries, tree = saved.sharded.get(_PART, {}), dict[str, Any]()
@@ -159,15 +156,32 @@ class DictState(StateSource):
         return tops <= set(map(str, self._mapping))
 
 
-def _entries(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any, Any, Any]]:
-    """Yield the path, container, key and value of each leaf and object."""
-    is_mapping = isinstance(value, Mapping)
-    twice = [name for name, times in Counter(map(str, value)).items() if times > 1] if is_mapping else []
-    if twice:
+def _captured(value: Any) -> Any:
+    """Return what is to be saved of a tree; every save waits for it."""
+    if isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, Mapping):
+        _refuse_doubles(value)
+        return {str(key): _captured(each) for key, each in value.items()}
+    if is_leaf(value):
+        return item_state(value) if is_stateful(value) else value
+    return [_captured(each) for each in value]
+
+
+def _refuse_doubles(mapping: Mapping[Any, Any]) -> None:
+    if len(set(map(str, mapping))) < len(mapping):
+        twice = [name for name, times in Counter(map(str, mapping)).items() if times > 1]
         raise ConfigError(
             f"several keys of one mapping are called {', '.join(sorted(twice))} in a checkpoint, where every "
             "key is a string; only one of them would be saved"
         )
+
+
+def _entries(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any, Any, Any]]:
+    """Yield the path, container, key and value of each leaf and object."""
+    is_mapping = isinstance(value, Mapping)
+    if is_mapping:
+        _refuse_doubles(value)
     for key, each in list(value.items() if is_mapping else enumerate(value)):
         at = (*path, str(key) if is_mapping else key)
         if is_leaf(each):
