@@ -15,8 +15,8 @@ import torch
 from ckpt_core import CheckpointManager
 from ckpt_core.cli import main
 from ckpt_core.commit import Catalog, Manifest, Marker, Owner, begin, commit, verify
-from ckpt_core.commit import _manifest as manifests
 from ckpt_core.commit import _catalog as pins
+from ckpt_core.commit import _manifest as manifests
 from ckpt_core.errors import (
     ArchivedError,
     CheckpointError,
