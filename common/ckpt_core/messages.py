@@ -112,7 +112,8 @@ class _MessagePickler(pickle.Pickler):
                 each if type(each) in {int, str} or each is None else str(each) for each in said
             )
         elif _DECLARED.get(_name_of(kind)) is kind:
-            return NotImplemented
+            # Some releases of Python 3.11 make a member by `getattr`.
+            return (kind, (obj.value,)) if isinstance(obj, Enum) else NotImplemented
         elif not isinstance(obj, Enum) and (plain := _plain(obj)) is not None:
             return plain
         raise _UnsendableError(obj)
