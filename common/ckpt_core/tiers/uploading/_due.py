@@ -81,8 +81,8 @@ def left_due(
 ) -> list[list[CheckpointInfo]]:
     """Return what an earlier run has left for each tier, oldest first.
 
-    What is older than the newest in a tier was overtaken, or pruned there. Where a newer one overtakes, only
-    the newest is due. Warns of what other tiers lack.
+    Warns of what other tiers lack.     What is older than the newest in a tier was overtaken, or pruned there. Where a newer one overtakes, only
+    the newest is due.
 
     Args:
         storage: the root.
