@@ -6,11 +6,12 @@ Nothing in this package needs torch, so that a command line can copy.
 from ckpt_core.tiers._copy import CheckpointCopy, CopyTerms, copy_checkpoint
 from ckpt_core.tiers._copy_process import CopyProcess
 from ckpt_core.tiers._reading import Reading
-from ckpt_core.tiers._tier import FurtherTier, Tier, open_tiers, read_through
+from ckpt_core.tiers._tier import Asked, FurtherTier, Tier, ask, open_tiers, read_through
 from ckpt_core.tiers._tiers_file import TierRecord, Uploading, read_tiers, write_tiers
 from ckpt_core.tiers._union import Held, RunCatalog, TierCopy, United, unite
 
 __all__ = [
+    "Asked",
     "CheckpointCopy",
     "CopyProcess",
     "CopyTerms",
@@ -23,6 +24,7 @@ __all__ = [
     "TierRecord",
     "United",
     "Uploading",
+    "ask",
     "copy_checkpoint",
     "open_tiers",
     "read_through",

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from ckpt_core.cadence import EverySeconds, EverySteps, OnPreemption
-from ckpt_core.tiers.uploading._due import SaveNumber, is_due
+from ckpt_core.tiers.uploading._due import DueRule, SaveNumber
 
 
 def due_steps(policy, saves, every):
     """The steps that are due of `(step, extra)`, with a restart after each save."""
-    number, after, found = 0, 0, []
+    rule, number, after, found = DueRule.of(policy), 0, 0, []
     for step, extra in saves:
         noted = SaveNumber(number=number + (not extra), after=after, extra=extra)
-        if is_due(policy, step, noted, every):
+        if rule.is_due(step, noted, every):
             found.append(step)
         read = SaveNumber.read(noted.annotations)
         number, after = read.number, step
@@ -35,7 +35,7 @@ def test_with_other_policies_every_tenth_save_counts_over_restarts_and_preemptio
 
 
 def test_every_checkpoint_is_due_for_every_one_also_without_a_number():
-    assert is_due(None, 5, None, 1)
-    assert not is_due(None, 5, None, 2)
+    assert DueRule.of(None).is_due(5, None, 1)
+    assert not DueRule.of(None).is_due(5, None, 2)
     for written in ({}, {"upload": 3}, {"upload": {"number": "3", "after": 1}}, {"upload": {"number": 1}}):
         assert SaveNumber.read(written) is None

@@ -15,11 +15,10 @@ from ckpt_core.coordination import Solo
 from ckpt_core.errors import UploadError
 from ckpt_core.names import OWN
 from ckpt_core.options import CheckpointOptions, Upload
-from ckpt_core.root import Job
 from ckpt_core.storage import MemoryStorage
 from ckpt_core.telemetry import InMemorySink, Telemetry
 from ckpt_core.testing import Fault, FaultyStorage
-from ckpt_core.tiers.uploading._follower import Follower
+from ckpt_core.tiers.uploading._follower import Follower, UploadJob
 from ckpt_core.tiers.uploading._line import DueCheckpoint
 from ckpt_core.tiers.uploading._tier_root import TierRoot
 from tests.kit.clock import FakeClock
@@ -41,13 +40,17 @@ class Service:
         upload = Upload(
             FaultyStorage(self.inner, [Fault(before=self._answer)]), when_busy=when_busy, deadline_seconds=600
         )
-        job = Job(storage=self.root, coordinator=Solo(), telemetry=Telemetry(self.sink))
+        job = UploadJob(
+            source=self.root,
+            rank=0,
+            open_channel=Solo().commit_channel,
+            deadline_seconds=1800,
+            telemetry=Telemetry(self.sink),
+        )
         tier = TierRoot(
             upload, upload.to, CheckpointOptions(), telemetry=Telemetry(), until_idle=lambda: None, spared=()
         )
-        self.uploader = Follower(
-            job, upload, tier, channel="upload", deadline_seconds=1800, record=lambda: None
-        )
+        self.uploader = Follower(tier, upload, job, lambda copy, done: None)
         self.uploader.clock, self.uploader.pause = self.clock, self._pause
 
     def _answer(self, _) -> None:

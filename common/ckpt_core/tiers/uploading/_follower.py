@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Final, final
 
@@ -36,9 +36,9 @@ from ckpt_core.errors import (
 from ckpt_core.groups import holders
 from ckpt_core.messages import message
 from ckpt_core.options import Upload
-from ckpt_core.root import Job
 from ckpt_core.storage import Storage, Throttle
-from ckpt_core.tiers import CheckpointCopy, CopyProcess, CopyTerms, Uploading
+from ckpt_core.telemetry import Telemetry
+from ckpt_core.tiers import CheckpointCopy, CopyProcess, CopyTerms
 from ckpt_core.tiers.uploading._line import DueCheckpoint, Outcome, UploadLine
 from ckpt_core.tiers.uploading._tier_root import TierRoot
 from ckpt_core.types import CheckpointInfo, FileEntry
@@ -59,7 +59,6 @@ _LONGEST_PAUSE: Final = 60.0
 _MOST_DOUBLINGS: Final = 10
 _FOREVER: Final = 1e7
 """Seconds: files of any size may be on their way, and the end of the run ends the wait for them."""
-_RECORDED_EVERY: Final = 5.0
 
 
 class StoppedError(CheckpointError):
@@ -91,43 +90,52 @@ class _UploadWord:
     shares: Sequence[Sequence[str]] = ()
 
 
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UploadJob:
+    """What the threads of uploads know of the job.
+
+    Attributes:
+        source: the root.
+        rank: of this process.
+        open_channel: to the other ranks.
+        deadline_seconds: the longest wait for one word.
+        telemetry: receives spans.
+    """
+
+    source: Storage
+    rank: int
+    open_channel: Callable[[], CommitChannel]
+    deadline_seconds: float
+    telemetry: Telemetry
+
+
 class TierThread:
     """A thread that brings checkpoints to one tier, or hears how they get there.
 
     Attributes:
-        line: what is due for the tier.
-        there: the save id of the last checkpoint that was uploaded.
-        uploading: what the coordinator uploads now.
         stopped: whether what is not there yet is left to the next run.
         failure: why the last one was not uploaded, until that is raised.
         ending: whether the run is about to end.
-
-    Args:
-        job: whose root is uploaded.
-        upload: the option.
-        target: the tier.
-        channel: the name under which all ranks speak of it.
-        deadline_seconds: the longest wait for one word.
     """
 
-    def __init__(
-        self, job: Job, upload: Upload, target: Storage, *, channel: str, deadline_seconds: float
-    ) -> None:
+    def __init__(self, target: Storage, upload: Upload, job: UploadJob) -> None:
         self.upload = upload
         self.line = UploadLine(upload.when_busy)
-        self.there = ""
-        self.uploading: Uploading | None = None
         self.stopped = threading.Event()
         self.failure: UploadError | None = None
         self.ending = False
-        self._job, self._source, self._target = job, job.storage, target
-        self._channel_name, self._deadline_seconds = channel, deadline_seconds
-        self._process = CopyProcess.between(self._source, target, upload, deadline_seconds=deadline_seconds)
+        self._source, self._target, self._job = job.source, target, job
+        self._process = CopyProcess.between(job.source, target, upload, deadline_seconds=job.deadline_seconds)
         self._words = 0
         self._abandoned = False
         self._opened: CommitChannel | None = None
         # A daemon: the process must be able to end while storage hangs.
-        self._thread = threading.Thread(target=self._run, name="ckpt-upload", daemon=True)
+        self._thread = threading.Thread(target=self.run, name="ckpt-upload", daemon=True)
+
+    def run(self) -> None:
+        """Serve the line until it is closed; on the thread."""
+        raise NotImplementedError
 
     def start(self) -> None:
         """Begin to serve the line."""
@@ -157,26 +165,10 @@ class TierThread:
         self._end_process()
         self._target.interrupt()
 
-    def abandon(self) -> None:
-        """Let the thread end by itself, whenever it wakes up, without the other ranks."""
-        self._abandoned = True
-        if (channel := self._opened) is not None:
-            channel.close()
-
     def release(self) -> None:
         """Give the tier back."""
 
-    def _run(self) -> None:
-        give_way()
-        self._serve_line()
-        self._hang_up()
-        self.stopped.set()
-        self._end_process()
-
-    def _serve_line(self) -> None:
-        raise NotImplementedError
-
-    def _fail(self, due: DueCheckpoint, problem: str) -> UploadError:
+    def report(self, due: DueCheckpoint, problem: str) -> UploadError:
         """Report that a checkpoint is not in the tier in time."""
         info = due.info
         self.failure = error = UploadError(problem, step=info.step, name=info.name)
@@ -185,16 +177,10 @@ class TierThread:
         due.report(error)
         return error
 
-    def _done(self, due: DueCheckpoint, outcome: Outcome) -> None:
-        if isinstance(outcome, CheckpointInfo):
-            self.there = outcome.save_id
-        self.line.done(due, left=outcome is None and self.stopped.is_set())
-        due.report(outcome)
-
     @property
     def _channel(self) -> CommitChannel:
         if self._opened is None:
-            self._opened = self._job.coordinator.background_channel(self._channel_name)
+            self._opened = self._job.open_channel()
         return self._opened
 
     def _hang_up(self) -> None:
@@ -202,9 +188,14 @@ class TierThread:
         if channel is not None:
             channel.close()
 
-    def _end_process(self) -> None:
-        if self._process is not None:
-            self._process.close()
+    def abandon(self) -> None:
+        """Let the thread end by itself, whenever it wakes up, without the other ranks."""
+        self._abandoned = True
+        if (channel := self._opened) is not None:
+            channel.close()
+
+    def _copy(self, name: str, as_name: str) -> CheckpointCopy:
+        return CheckpointCopy.of(self._source, self._target, name, as_name=as_name)
 
     def _send(
         self, copy: CheckpointCopy, entries: Sequence[FileEntry], progress: Callable[[int], None]
@@ -214,7 +205,7 @@ class TierThread:
         pace = None if rate is None else Throttle(rate, sleep=self._pause)
         terms = CopyTerms(pace=pace, progress=progress, stop=self._raise_if_stopped)
         attributes = {"step": copy.manifest.step, "name": copy.source_name, "to": self.upload.url}
-        attributes |= {"rank": self._job.coordinator.rank, "size_bytes": sum(e.size_bytes for e in entries)}
+        attributes |= {"rank": self._job.rank, "size_bytes": sum(entry.size_bytes for entry in entries)}
         with self._job.telemetry.span("upload", **attributes):
             if process is None or not process.copy_files(copy, entries, terms, bytes_per_second=rate):
                 copy.copy_files(entries, terms)
@@ -225,6 +216,10 @@ class TierThread:
     def _raise_if_stopped(self) -> None:
         if self.stopped.is_set():
             raise StoppedError("the upload was stopped")
+
+    def _end_process(self) -> None:
+        if self._process is not None:
+            self._process.close()
 
     def _meet(self, problem: Exception | None) -> None:
         """Wait until every disk has sent its files; raise what failed on any."""
@@ -237,38 +232,45 @@ class TierThread:
 class Follower(TierThread):
     """Uploads what is due to one further tier; on the coordinator.
 
-    `record` is called, on several threads, when there is news of `uploading`.
+    `note` is called with a copy and the bytes done, or with None when an upload has ended.
     """
 
     def __init__(
         self,
-        job: Job,
-        upload: Upload,
         tier: TierRoot,
-        *,
-        channel: str,
-        deadline_seconds: float,
-        record: Callable[[], None],
+        upload: Upload,
+        job: UploadJob,
+        note: Callable[[CheckpointCopy | None, int], None],
     ) -> None:
-        super().__init__(job, upload, tier.storage, channel=channel, deadline_seconds=deadline_seconds)
+        super().__init__(tier.storage, upload, job)
         self._root = tier
-        self._record = record
-        self._guard = threading.Lock()
-        self._began = self._recorded = 0.0
+        self._note = note
         self._unsaid: list[_UploadWord] = []
         self._working = ""
         self.clock: Callable[[], float] = time.monotonic
         self.pause: Callable[[threading.Event, float], object] = threading.Event.wait
 
-    @property
-    def progress(self) -> str:
-        """How far the upload is, in words."""
-        running = self.uploading
-        if running is None:
-            return "not begun, or to be tried again"
-        percent = 100 * running.done_bytes // running.size_bytes if running.size_bytes else 100
-        rate = running.done_bytes / max(1e-3, time.monotonic() - self._began) / 1e6
-        return f"{running.name}, {percent} % of {running.size_bytes / 1e6:.1f} MB, {rate:.1f} MB/s"
+    @override
+    def run(self) -> None:
+        give_way()
+        self._root.tidy()
+        while (due := self.line.next()) is not None:
+            try:
+                outcome = self._serve(due)
+            except Exception as error:
+                _logger.exception("the upload of step %d to %s ended", due.info.step, self.upload.url)
+                outcome = self._tell(due, str(_upload_error(due.info, self.upload.url, failure_text(error))))
+            self.line.done(due, left=outcome is None and self.stopped.is_set())
+            due.report(outcome)
+            self._note(None, 0)
+            there = isinstance(outcome, CheckpointInfo)
+            self._say(_UploadWord(save_id=due.info.save_id, ended=True, there=there))
+        self._say(_UploadWord())
+        self._hang_up()
+        self.stopped.set()
+        self._end_process()
+        if self._abandoned:
+            self.release()
 
     @override
     def interrupt(self) -> None:
@@ -279,32 +281,10 @@ class Follower(TierThread):
     def release(self) -> None:
         self._root.release()
 
-    @override
-    def _run(self) -> None:
-        super()._run()
-        if self._abandoned:
-            self.release()
-
-    @override
-    def _serve_line(self) -> None:
-        self._root.tidy()
-        while (due := self.line.next()) is not None:
-            try:
-                outcome = self._upload(due)
-            except Exception as error:
-                _logger.exception("the upload of step %d to %s ended", due.info.step, self.upload.url)
-                outcome = self._tell(due, self._text(due.info, failure_text(error)))
-            self._done(due, outcome)
-            self.uploading = None
-            self._record()
-            there = isinstance(outcome, CheckpointInfo)
-            self._say(_UploadWord(save_id=due.info.save_id, ended=True, there=there))
-        self._say(_UploadWord())
-
-    def _upload(self, due: DueCheckpoint) -> Outcome:
+    def _serve(self, due: DueCheckpoint) -> Outcome:
         """Upload one checkpoint; return once it is there, or is not going to be."""
         began, attempts, late = self.clock(), 0, False
-        longest = min(_LONGEST_PAUSE, self._deadline_seconds / 4)
+        longest = min(_LONGEST_PAUSE, self._job.deadline_seconds / 4)
         self._working = ""
         while not self._gives_way(late=late):
             try:
@@ -343,25 +323,18 @@ class Follower(TierThread):
             return ""
         if isinstance(error, UploadError):
             return str(error)
-        return self._text(
-            info, str(error) if isinstance(error, CheckpointError) else f"rank 0: {failure_text(error)}"
-        )
-
-    def _text(self, info: CheckpointInfo, problem: str) -> str:
-        return f"step {info.step} is not in {self.upload.url}: {problem}"
+        text = str(error) if isinstance(error, CheckpointError) else f"rank 0: {failure_text(error)}"
+        return str(_upload_error(info, self.upload.url, text))
 
     def _attempt(self, info: CheckpointInfo) -> CheckpointInfo | None:
         """Make one attempt; return the checkpoint if it is there, None if it is left."""
         # A user may have marked it since.
         if Catalog(self._source).find(name=info.name).bad is not None or not self._root.take():
             return None
-        copy = CheckpointCopy.of(self._source, self._target, info.name)
+        copy = self._copy(info.name, info.name)
         begun = self._root.begin(copy, info)
         if begun:
             self._working = copy.working
-            self.uploading = Uploading(name=copy.name, done_bytes=0, size_bytes=copy.manifest.size_bytes)
-            self._began = self._recorded = time.monotonic()
-            self._record()
             self._bring(copy)
             self._root.commit(copy)
         _logger.info("step %d is in %s", info.step, self.upload.url)
@@ -372,8 +345,10 @@ class Follower(TierThread):
     def _bring(self, copy: CheckpointCopy) -> None:
         """Bring all files to the tier, those on disks of other nodes by their ranks."""
         files, source = copy.manifest.files, self._source
+        own, note = files, partial(self._note, copy)
+        note(0)
         if source.num_disks == 1:
-            self._send(copy, files, self._note)
+            self._send(copy, own, note)
             return
         disks = holders(source, copy.source_name, files)
         shares = [
@@ -394,26 +369,14 @@ class Follower(TierThread):
             )
         problem: Exception | None = None
         try:
-            self._send(copy, shares[0], self._note)
+            self._send(copy, shares[0], note)
         except Exception as error:  # noqa: BLE001 - raised on every rank
             problem = error
         self._meet(problem)
 
-    def _note(self, done_bytes: int) -> None:
-        """Note bytes that have arrived. On several threads."""
-        with self._guard:
-            if (running := self.uploading) is None:
-                return
-            self.uploading = replace(running, done_bytes=running.done_bytes + done_bytes)
-            now = time.monotonic()
-            if now - self._recorded <= _RECORDED_EVERY:
-                return
-            self._recorded = now
-        self._record()
-
     def _tell(self, due: DueCheckpoint, problem: str) -> UploadError:
         """Report on every rank that a checkpoint is not in the tier in time."""
-        error = self._fail(due, problem)
+        error = self.report(due, problem)
         self._say(_UploadWord(save_id=due.info.save_id, problem=problem))
         return error
 
@@ -441,14 +404,13 @@ class UploadListener(TierThread):
     `disk` is the number of the disk whose files this rank sends; None for none.
     """
 
-    disk: int | None = None
+    def __init__(self, target: Storage, upload: Upload, job: UploadJob, disk: int | None) -> None:
+        super().__init__(target, upload, job)
+        self._disk = disk
 
     @override
-    def wait(self, seconds: float) -> bool:
-        return self.join(seconds) if self.line.closed else super().wait(seconds)
-
-    @override
-    def _serve_line(self) -> None:
+    def run(self) -> None:
+        give_way()
         early: list[_UploadWord] = []  # of saves whose commit is not known here yet
         while True:
             self.line.await_any()  # a rank that waits asks the Store again and again
@@ -465,21 +427,25 @@ class UploadListener(TierThread):
         for word in early:
             self._act(word)
         self.line.close()
-
-    @override
-    def _run(self) -> None:
-        super()._run()
+        self._hang_up()
+        self.stopped.set()
+        self._end_process()
         while (due := self.line.next()) is not None:
             self.line.done(due)
             due.report(None)
+
+    @override
+    def wait(self, seconds: float) -> bool:
+        return self.join(seconds) if self.line.closed else super().wait(seconds)
 
     def _act(self, word: _UploadWord) -> bool:
         """Note a word on a checkpoint; False if it is not due here yet."""
         due = self.line.find(word.save_id)
         if due is not None and word.problem:
-            self._fail(due, word.problem)
+            self.report(due, word.problem)
         if due is not None and word.ended:
-            self._done(due, due.info if word.there else None)
+            self.line.done(due)
+            due.report(due.info if word.there else None)
         return due is not None
 
     def _hear(self) -> _UploadWord | None:
@@ -487,7 +453,7 @@ class UploadListener(TierThread):
         while not self._abandoned:
             try:
                 word = self._channel.broadcast(
-                    str(self._words), _UploadWord, deadline_seconds=self._deadline_seconds
+                    str(self._words), _UploadWord, deadline_seconds=self._job.deadline_seconds
                 )
             except DeadlineError:
                 continue  # it may be pruning; its word counts whenever it comes
@@ -504,8 +470,8 @@ class UploadListener(TierThread):
     def _send_share(self, word: _UploadWord) -> None:
         problem: Exception | None = None
         try:
-            if self.disk is not None and (paths := set(word.shares[self.disk])):
-                copy = CheckpointCopy.of(self._source, self._target, word.source, as_name=word.name)
+            if self._disk is not None and (paths := set(word.shares[self._disk])):
+                copy = self._copy(word.source, word.name)
                 share = [entry for entry in copy.manifest.files if entry.path in paths]
                 self._send(copy, share, lambda _: None)
         except Exception as error:  # noqa: BLE001 - the coordinator reports it
@@ -521,3 +487,11 @@ def _is_lasting(error: Exception) -> bool:
         lasting = {kind.__name__ for kind in _LASTING}
         return any(cause.kind in lasting for cause in error.causes.values())
     return isinstance(error, _LASTING) or (isinstance(error, UploadError) and error.lasting)
+
+
+def _upload_error(
+    info: CheckpointInfo, url: str, problem: str, *, failures: dict[int, str] | None = None
+) -> UploadError:
+    """Return the error of a checkpoint that is not in a tier."""
+    text = f"step {info.step} is not in {url}: {problem}"
+    return UploadError(text, step=info.step, name=info.name, failures=failures or {})

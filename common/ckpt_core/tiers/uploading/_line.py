@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TypeAlias, final
 
 from ckpt_core.errors import UploadError
@@ -26,7 +28,7 @@ class DueCheckpoint:
     """
 
     info: CheckpointInfo
-    report: Callable[[Outcome], None] = lambda _: None
+    report: Callable[[Outcome], None] = field(default=lambda _: None)
 
 
 @final
@@ -35,9 +37,6 @@ class UploadLine:
 
     Concurrency: `next` and `done` on the thread that uploads, or hears of uploads; the others on any.
 
-    Attributes:
-        closed: whether it takes no more.
-
     Args:
         when_busy: what happens to those that wait when another becomes due.
     """
@@ -45,17 +44,17 @@ class UploadLine:
     def __init__(self, when_busy: WhenBusy) -> None:
         self._when_busy = when_busy
         self._waiting: list[DueCheckpoint] = []
-        self._running: list[DueCheckpoint] = []
+        self._running: DueCheckpoint | None = None
         self._left: list[CheckpointInfo] = []
-        self.closed = False
+        self._closed = False
         self._changed = threading.Condition()
 
     def add(self, due: DueCheckpoint) -> None:
         """Add a checkpoint, unless it is there; in a closed line it is left."""
         with self._changed:
-            if self.find(due.info.save_id) is not None:
+            if any(each.info.save_id == due.info.save_id for each in self._present()):
                 return
-            if not self.closed:
+            if not self._closed:
                 self._waiting.append(due)
                 self._changed.notify_all()
                 return
@@ -65,30 +64,36 @@ class UploadLine:
     def next(self) -> DueCheckpoint | None:
         """Wait for the next checkpoint; None once the line is closed and empty."""
         with self._changed:
-            self.await_any()
-            self._running = self._waiting[:1]
-            del self._waiting[:1]
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            self._running = self._waiting.pop(0) if self._waiting else None
             self._changed.notify_all()
-            return next(iter(self._running), None)
+            return self._running
 
     def await_any(self) -> None:
         """Wait until something is in the line, or it is closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self.closed)
+            self._changed.wait_for(lambda: self._waiting or self._closed)
 
     def find(self, save_id: str) -> DueCheckpoint | None:
         """Return the checkpoint of a save, if it is in the line."""
         with self._changed:
-            present = [*self._running, *self._waiting]
-            return next((each for each in present if each.info.save_id == save_id), None)
+            return next((each for each in self._present() if each.info.save_id == save_id), None)
 
     def done(self, due: DueCheckpoint, *, left: bool = False) -> None:
         """Note that a checkpoint has ended, or was left to the next run."""
         with self._changed:
             if left:
                 self._left.append(due.info)
-            (self._running if due in self._running else self._waiting).remove(due)
+            if due is self._running:
+                self._running = None
+            else:
+                self._waiting.remove(due)
             self._changed.notify_all()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more."""
+        return self._closed
 
     @property
     def is_waited_for(self) -> bool:
@@ -101,32 +106,70 @@ class UploadLine:
         return self._when_busy == "overtake" and bool(self._waiting)
 
     @property
-    def needed(self) -> Sequence[CheckpointInfo]:
-        """What runs, and what waits and is not overtaken."""
+    def held(self) -> Collection[str]:
+        """The names of checkpoints that are still needed in the root."""
         with self._changed:
-            waiting = self._waiting[-1:] if self._when_busy == "overtake" else self._waiting
-            return [each.info for each in (*self._running, *waiting)]
+            return {info.name for info in self._needed()}
 
     @property
-    def unfinished(self) -> Sequence[CheckpointInfo]:
-        """What is needed, or was left to the next run."""
+    def unfinished(self) -> list[CheckpointInfo]:
+        """The checkpoints that run, wait, or were left to the next run."""
         with self._changed:
-            return list({info.save_id: info for info in (*self._left, *self.needed)}.values())
+            return list({info.save_id: info for info in (*self._left, *self._needed())}.values())
 
     def wait_for_turn(self, seconds: float) -> None:
         """Block until at most one is in line, where a save must wait for that."""
         if self._when_busy == "wait":
             with self._changed:
-                few = lambda: len(self._running) + len(self._waiting) <= 1 or self.closed  # noqa: E731
-                self._changed.wait_for(few, seconds)
+                self._changed.wait_for(lambda: len(self._present()) <= 1 or self._closed, seconds)
 
     def wait(self, seconds: float) -> bool:
         """Wait until nothing runs or waits; False if `seconds` pass before."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._running and not self._waiting, seconds)
+            return self._changed.wait_for(lambda: not self._present(), seconds)
 
     def close(self) -> None:
         """Take no more checkpoints; those in the line are still served."""
         with self._changed:
-            self.closed = True
+            self._closed = True
             self._changed.notify_all()
+
+    def _present(self) -> list[DueCheckpoint]:
+        return [*filter(None, (self._running,)), *self._waiting]
+
+    def _needed(self) -> list[CheckpointInfo]:
+        """Return what runs, and what waits and is not overtaken."""
+        waiting = self._waiting[-1:] if self._when_busy == "overtake" else self._waiting
+        return [each.info for each in (*filter(None, (self._running,)), *waiting)]
+
+
+class AllTiers:
+    """The outcome of one save in all tiers that it is due for."""
+
+    def __init__(self, future: Future[CheckpointInfo | None], tiers: int) -> None:
+        self._future = future
+        self._awaited = tiers
+        self._guard = threading.Lock()
+        self._there: CheckpointInfo | None = None
+        self._missing = False
+
+    def report(self, outcome: Outcome) -> None:
+        """Note the outcome in one tier; the last, or the first error, resolves the future."""
+        with self._guard:
+            self._awaited -= 1
+            if isinstance(outcome, UploadError):
+                settle(self._future, outcome)
+                return
+            self._missing |= outcome is None
+            self._there = self._there or outcome
+            if self._awaited <= 0:
+                settle(self._future, None if self._missing else self._there)
+
+
+def settle(future: Future[CheckpointInfo | None], outcome: CheckpointInfo | BaseException | None) -> None:
+    """Resolve a future, unless it is resolved."""
+    with suppress(InvalidStateError):
+        if isinstance(outcome, BaseException):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)

@@ -13,13 +13,19 @@ from ckpt_core.commit import Owner, Survey, abandon, working_name
 from ckpt_core.coordination import Solo
 from ckpt_core.crew import run_with_timeout
 from ckpt_core.disclosure import logger_of
-from ckpt_core.errors import CheckpointError, ConfigError, RootBusyError, UploadError, failure_text
+from ckpt_core.errors import (
+    CheckpointError,
+    ConfigError,
+    RootBusyError,
+    UploadError,
+    failure_text,
+)
 from ckpt_core.names import WRITER, run_name
 from ckpt_core.options import CheckpointOptions, Upload
 from ckpt_core.root import OwnerHooks, Ownership, Pruner
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry
-from ckpt_core.tiers import CheckpointCopy
+from ckpt_core.tiers import Asked, CheckpointCopy, ask
 from ckpt_core.types import CheckpointInfo, Lineage
 
 _logger = logger_of(__name__)
@@ -39,7 +45,6 @@ class TierRoot:
         storage: the tier.
         taken: whether it is claimed.
         refusal: why it was refused at the last try, if it was.
-        everything: what was found there; nothing if it is not claimed yet.
 
     Args:
         upload: the option.
@@ -60,14 +65,14 @@ class TierRoot:
         until_idle: Callable[[], None],
         spared: Collection[str],
     ) -> None:
-        self.url, self.storage = upload.url, storage
+        self.url = upload.url
         self.taken = False
         self.refusal: CheckpointError | None = None
-        self.everything: Sequence[CheckpointInfo] = ()
         self._guard = threading.Lock()
         self._leaving = False
         self._found: Survey | None = None
         self._dropped = self._spared = frozenset(spared)
+        self.storage = storage
         self._keeps = upload.keep is not None
         self._reads_back = storage.supports_rename and options.verification != "off"
         self._patience_seconds = options.deadline_seconds / 2
@@ -80,15 +85,19 @@ class TierRoot:
         )
         kept = replace(options, save=None, keep=upload.keep, upload=None)
         self._pruner = Pruner(storage, kept, ownership=self._ownership, telemetry=telemetry)
+        self._asked: Asked[Survey] | None = None
 
-    def open(self) -> Survey:
-        """Claim the tier and list it; errors as by `take`."""
-        if not self.take():
-            raise UploadError(f"the uploads to {self.url} have ended")
-        found, self._found = self._found, None
-        found = found or self._ownership.inventory.survey()
-        self.everything = found.everything
-        return found
+    def ask(self) -> Asked[Survey]:
+        """Claim and list the tier on a thread of its own."""
+        self._asked = ask(self._open)
+        return self._asked
+
+    @property
+    def everything(self) -> Sequence[CheckpointInfo]:
+        """What was found there; nothing if it is not claimed yet."""
+        answer = None if self._asked is None else self._asked.answer
+        known = answer is not None and answer.done() and answer.exception() is None
+        return answer.result().everything if answer is not None and known else ()
 
     def take(self) -> bool:
         """Claim the tier, unless claimed already, and remove what nobody will continue.
@@ -105,11 +114,14 @@ class TierRoot:
                 return False
             try:
                 self._ownership.take()
-            except CheckpointError as error:
-                cause = error.__cause__ if isinstance(error, ConfigError) else None
+            except ConfigError as error:
+                cause = error.__cause__
                 wrong = FileNotFoundError | PermissionError | NotADirectoryError | CheckpointError
                 if isinstance(cause, OSError) and not isinstance(cause, wrong) and cause.errno not in _WRONG:
                     raise cause from None
+                self.refusal = error
+                raise
+            except CheckpointError as error:
                 self.refusal = error
                 raise
             except OSError:
@@ -204,6 +216,12 @@ class TierRoot:
                 "job uploads nothing there any more; its saves go on. If this is the job that should "
                 "upload, stop the other one and restart this one"
             ) from error
+
+    def _open(self) -> Survey:
+        if not self.take():
+            raise UploadError(f"the uploads to {self.url} have ended")
+        found, self._found = self._found, None
+        return found or self._ownership.inventory.survey()
 
     def _note_found(self, survey: Survey) -> tuple[Sequence[CheckpointInfo], Lineage]:
         """Keep what was found at the claim; no other tier counts here."""

@@ -6,9 +6,10 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, InvalidStateError, wait
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Protocol, final
 
@@ -18,10 +19,20 @@ from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, UploadError, failure_text
 from ckpt_core.options import CheckpointOptions
 from ckpt_core.root import Job, OwnerHooks
-from ckpt_core.tiers import FurtherTier, Tier, TierRecord, unite, write_tiers
-from ckpt_core.tiers.uploading._due import SaveNumber, is_due, left_due
-from ckpt_core.tiers.uploading._follower import Follower, TierThread, UploadListener
-from ckpt_core.tiers.uploading._line import DueCheckpoint, Outcome
+from ckpt_core.tiers import (
+    Asked,
+    CheckpointCopy,
+    FurtherTier,
+    Tier,
+    TierRecord,
+    Uploading,
+    unite,
+    write_tiers,
+)
+from ckpt_core.tiers.uploading._due import DueRule, SaveNumber, left_due
+from ckpt_core.tiers.uploading._follower import Follower, TierThread, UploadJob, UploadListener
+from ckpt_core.tiers.uploading._line import AllTiers, DueCheckpoint, Outcome, settle
+from ckpt_core.tiers.uploading._places import refuse_one_place
 from ckpt_core.tiers.uploading._tier_root import TierRoot
 from ckpt_core.types import CheckpointInfo, Lineage
 
@@ -36,7 +47,7 @@ _GRACE_SECONDS: Final = 0.5
 _LOOK_SECONDS: Final = 0.25
 _RELEASE_SECONDS: Final = 15.0
 _SAID_EVERY: Final = 5.0
-"""Seconds between two lines of progress."""
+"""Seconds between two lines of progress, and between two records of it in the root."""
 
 
 class FollowedSave(Protocol):
@@ -66,22 +77,27 @@ class TierUploads:
         job: storage, ranks and telemetry.
         options: of the manager.
         tiers: of the run, its root first.
+
+    Raises:
+        ConfigError: two tiers are one place.
     """
 
     def __init__(self, job: Job, options: CheckpointOptions, tiers: Sequence[Tier]) -> None:
+        refuse_one_place([tier.storage for tier in tiers], options)
         self._job = job
         self._options = options
         self._tiers = [tier for tier in tiers if isinstance(tier, FurtherTier)]
         self.hooks = OwnerHooks(taken=self._begin, held=self._held) if self._tiers else OwnerHooks()
         self.patient = False
+        self._rule = DueRule.of(options.save)
         self._count = self._step = 0
         self._roots: list[TierRoot] = []
         self._threads: list[TierThread] = []
         self._settled = True
+        self._progress = UploadProgress(job, self._threads)
         self._newest: CheckpointInfo | None = None
+        self._there: dict[int, str] = {}
         self._left: set[str] = set()
-        self._recording = threading.Lock()
-        self._unrecorded = False
 
     def count_from(self, number: SaveNumber | None, step: int) -> None:
         """Continue counting saves after the checkpoint of `step`, whose state is live."""
@@ -116,7 +132,7 @@ class TierUploads:
         if not self._tiers:
             return (), nearest.lineage
         self._release()
-        asked: list[Future[Survey]] = []
+        asked: list[Asked[Survey]] = []
         for upload, tier in zip(self._options.uploads, self._tiers, strict=True):
             root = TierRoot(
                 upload,
@@ -127,14 +143,15 @@ class TierUploads:
                 spared={working_name(tier.storage, info.name, info.save_id) for info in nearest.everything},
             )
             self._roots.append(root)
-            asked.append(tier.ask(root.open))
+            asked.append(root.ask())
+            tier.note(asked[-1])
         if self.patient:
-            for tier, answer in zip(self._tiers, asked, strict=True):
+            self.patient = False
+            for tier, each in zip(self._tiers, asked, strict=True):
                 with suppress(OSError, CheckpointError):
-                    tier.wait_for(answer)
+                    each.result(tier.label, tier.patience_seconds)
         else:
-            wait(asked, _MOMENT_SECONDS)
-        self.patient = False
+            wait([each.answer for each in asked], _MOMENT_SECONDS)
         try:
             found = [_heard(tier.label, each) for tier, each in zip(self._tiers, asked, strict=True)]
         except CheckpointError:
@@ -176,29 +193,16 @@ class TierUploads:
         if not self._threads or save.uploaded is not save.committed:
             return
         for tier in self._tiers:
-            tier.forget()
-        uploaded: Future[CheckpointInfo | None] = Future()
-        uploaded.set_running_or_notify_cancel()
-        save.uploaded = uploaded
+            tier.note(None)
+        save.uploaded = Future()
+        save.uploaded.set_running_or_notify_cancel()
         self._count, self._step = number.number, save.step
         due = [
-            each for each in self._threads if is_due(self._options.save, save.step, number, each.upload.every)
+            (index, each)
+            for index, each in enumerate(self._threads)
+            if self._rule.is_due(save.step, number, each.upload.every)
         ]
-
-        def committed(done: Future[CheckpointInfo]) -> None:  # on the save thread
-            error = Future.exception(done)  # looked at without taking it from the user
-            if error is not None or not due:
-                _settle(uploaded, error)
-            if error is not None:
-                return
-            self._newest = done.result()
-            report = _report_of_all(uploaded, len(due))
-            for each in due:
-                each.line.add(DueCheckpoint(self._newest, report))
-            if due:
-                self._record()
-
-        save.committed.add_done_callback(committed)
+        save.committed.add_done_callback(partial(self._committed, save.uploaded, due))
 
     def close(self, *, leave: bool, preempted: bool, seconds_left: float = math.inf) -> None:
         """Wait for uploads, each up to its deadline, and give the tiers back.
@@ -219,10 +223,11 @@ class TierUploads:
                 each.stop()
         for each, deadline in zip(threads, deadlines, strict=True):
             self._wait(each, deadline)
-        for each in threads:
+        newest = self._newest
+        for index, each in enumerate(threads):
             # Only now: whether the last checkpoint is there must be known. It is due whatever its number is.
-            if self._newest is not None and each.there != self._newest.save_id:
-                each.line.add(DueCheckpoint(self._newest))
+            if newest is not None and self._there.get(index) != newest.save_id:
+                each.line.add(DueCheckpoint(newest, partial(self._note, index, newest, None)))
             each.line.close()
         for each, deadline in zip(threads, deadlines, strict=True):
             self._wait(each, deadline)
@@ -234,7 +239,7 @@ class TierUploads:
         """Begin to upload, also what an earlier run has left. Collective."""
         if self._threads:
             return
-        job, coordinator, deadline = self._job, self._job.coordinator, self._options.deadline_seconds
+        job, coordinator, options = self._job, self._job.coordinator, self._options
         session, backlog, self._settled = coordinator.run_on_coordinator(
             self._opened, what="taking the further tiers"
         )
@@ -243,27 +248,32 @@ class TierUploads:
             number = [part is job.storage.own for part in job.storage.parts].index(True)
             disks = coordinator.gather(number, what="taking the further tiers")
             disk = number if disks.index(number) == coordinator.rank else None
-        for index, (upload, tier) in enumerate(zip(self._options.uploads, self._tiers, strict=True)):
-            channel = f"upload/{session}/{index}"
-            thread: TierThread
-            if coordinator.is_coordinator:
-                root = self._roots[index]
-                thread = Follower(
-                    job, upload, root, channel=channel, deadline_seconds=deadline, record=self._record
-                )
-            else:
-                thread = UploadListener(job, upload, tier.storage, channel=channel, deadline_seconds=deadline)
-                thread.disk = disk
+        for index, (upload, tier) in enumerate(zip(options.uploads, self._tiers, strict=True)):
+            shared = UploadJob(
+                source=job.storage,
+                rank=coordinator.rank,
+                open_channel=partial(coordinator.background_channel, f"upload/{session}/{index}"),
+                deadline_seconds=options.deadline_seconds,
+                telemetry=job.telemetry,
+            )
+            note = partial(self._progress.note, index)
+            thread: TierThread = (
+                Follower(self._roots[index], upload, shared, note)
+                if coordinator.is_coordinator
+                else UploadListener(tier.storage, upload, shared, disk)
+            )
             for info in backlog[index]:
-                thread.line.add(DueCheckpoint(info))
+                thread.line.add(DueCheckpoint(info, partial(self._note, index, info, None)))
             self._threads.append(thread)
-        self._record()
+        if coordinator.is_coordinator:
+            self._progress.write()
         for thread in self._threads:
             thread.start()
 
     def _opened(self) -> tuple[str, list[list[CheckpointInfo]], bool]:
         """Return an id, what was left due for each tier, and whether all are claimed."""
-        due = left_due(self._job.storage, self._options, [root.everything for root in self._roots])
+        there = [root.everything for root in self._roots]
+        due = left_due(self._job.storage, self._rule, self._options.uploads, there)
         for root, found in zip(self._roots, due, strict=True):
             root.continues(found)
         return secrets.token_hex(4), due, all(root.taken for root in self._roots)
@@ -289,11 +299,38 @@ class TierUploads:
         for root in self._roots:
             root.release_soon()
         for tier in self._tiers:
-            tier.forget()
+            tier.note(None)
         self._roots.clear()
 
+    def _committed(
+        self,
+        uploaded: Future[CheckpointInfo | None],
+        due: Sequence[tuple[int, TierThread]],
+        done: Future[CheckpointInfo],
+    ) -> None:
+        """Put a committed save in the lines that it is due for. On the save thread."""
+        error = Future.exception(done)  # looked at without taking it from the user
+        if error is not None:
+            settle(uploaded, error)
+            return
+        info = self._newest = done.result()
+        if not due:
+            settle(uploaded, None)
+            return
+        outcomes = AllTiers(uploaded, len(due))
+        for index, each in due:
+            each.line.add(DueCheckpoint(info, partial(self._note, index, info, outcomes)))
+        if self._job.coordinator.is_coordinator:
+            self._progress.write()
+
+    def _note(self, index: int, info: CheckpointInfo, outcomes: AllTiers | None, outcome: Outcome) -> None:
+        if isinstance(outcome, CheckpointInfo):
+            self._there[index] = info.save_id
+        if outcomes is not None:
+            outcomes.report(outcome)
+
     def _held(self) -> Collection[str]:
-        return self._left.union(*({info.name for info in each.line.needed} for each in self._threads))
+        return self._left.union(*(each.line.held for each in self._threads))
 
     def _wait(self, thread: TierThread, deadline: float) -> None:
         """Wait until nothing is due; at the deadline, stop."""
@@ -302,21 +339,17 @@ class TierUploads:
         ):
             if time.monotonic() >= deadline:
                 thread.stop()
-            elif isinstance(thread, Follower):
-                _logger.info(
-                    "waiting for step(s) %s to be in %s: %s",
-                    ", ".join(str(info.step) for info in thread.line.unfinished),
-                    thread.upload.url,
-                    thread.progress,
-                )
+            elif self._job.coordinator.is_coordinator:
+                self._progress.say(thread)
 
     def _end(self, threads: Sequence[TierThread], until: float) -> None:
         """End the uploads; say what is not there, and how it gets there."""
         root = self._job.storage.url
+        leads = self._job.coordinator.is_coordinator
         for each in threads:
             left = each.line.unfinished
             self._left |= {info.name for info in left}
-            if left and isinstance(each, Follower):
+            if left and leads:
                 _logger.warning(
                     "not yet in %s: step(s) %s; the next run uploads the rest, and so does "
                     "`ckpt upload %s --to %s`",
@@ -326,7 +359,8 @@ class TierUploads:
                     each.upload.url,
                 )
         _join_all(threads)
-        self._record()
+        if threads and leads:
+            self._progress.write()
         self._threads.clear()
         for each in threads:
             # A thread that hangs in storage gives its tier back itself, when it wakes up.
@@ -337,38 +371,85 @@ class TierUploads:
         if not threads:
             self._release()
 
-    def _record(self) -> None:
-        """Write `tiers.json`, on any thread; a failure is a warning, once."""
-        with self._recording:
-            if not self._threads or not self._job.coordinator.is_coordinator:
-                return  # or the root has been given back
+
+@final
+class UploadProgress:
+    """How far uploads are, in `tiers.json` and in the log. Coordinator only.
+
+    Args:
+        job: its root has the record.
+        threads: of the uploads.
+    """
+
+    def __init__(self, job: Job, threads: Sequence[TierThread]) -> None:
+        self._storage = job.storage
+        self._threads = threads
+        self._guard = threading.Lock()
+        self._running: dict[int, tuple[Uploading, float]] = {}
+        self._written_at = 0.0
+        self._told = False
+
+    def note(self, index: int, copy: CheckpointCopy | None, done_bytes: int) -> None:
+        """Note bytes that have arrived: 0 when an upload begins, no copy when it ends."""
+        now = time.monotonic()
+        with self._guard:
+            if copy is None:
+                self._running.pop(index, None)
+            elif not done_bytes:
+                size = copy.manifest.size_bytes
+                self._running[index] = Uploading(name=copy.name, done_bytes=0, size_bytes=size), now
+            elif index in self._running:
+                running, began = self._running[index]
+                done = running.done_bytes + done_bytes
+                self._running[index] = replace(running, done_bytes=done), began
+        if not done_bytes or now - self._written_at > _SAID_EVERY:
+            self.write()
+
+    def say(self, thread: TierThread) -> None:
+        """Log how far the upload to a tier is, and what waits for it."""
+        steps, url = ", ".join(str(info.step) for info in thread.line.unfinished), thread.upload.url
+        found = self._running.get(self._threads.index(thread))
+        how = "not begun, or to be tried again"
+        if found is not None:
+            (running, began), now = found, time.monotonic()
+            percent = 100 * running.done_bytes // running.size_bytes if running.size_bytes else 100
+            rate = running.done_bytes / max(1e-3, now - began) / 1e6
+            how = f"{running.name}, {percent} % of {running.size_bytes / 1e6:.1f} MB, {rate:.1f} MB/s"
+        _logger.info("waiting for step(s) %s to be in %s: %s", steps, url, how)
+
+    def write(self) -> None:
+        """Write the record; a failure is a warning, once."""
+        with self._guard:
+            self._written_at = time.monotonic()
             records = [
                 TierRecord(
                     url=each.upload.url,
                     every=each.upload.every,
                     due=[info.name for info in each.line.unfinished],
-                    uploading=each.uploading,
+                    uploading=self._running[index][0] if index in self._running else None,
                 )
-                for each in self._threads
+                for index, each in enumerate(self._threads)
             ]
+            if not records:
+                return  # the root has been given back
             try:
-                write_tiers(self._job.storage, records)
+                write_tiers(self._storage, records)
             except OSError as error:
-                if not self._unrecorded:
+                if not self._told:
                     _logger.warning("the progress of uploads is not recorded: %s", error)
-                self._unrecorded = True
+                self._told = True
 
 
-def _heard(label: str, answer: Future[Survey]) -> Survey | None:
+def _heard(label: str, asked: Asked[Survey]) -> Survey | None:
     """Return what a tier holds; None, with a warning, if that is not known yet.
 
     Raises:
         CheckpointError: it is refused.
     """
     why = "has not answered yet"
-    if answer.done():
+    if asked.answer.done():
         try:
-            return answer.result()
+            return asked.answer.result()
         except OSError as error:
             if isinstance(error, CheckpointError):
                 raise
@@ -380,27 +461,6 @@ def _heard(label: str, answer: Future[Survey]) -> Survey | None:
         why,
     )
     return None
-
-
-def _report_of_all(future: Future[CheckpointInfo | None], tiers: int) -> Callable[[Outcome], None]:
-    """Return what takes the outcomes of a save; the last or the first error counts."""
-    outcomes: list[Outcome] = []
-
-    def report(outcome: Outcome) -> None:
-        outcomes.append(outcome)  # in one step of the interpreter: each tier has a thread
-        if isinstance(outcome, UploadError) or len(outcomes) >= tiers:
-            _settle(future, outcome if None not in outcomes or isinstance(outcome, UploadError) else None)
-
-    return report
-
-
-def _settle(future: Future[CheckpointInfo | None], outcome: CheckpointInfo | BaseException | None) -> None:
-    """Resolve a future, unless it is resolved."""
-    with suppress(InvalidStateError):
-        if isinstance(outcome, BaseException):
-            future.set_exception(outcome)
-        else:
-            future.set_result(outcome)
 
 
 def _take_failure(threads: Sequence[TierThread]) -> UploadError | None:
