@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,15 @@ def test_a_quantised_optimizer_of_torchao_goes_on_bit_for_bit_and_stock_reads_it
             assert bits(live[f"{n}.weight"][key]) == bits(optimizer.state[model[n].weight][key])
 
 
+class Member(Enum):
+    ONE = 1
+
+
 @pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
 def test_quantised_weights_of_torchao_are_loaded_bit_for_bit_and_stock_reads_them(tmp_path, kind):
     quantization = pytest.importorskip("torchao.quantization")
+    if kind.startswith("Float8") and Member.ONE.__reduce_ex__(2)[0] is getattr:
+        pytest.skip("this Python pickles members of enums by getattr, which torch does not unpickle")
 
     def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = layers(seed).to(torch.bfloat16)
