@@ -128,7 +128,8 @@ DOCUMENTED_OF_HUGGING_FACE: Mapping[str, str] = {
     r'|^> +assert os\.path\.exists\(.*"checkpoint_10"',
     "an accelerator is freed by the garbage collector": r"assert accelerator_ref\(\) is None",
     "the optimizer is in shards": r"self\.check_saved_checkpoints\([\s\S]*False is not true",
-    "True starts afresh if there is none": r"assertRaises\(Exception\) as context:\nE +AssertionError: Exception not raised",
+    "True starts afresh if there is none": r"assertRaises\(Exception\) as context:"
+    r"\nE +AssertionError: Exception not raised",
     "a committed file that is gone is damage": r"model\.safetensors: missing\. Nothing was loaded",
     "files of ours in listings": r"len\(os\.listdir\(tmpdir\)\), 2\)\nE +AssertionError: 3 != 2",
     "our callback is in the Trainer's list": r"First extra element \d:\n(E +)?'TrainerEvents'",
