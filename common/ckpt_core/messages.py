@@ -1,8 +1,9 @@
 """Messages between ranks: values as bytes and back, without running code.
 
 Pickles of a closed world: plain values, the classes of this suite that are declared as messages, and its
-errors. A reader looks each class up in one table and knows no other name, so bytes that no rank wrote can
-call nothing. Fields are not compared with their types: ranks of a job trust one another.
+errors. A reader knows the names of few functions of ours, and looks a class up by its name in one
+table, so bytes that no rank wrote reach no class and call nothing. Fields are not compared with their types:
+ranks of a job trust one another.
 """
 
 from __future__ import annotations
@@ -19,37 +20,44 @@ from typing_extensions import override
 
 from ckpt_core import errors
 from ckpt_core.errors import CheckpointError, Failure, FileFailure
+from ckpt_core.formats.pickles import PickleError, read_pickle
 from ckpt_core.types import CheckpointInfo, Lineage
 
 C = TypeVar("C", bound=type)
 T = TypeVar("T")
 
-_PROTOCOL: Final = 5
-_PLAIN: Final = (str, bytes, int, float, dict)
+_PROTOCOL: Final = 3  # `read_pickle` knows the opcodes of no later one for sets and byte arrays
+_PLAIN: Final = (str, bytes, int, float)
 
 
 class MessageError(ValueError):
     """A value cannot be encoded as a message, or the bytes are not one."""
 
 
-_DECLARED: Final[dict[str, Any]] = {}
+_CALLED: Final[dict[str, Any]] = {}
 """What a reader may call, by `_name_of` it."""
-_CONVERTED: Final[dict[type, Callable[[Any], Any]]] = {}
+_PACK: Final[dict[type, Callable[[Any], Any]]] = {}
 _UNPACK: Final[dict[str, Callable[[Any], Any]]] = {}
 
 
 def register(kind: type[T], pack: Callable[[T], Any], unpack: Callable[[Any], T]) -> None:
     """Register a class of messages: how it becomes plain values or messages, and back."""
-    _CONVERTED[kind] = pack
+    _PACK[kind] = pack
     _UNPACK[_name_of(kind)] = unpack
 
 
 def message(kind: C) -> C:
     """Register a dataclass or an enum as a message between ranks; a decorator."""
-    given: type = kind
-    if not is_dataclass(given) and not issubclass(given, Enum):
-        raise TypeError(f"{kind.__qualname__} is neither a dataclass nor an enum")
-    _declare(kind)
+    made_by: Any = kind
+    if issubclass(kind, Enum):
+        register(made_by, lambda member: member.name, lambda name: made_by[name])
+        return kind
+    names = [field.name for field in fields(made_by)]
+    register(
+        made_by,
+        lambda found: [getattr(found, name) for name in names],
+        lambda values: made_by(**dict(zip(names, values, strict=True))),
+    )
     return kind
 
 
@@ -61,12 +69,12 @@ def encode(value: object) -> bytes:
     """
     with io.BytesIO() as stream:
         try:
-            _MessagePickler(stream, _PROTOCOL).dump(value)
+            _Pickler(stream, _PROTOCOL).dump(value)
         except _UnsendableError as error:
             kind, place = type(error.part), _place_of(error.part, value)
             raise MessageError(
                 f"a {kind.__module__}.{kind.__qualname__}{place and f' ({place})'} cannot go to other ranks: "
-                "only numbers, text, bytes, None, and lists, tuples, sets and dictionaries of those can"
+                "only numbers, text, bytes, None, and lists, tuples and dictionaries of those can"
             ) from None
         except RecursionError as error:
             raise MessageError("a value for other ranks is nested too deep") from error
@@ -80,9 +88,8 @@ def decode(content: bytes) -> Any:
         MessageError: `encode` did not make these bytes.
     """
     try:
-        return _MessageUnpickler(io.BytesIO(content)).load()
-    # The constructors of declared classes are given what the bytes hold.
-    except Exception as error:
+        return read_pickle(content, _called)
+    except (PickleError, CheckpointError) as error:
         raise MessageError(f"{type(error).__name__}: {error!s:.200}") from error
 
 
@@ -94,57 +101,46 @@ class _UnsendableError(Exception):
 
 
 @final
-class _MessagePickler(pickle.Pickler):
+class _Pickler(pickle.Pickler):
     @override
     def reducer_override(self, obj: Any) -> Any:
         """Say how what is no plain value is made again; pickle asks for nothing else."""
         kind = type(obj)
-        if kind in _CONVERTED:
-            return _unpacked, (_name_of(kind), _CONVERTED[kind](obj))
-        if isinstance(obj, type) or callable(obj):
-            if _DECLARED.get(_name_of(obj)) is obj:
-                return NotImplemented
-        elif isinstance(obj, CheckpointError):
+        if kind in _PACK:
+            return _unpacked, (_name_of(kind), _PACK[kind](obj))
+        if _CALLED.get(_name_of(obj)) is obj:
+            return NotImplemented
+        if isinstance(obj, CheckpointError):
             return _error, _parts_of_error(obj)
-        elif isinstance(obj, OSError):
+        if isinstance(obj, OSError):
             said = (str(obj),) if obj.errno is None else (obj.errno, obj.strerror, obj.filename)
             return OSError, tuple(
                 each if type(each) in {int, str} or each is None else str(each) for each in said
             )
-        elif _DECLARED.get(_name_of(kind)) is kind:
-            # Some releases of Python 3.11 make a member by `getattr`.
-            return (kind, (obj.value,)) if isinstance(obj, Enum) else NotImplemented
-        elif not isinstance(obj, Enum) and (plain := _plain(obj)) is not None:
+        if not isinstance(obj, Enum) and (plain := _plain(obj)) is not None:
             return plain
         raise _UnsendableError(obj)
 
 
-@final
-class _MessageUnpickler(pickle.Unpickler):  # noqa: S301 - of a closed world
-    @override
-    def find_class(self, module_name: str, global_name: str, /) -> Any:
-        try:
-            return _DECLARED[f"{module_name}:{global_name}"]
-        except KeyError:
-            raise MessageError(f"{module_name}.{global_name} is no message") from None
-
-
-def _declare(made: Any) -> None:
-    _DECLARED[_name_of(made)] = made
+def _called(module: str, name: str) -> Any:
+    try:
+        return _CALLED[f"{module}:{name}"]
+    except KeyError:
+        raise MessageError(f"{module}.{name} is no message") from None
 
 
 def _name_of(made: Any) -> str:
     return f"{getattr(made, '__module__', '')}:{getattr(made, '__qualname__', '')}"
 
 
-def _plain(value: object) -> tuple[Any, tuple[Any]] | None:
+def _plain(value: object) -> tuple[Any, tuple[Any, ...]] | None:
     """Convert a number of NumPy's, or a string of a host's class, to the plain type."""
     if isinstance(value, Mapping):
-        return dict, (list(value.items()),)
+        return _same, (dict(value),)
     if isinstance(value, memoryview):
-        return bytes, (bytes(value),)
+        return _same, (bytes(value),)
     kind = next((each for each in _PLAIN if isinstance(value, each)), None)
-    return None if kind is None else (kind, (cast("Any", kind).__getnewargs__(value)[0],))
+    return None if kind is None else (_same, cast("Any", kind).__getnewargs__(value))
 
 
 def _place_of(part: object, value: object) -> str:
@@ -164,6 +160,14 @@ def _place_of(part: object, value: object) -> str:
         if deeper := _place_of(part, each):
             return f"{place}{deeper}".strip()
     return ""
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _from_bytes(content: bytes = b"") -> bytes:
+    return bytes(memoryview(content))  # no size, which would be allocated
 
 
 def _unpacked(name: str, packed: Any) -> Any:
@@ -188,16 +192,7 @@ def _parts_of_error(error: CheckpointError) -> tuple[str, str, Mapping[str, Any]
     return kind.__name__, str(error.message), attributes
 
 
-for _kind in (
-    CheckpointInfo,
-    Lineage,
-    FileFailure,
-    Failure,
-    OSError,
-    *_PLAIN,
-    frozenset,
-    set,
-    _error,
-    _unpacked,
-):
-    _declare(_kind)
+for _kind in (CheckpointInfo, Lineage, FileFailure, Failure):
+    message(_kind)
+_CALLED.update((_name_of(each), each) for each in (OSError, frozenset, _error, _same, _unpacked))
+_CALLED[_name_of(bytearray)] = _from_bytes

@@ -7,6 +7,7 @@ import inspect
 import math
 import os
 import pickle
+import random
 from collections import OrderedDict
 from dataclasses import dataclass
 from enum import StrEnum
@@ -164,6 +165,41 @@ def test_plans_arrive_equal():
     assert list(there.planner_data.items()) == list(plan.planner_data.items())
 
 
+def test_ten_thousand_mutations_of_a_plan_are_read_or_refused():
+    chance, refused = random.Random(11), 0
+    honest = encode(plan_of({"model": {f"layer{i}": torch.zeros(2, i) for i in range(4)}, "step": 3}))
+    for _ in range(10_000):
+        try:
+            decode(mutated(honest, chance))
+        except MessageError:
+            refused += 1
+    assert refused > 5_000
+
+
+@pytest.mark.parametrize(
+    ("column", "changed"),
+    [
+        (5, [["load", "strided", False, "contiguous_format", False]]),
+        (5, [["float32", "float32", False, "contiguous_format", False]]),
+        (2, [2, 99]),
+        (2, [2, -5]),
+        (2, [2, 9007199254740993]),
+        (2, [2]),
+        (2, [-1, 2]),
+        (4, [7, 0, 0, 0, 1, 2, 1, 2, 0, 0, 0, 0, 1, 2, 1, 2]),
+        (4, [0, 5, 0, 0, 1, 2, 1, 2, 0, 0, 0, 0, 1, 2, 1, 2]),
+        (4, [0, 0, -1, 0, 1, 2, 1, 2, 0, 0, 0, 0, 1, 2, 1, 2]),
+        (4, [0, 0, True, 0, 1, 2, 1, 2, 0, 0, 0, 0, 1, 2, 1, 2]),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(column, changed):
+    columns = messages._PACK[SavePlan](plan_of({"a": torch.zeros(1, 2), "b": torch.zeros(1, 2)}))
+    columns[column] = changed
+    name = messages._name_of(SavePlan)
+    with pytest.raises(MessageError):
+        decode(pickle.dumps(Call(messages._unpacked, name, columns), protocol=3))
+
+
 def test_bytes_travel_as_they_are():
     assert len(encode({"content": bytes(1 << 20)})) < (1 << 20) + 100
 
@@ -200,7 +236,7 @@ class Canary:
 
 @pytest.mark.parametrize(
     "value",
-    [Canary(), Colour.RED, Point(), object, len, print, KeyError("x"), range(3), np.float32(1)],
+    [Canary(), Colour.RED, Point(), object, len, {1, 2}, KeyError("x"), range(3), Ellipsis, np.float32(1)],
     ids=lambda value: type(value).__name__,
 )
 @pytest.mark.parametrize("around", [lambda v: v, lambda v: {"a": [(v,)]}, lambda v: {v.__class__: (v,)}])
@@ -247,6 +283,16 @@ class Call:
         pickle.dumps(Call(messages._error, "Any", "x", {})),
         pickle.dumps(Call(messages._error, "dataclass", "x", {})),
         pickle.dumps(errors.SaveError),
+        pickle.dumps(CheckpointInfo),
+        pickle.dumps(CheckpointInfo(step=3, name="step-3", created=1.5)),
+        pickle.dumps(KeepOwn),
+        b"cckpt_core.types\nCheckpointInfo\n(N(dVusable\nI01\nstb.",
+        pickle.dumps(Call(bytes, 2**62), protocol=3),
+        pickle.dumps(Call(bytearray, 2**62), protocol=3),
+        b"\x80\x03Kr\xff\xff\xff\x7f.",
+        b"\x80\x03B\xff\xff\xff\x7fx.",
+        b"\x80\x04\x96\xff\xff\xff\xff\xff\xff\x00\x00x.",
+        b"\x80\x03" + b"]" * 200_000,
         pickle.dumps(torch.zeros(1)),
         pickle.dumps(Point(3)),
         b"cckpt_core.errors\nCheckpointError.__init__.__globals__\n.",
@@ -258,3 +304,42 @@ class Call:
 def test_what_no_rank_wrote_calls_nothing(content):
     with pytest.raises(MessageError):
         decode(content)
+
+
+def mutated(content: bytes, chance: random.Random) -> bytes:
+    changed = bytearray(content)
+    for _ in range(chance.choice((1, 1, 1, 2, 5))):
+        at = chance.randrange(len(changed))
+        match chance.randrange(4):
+            case 0:
+                changed[at] ^= 1 << chance.randrange(8)
+            case 1:
+                changed[at : at + chance.randrange(9)] = b""
+            case 2:
+                changed[at:at] = chance.choice((b"{", b"[", b'"', b"-", b"9", b"null", b"1e999", b"\x00"))
+            case _:
+                del changed[at:]
+        if not changed:
+            break
+    return bytes(changed)
+
+
+def test_ten_thousand_mutations_are_read_or_refused():
+    chance, refused = random.Random(7), 0
+    error = CoordinationError("x", failures=FAILURES, causes=CAUSES)
+    info = CheckpointInfo(step=3, name="step-3", created=1.5, lineage=Lineage(ancestry=(("a", 1),)))
+    honest = [
+        encode(value)
+        for value in (
+            error,
+            {"info": [info, KeepOwn.NEVER], ("a", 1): frozenset({1})},
+            Offer(rank_local=frozenset({("", "a")})),
+            (b"12345", "name"),
+        )
+    ]
+    for number in range(10_000):
+        try:
+            decode(mutated(honest[number % len(honest)], chance))
+        except MessageError:
+            refused += 1
+    assert refused > 5_000

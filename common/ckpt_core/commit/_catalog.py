@@ -1,4 +1,4 @@
-"""Pins and damage marks: small files of the root, changed under a lock."""
+"""The checkpoints of a root, listed from their markers, with pins and damage marks."""
 
 from __future__ import annotations
 

@@ -59,6 +59,7 @@ from ckpt_core.names import (
     MANIFEST,
     MARKER,
     METADATA,
+    OWN,
     SHARED,
     aside_name,
     can_count,
@@ -142,8 +143,7 @@ def require_free(storage: Storage, name: str, *, replace: bool = False) -> Occup
     if not is_name(name):
         raise ConfigError(
             f"{name!r} cannot be the name of a checkpoint: one plain directory name is needed, of at most "
-            f"{_LONGEST_NAME} bytes, that is none of "
-            f"{', '.join(sorted(_RESERVED))}"
+            f"{_LONGEST_NAME} bytes, that is none of {', '.join(sorted({OWN, *_RESERVED}))}"
         )
     found = occupant(storage, name)
     if found is Occupant.COMMITTED and not (replace and storage.supports_rename):
