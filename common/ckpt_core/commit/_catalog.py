@@ -1,4 +1,4 @@
-"""The checkpoints of a root, listed from their markers, with pins and damage marks."""
+"""The checkpoints of a root, from their markers, with pins and damage marks."""
 
 from __future__ import annotations
 
