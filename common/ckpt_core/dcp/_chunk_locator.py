@@ -91,6 +91,7 @@ class ChunkLocation:
             contiguous, or it is wrapped: then read the whole entry and pass it to `load_chunk`.
         reason: why there is no payload.
         wrapped: whether the chunk is a tensor made of others.
+        strides: of a chunk that is raw bytes and not contiguous, in elements.
     """
 
     path: str
@@ -102,6 +103,7 @@ class ChunkLocation:
     payload: Payload | None = None
     reason: str = ""
     wrapped: bool = False
+    strides: tuple[int, ...] | None = None
 
     @property
     def form(self) -> tuple[torch.dtype, tuple[int, ...]] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, final
 
@@ -22,6 +22,7 @@ from ckpt_core.dcp import (
     load_chunk,
     load_metadata,
     load_value,
+    value_entry,
 )
 from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError, FileFailure
 from ckpt_core.formats.checksums import crc32
@@ -38,6 +39,7 @@ from ckpt_core.names import (
     shared_name,
     shared_rank,
 )
+from ckpt_core.sources import Layout, LayoutLocator, recognise
 from ckpt_core.state import PICKLED, BufferKey, decode_buffers, decode_items, pickled_key
 from ckpt_core.storage import Storage, read_intact
 from ckpt_core.types import SavedState
@@ -50,10 +52,11 @@ class CheckpointPart:
 
     metadata: Metadata
     _original: Mapping[str, str]
-    _places: ChunkLocator
+    _places: ChunkLocator | LayoutLocator
     _storage: Storage
     _files: CommittedFiles
     _allow_pickle: bool
+    _values: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def find(self, indices: Iterable[MetadataIndex]) -> dict[MetadataIndex, ChunkLocation]:
         """Locate these entries; errors as by `ChunkLocator.find`."""
@@ -62,6 +65,8 @@ class CheckpointPart:
 
     def read_entry(self, place: ChunkLocation) -> bytes:
         """Read and verify the stored bytes of a byte entry."""
+        if place.key in self._values:
+            return value_entry(self._values[place.key])
         content = self._checked(place, None if place.payload is None else place.payload.crc32)
         checked_zip(content, self._name(place), trusted=self._allow_pickle)
         return content
@@ -94,6 +99,10 @@ class CheckpointPart:
 
     def read_chunk(self, place: ChunkLocation) -> torch.Tensor:
         """Read, verify and rebuild a tensor chunk whose elements are not contiguous."""
+        if place.strides is not None and place.form is not None:
+            dtype, shape = place.form
+            content = bytearray(self._read(place, self._storage))
+            return torch.frombuffer(content, dtype=dtype).as_strided(shape, place.strides)
         return load_chunk(self._read(place, self._storage), self._name(place), place.form)
 
     def _read(self, place: ChunkLocation, storage: Storage) -> bytes:
@@ -146,12 +155,15 @@ def open_checkpoint(
     selection: Selection,
     allow_pickle: bool,
     committed: bool | str = False,
+    file: str = "",
 ) -> OpenCheckpoint:
-    """Open a checkpoint of ours or, unless known to be `committed`, of stock DCP.
+    """Open a checkpoint of ours or, unless known to be `committed`, one that others wrote.
 
     If `committed` is a SHA-256, only the checkpoint with that manifest is accepted.
     """
-    manifest, files, parts = open_parts(storage, directory, allow_pickle=allow_pickle, committed=committed)
+    manifest, files, parts = open_parts(
+        storage, directory, allow_pickle=allow_pickle, committed=committed, file=file
+    )
     metadata = {part: each.metadata for part, each in parts.items()}
     read_items = partial(_items, files, parts.get(""), allow_pickle=allow_pickle)
     rank = coordinator.rank
@@ -187,10 +199,15 @@ def open_checkpoint(
 
 
 def open_parts(
-    storage: Storage, directory: str, *, allow_pickle: bool = False, committed: bool | str = False
+    storage: Storage,
+    directory: str,
+    *,
+    allow_pickle: bool = False,
+    committed: bool | str = False,
+    file: str = "",
 ) -> tuple[Manifest | None, CommittedFiles, dict[str, CheckpointPart]]:
-    """Open manifest, files and whole parts of a checkpoint."""
-    ours = bool(committed) or storage.exists(f"{directory}/{MARKER}")
+    """Open manifest, files and whole parts of a checkpoint, or of a `file` there that others wrote."""
+    ours = not file and (bool(committed) or storage.exists(f"{directory}/{MARKER}"))
     digest = committed if isinstance(committed, str) else None
     manifest = Catalog(storage).manifest(directory, sha256=digest) if ours else None
     files = CommittedFiles(storage, directory, manifest)
@@ -200,7 +217,9 @@ def open_parts(
             raise files.damaged(METADATA, f"not among the files that {MANIFEST} lists")
         names = sorted(path.removesuffix(METADATA).rstrip("/") for path in found)
     else:
-        names = _parts(storage, directory)
+        names = [] if file else _parts(storage, directory)
+    if not names and (layout := recognise(storage, directory, file)) is not None:
+        return manifest, files, {"": _foreign(storage, files, layout)}
     if not names:
         raise CheckpointNotFoundError(
             f"{files.url} holds neither a committed checkpoint ({MARKER}) "
@@ -232,6 +251,23 @@ def _part(storage: Storage, files: CommittedFiles, part: str, *, allow_pickle: b
         _storage=storage,
         _files=files,
         _allow_pickle=allow_pickle,
+    )
+
+
+def _foreign(storage: Storage, files: CommittedFiles, layout: Layout) -> CheckpointPart:
+    """Open what others wrote as one part."""
+    metadata = layout.metadata()
+    values = {".".join(map(str, path)): value for path, value in layout.values.items()}
+    tensors = {name: entry for name, entry in metadata.state_dict_metadata.items() if name not in values}
+    check_metadata(replace(metadata, state_dict_metadata=tensors), f"{files.url} ({layout.kind})", files.size)
+    return CheckpointPart(
+        metadata=metadata,
+        _original={},
+        _places=LayoutLocator(layout),
+        _storage=storage,
+        _files=files,
+        _allow_pickle=False,
+        _values=values,
     )
 
 

@@ -68,7 +68,8 @@ class LoadRequest:
 
     Attributes:
         verification: the check before anything live changes.
-        committed: the checkpoint found there; None if it may be a directory that stock DCP wrote.
+        committed: the checkpoint found there; None if it may be what others wrote.
+        file: in the directory, which is the checkpoint of others.
         manifest_sha256: of the trusted manifest; None if manifests are not judged.
         override: hyperparameters to change, unless the checkpoint says that they are changed already.
         replaces: whether to refuse a checkpoint that would leave what failed loads have overwritten.
@@ -82,6 +83,7 @@ class LoadRequest:
     manifest_sha256: str | None = None
     override: Override = field(default_factory=Override)
     replaces: bool = False
+    file: str = ""
 
     @classmethod
     def of(cls, options: CheckpointOptions, selection: Selection, override: Override | None = None) -> Self:
@@ -257,6 +259,7 @@ class Load:
                 selection=request.selection,
                 allow_pickle=request.allow_pickle,
                 committed=request.manifest_sha256 or request.committed is not None,
+                file=request.file,
             )
             parts, misfits = self._planned(opened)
             if unlike := {part: load.unlike for part, load in parts.items() if load.unlike}:

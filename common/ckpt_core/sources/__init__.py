@@ -1,0 +1,30 @@
+"""Checkpoints that others wrote, located: one description for every format.
+
+Each format is one module with a function `find_…(storage, directory, file) -> Layout | None`; `file` is "" if the
+place is the folder itself. It reads headers only, executes nothing, and returns None for what is of another
+format. A load reads what it describes as it reads a checkpoint of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from ckpt_core.sources._layout import Layout, LayoutLocator, StoredChunk, StoredTensor
+from ckpt_core.storage import Storage
+
+__all__ = ["Layout", "LayoutLocator", "StoredChunk", "StoredTensor", "recognise"]
+
+_FORMATS: Final[Sequence[Callable[[Storage, str, str], Layout | None]]] = ()
+"""In the order in which they are asked."""
+
+
+def recognise(storage: Storage, directory: str, file: str = "") -> Layout | None:
+    """Return what others wrote into a folder, or a file there; None if it is of no known format.
+
+    Raises:
+        CorruptCheckpointError: it is of a known format, and damaged or incomplete.
+        UnsafeCheckpointError: only code in it could rebuild what it holds.
+    """
+    found = (find(storage, directory, file) for find in _FORMATS)
+    return next((layout for layout in found if layout is not None), None)
