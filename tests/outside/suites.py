@@ -99,7 +99,8 @@ DOCUMENTED: Mapping[str, str] = {
     "a checkpoint is a directory": r"IsADirectoryError|os\.path\.isfile|is_file\(\)|\.st_size|is a directory"
     r"|invalid load key, '<'",  # what a server makes of one
     "files of ours in listings": r"\.ckpt-suite"
-    r"|in tmp_path\.iterdir\(\)",
+    r"|in tmp_path\.iterdir\(\)"
+    r"|len\(os\.listdir\(tmp_path\)\) == 14\nE +AssertionError: assert 15 == 14$",
     "hooks may save any object": r"item 'lightning\.callbacks' holds Python objects that only pickle",
     "torch.save is not called as without us": r"torch\.save\.call_count"
     r"|<(Magic)?Mock name='(save|torch\.save)'|torch_save|Expected 'save'",
