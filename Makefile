@@ -32,7 +32,8 @@ $(VENV)/.installed: pyproject.toml
 	@$(PIP) install --editable ".[dev]"
 	@$(PIP) install --upgrade --no-deps --target $(VENV)/low-bit torchao bitsandbytes  # see tests/support/low_bit.py
 	@$(PIP) install --upgrade --no-deps --target $(VENV)/outside/site-packages litgpt  # see tests/outside/test_outside.py
-	@npm install --silent --ignore-scripts --no-audit --no-fund --fetch-retries=0 --fetch-timeout=20000 --prefix $(VENV)/azurite azurite@3.35.0 || echo "Without npm the tests of Azure are skipped"
+	@mkdir -p $(VENV)/azurite && cp tests/support/azurite/*.json $(VENV)/azurite
+	@npm ci --silent --ignore-scripts --no-audit --no-fund --fetch-retries=0 --fetch-timeout=20000 --prefix $(VENV)/azurite || echo "Without npm the tests of Azure are skipped"
 	@touch $@
 
 demo: setup  ## Kill a training, resume it, and compare every value
