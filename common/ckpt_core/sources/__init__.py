@@ -1,8 +1,8 @@
 """Checkpoints that others wrote, located: one description for every format.
 
-Each format is one module with a function `find_…(storage, directory, file) -> Layout | None`; `file` is "" if the
-place is the folder itself. It reads headers only, executes nothing, and returns None for what is of another
-format. A load reads what it describes as it reads a checkpoint of ours.
+Each format is one module with a function `find_…(storage, directory, file) -> Layout | None`; `file` is "" if
+the place is the folder itself. It reads headers only, executes nothing, and returns None for what is of
+another format. A load reads what it describes as it reads a checkpoint of ours.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from ckpt_core.sources._layout import Layout, LayoutLocator, StoredChunk, StoredTensor
+from ckpt_core.sources._safetensors import find_safetensors
 from ckpt_core.storage import Storage
 
 __all__ = ["Layout", "LayoutLocator", "StoredChunk", "StoredTensor", "recognise"]
 
-_FORMATS: Final[Sequence[Callable[[Storage, str, str], Layout | None]]] = ()
+_FORMATS: Final[Sequence[Callable[[Storage, str, str], Layout | None]]] = (find_safetensors,)
 """In the order in which they are asked."""
 
 

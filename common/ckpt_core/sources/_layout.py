@@ -103,7 +103,10 @@ class Layout:
             found[name] = TensorStorageMetadata(
                 TensorProperties(tensor.dtype),
                 torch.Size(tensor.shape),
-                [ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)) for each in tensor.chunks],
+                [
+                    ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes))
+                    for each in tensor.chunks
+                ],
             )
             for each in tensor.chunks:
                 index = MetadataIndex(name, torch.Size(each.offsets))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_core.disclosure import public_url
-from ckpt_core.errors import ConfigError
+from ckpt_core.errors import CheckpointNotFoundError, ConfigError
 from ckpt_core.storage._base import Storage, is_full
 from ckpt_core.storage.local._storage import LocalStorage
 from ckpt_core.storage.object import REQUEST_SECONDS, object_storage
@@ -61,6 +61,55 @@ def open_storage(
     if deadline_seconds is not None:
         options.setdefault("request_seconds", min(REQUEST_SECONDS, deadline_seconds / 3))
     return object_storage(text, **options)
+
+
+def open_around(
+    place: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+) -> tuple[Storage, str, str]:
+    """Open the storage around a folder or a file that somebody wrote.
+
+    Links in the path are followed; in a folder only those that stay in what is opened, which for a snapshot
+    in the cache of `huggingface_hub` has the files that its links name.
+
+    Returns:
+        The storage, the key of the folder there, and the name of the file in it; "" if the place is a folder.
+
+    Raises:
+        CheckpointNotFoundError: there is nothing.
+        ConfigError: it cannot be opened, or has no folder above it, as a bucket has not.
+        OSError: storage failed.
+    """
+    text = _text(place).rstrip("/")
+    match = _URL.fullmatch(text)
+    if match is None or ("::" not in text and match["protocol"] in _LOCAL):
+        path = _local_path(text if match is None else match["rest"])
+        if not path.exists():
+            raise CheckpointNotFoundError(f"{path}: there is nothing")
+        folder, file = (path, "") if path.is_dir() else (path.parent, path.name)
+        folder = Path(os.path.realpath(folder))
+        cache = folder.parent.parent
+        root = cache if folder.parent.name == "snapshots" and (cache / "blobs").is_dir() else folder.parent
+        if root == folder:
+            raise _top(text)
+        return open_storage(root, storage_options), folder.relative_to(root).as_posix(), file
+    parent, _, name = text.rpartition("/")
+    storage = _open_above(parent, text, storage_options)
+    if storage.exists(name):
+        parent, _, folder_name = parent.rpartition("/")
+        return _open_above(parent, text, storage_options), folder_name, name
+    if storage.list(name):
+        return storage, name, ""
+    raise CheckpointNotFoundError(f"{public_url(text)}: there is nothing")
+
+
+def _open_above(parent: str, text: str, options: Mapping[str, Any] | None) -> Storage:
+    if not parent.partition("://")[2].strip("/"):
+        raise _top(text)
+    return open_storage(parent, options)
+
+
+def _top(text: str) -> ConfigError:
+    return ConfigError(f"{public_url(text)} has no folder above it: put what it holds into a folder")
 
 
 def is_in_bucket(place: str) -> bool:
