@@ -26,6 +26,7 @@ from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Sink
 from ckpt_core.tiers.uploading import SaveNumber
 from ckpt_core.types import CapturedState, CheckpointInfo, SavedState
+from ckpt_core.validation import location, require
 from ckpt_core.vocabulary import instead_of
 
 _logger = logger_of(__name__)
@@ -295,6 +296,8 @@ class CheckpointManager:
         *,
         step: int | None = None,
         name: str | None = None,
+        source: str | os.PathLike[str] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
         items: Collection[str] | None = None,
         include: Collection[str] = (),
         rename: Mapping[str, str] | None = None,
@@ -308,11 +311,16 @@ class CheckpointManager:
             state: to load into; a mapping is filled in place, as by `dcp.load`.
             step: of the checkpoint; the newest that verifies if neither step nor name is given.
             name: directory name under the root, also of a directory that stock DCP wrote.
+            source: instead of both, a folder or file anywhere, as a path or URL: weights of Hugging Face, an
+                adapter, a checkpoint of another root or of another program. Weights alone are the item
+                `model`. Saves do not continue from it.
+            storage_options: for the URL of `source`; None for those of a root of the same kind of URL.
             items: load only these, e.g. `["model"]`.
             include: load only entries whose dotted name matches one of these patterns, as by `fnmatch`, e.g.
                 `["model.encoder.*"]`. An optimizer's state is loaded whole or not at all.
             rename: name in the checkpoint -> live name, of a parameter or of a module with its children, e.g.
-                `{"backbone": "encoder"}`; optimizer state is renamed, too.
+                `{"backbone": "encoder"}`; optimizer state is renamed, too. `{"": "net"}` puts the whole model
+                below a module, `{"net": ""}` takes it out of one.
             strict: whether everything must fit; else entries of the model and of mappings that do not fit are
                 skipped, with a warning, and listed in the result's `left`.
             cast: whether values are cast to the live tensor's dtype; else different dtypes do not fit.
@@ -335,25 +343,40 @@ class CheckpointManager:
 
         def checked() -> object:
             narrowed(state, selected())
-            return checked_override(state, override).of_whole(whole=selected().is_all).items
+            if source is not None:
+                alone = None if step is None and name is None else "source= goes with neither step= nor name="
+                require("load", location("source", source), alone)
+            return None if source is None else os.fspath(source), checked_override(state, override).of_whole(
+                whole=selected().is_all
+            ).items
 
         step, name = agreed_place(self._coordinator, "load", step, name, others=checked)
         selection = selected()
         self._rewind()
-        source, narrower = narrowed(state, selection)
+        live, narrower = narrowed(state, selection)
         request = LoadRequest.of(self.options, narrower, Override.of(override))
-        if step is not None or name is not None:
-            saved, info = self._loader.one(request, source, step=step, name=name)
+        info: CheckpointInfo | None = None
+        if source is not None:
+            place = os.fspath(source)
+            saved = self._loader.elsewhere(request, live, place, self._options_for(place, storage_options))
+        elif step is not None or name is not None:
+            saved, info = self._loader.one(request, live, step=step, name=name)
         else:
-            newest = self._loader.required(self._loader.newest(request, source))
+            newest = self._loader.required(self._loader.newest(request, live))
             saved, info = newest.saved, newest.info
-        if selection.is_all and source.takes_all(saved):
+        if selection.is_all and live.takes_all(saved):
             self._continue_from(info, saved, request.override)
         return saved
 
+    def _options_for(self, place: str, given: Mapping[str, Any] | None) -> Mapping[str, Any]:
+        """Return the storage options for a place: those given, or those of a root of its kind."""
+        kind, separator, _ = place.partition("://")
+        own = separator and self.storage.url.startswith(f"{kind}://")
+        return given if given is not None else self.options.storage_options if own else {}
+
     def _continue_from(self, info: CheckpointInfo | None, saved: SavedState, change: Override) -> None:
         """Let saves continue from what was loaded whole, and perhaps changed."""
-        if info is not None:  # else stock DCP wrote it
+        if info is not None:  # else others wrote it, or it is of another root
             self._root.line.continue_from(info, branch=change.differs_from(saved.annotations))
             self._cadence.count_from(lambda: saved.annotations)
             self._journal.resumed(info.step)

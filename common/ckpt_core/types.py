@@ -249,6 +249,10 @@ class SavedState:
         include: patterns of selected entries, see `wants`; everything if empty.
         partial: whether it holds more than this rank has, because other ranks have the rest.
         left: descriptions of the entries skipped, because they do not fit, by a load that was not strict.
+        matched: how many live entries were loaded.
+        missing: live names that the checkpoint lacks, and that keep their values.
+        unexpected: names in the checkpoint that no rank has.
+        mismatched: names that differ in shape or dtype, and how.
         annotations: those given with the save.
     """
 
@@ -262,6 +266,10 @@ class SavedState:
     include: tuple[str, ...] = ()
     partial: bool = False
     left: Sequence[str] = ()
+    matched: int = 0
+    missing: Sequence[str] = ()
+    unexpected: Sequence[str] = ()
+    mismatched: Sequence[str] = ()
     annotations: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def wants(self, path: tuple[str | int, ...]) -> bool:

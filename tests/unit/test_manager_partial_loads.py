@@ -179,12 +179,12 @@ def test_another_dtype_is_cast_only_if_asked_for(tmp_path):
         ({"include": "model.*"}, "include must be a list"),
         ({"include": [1]}, "include must be a list"),
         ({"rename": {"a": 1}}, "rename must be a mapping"),
-        ({"rename": {"": "a"}}, "rename must be a mapping"),
+        ({"rename": {"a.": "b"}}, "without a dot at either end"),
         ({"strict": 1}, "strict must be true or false"),
         ({"cast": "yes"}, "cast must be true or false"),
         ({"items": "model"}, "items must be a list"),
     ],
-    ids=["text", "number", "rename", "empty name", "strict", "cast", "items"],
+    ids=["text", "number", "rename", "dot", "strict", "cast", "items"],
 )
 def test_wrong_arguments_are_named(load, options, words):
     with pytest.raises(ConfigError, match=words):

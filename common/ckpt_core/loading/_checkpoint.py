@@ -147,7 +147,7 @@ class OpenCheckpoint:
     drops_kept: bool = False
 
 
-def open_checkpoint(
+def open_checkpoint(  # noqa: PLR0913 - what a request says, but without its class, which stands above
     storage: Storage,
     directory: str,
     coordinator: Coordinator,

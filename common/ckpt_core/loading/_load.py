@@ -283,7 +283,15 @@ class Load:
                 f"nothing was loaded, because none of the checkpoint's {saved_entries} entries fits the "
                 "training state",
             )
-        saved = replace(opened.saved, left=left, partial=misfits.partial)
+        saved = replace(
+            opened.saved,
+            left=left,
+            partial=misfits.partial,
+            matched=sum(len(load.entries) for load in parts.values()),
+            missing=misfits.missing,
+            unexpected=misfits.unexpected,
+            mismatched=misfits.mismatched,
+        )
         return replace(opened, saved=saved), parts
 
     def _planned(self, opened: OpenCheckpoint) -> tuple[Mapping[str, PartLoad], Misfits]:
@@ -302,6 +310,7 @@ class Load:
             _check_memory(target)
             metadata = opened.contents[part].metadata if part in opened.contents else Metadata({})
             load = PartLoad(part, target, metadata, allow_pickle=self._request.allow_pickle)
+            load.leave_tied()
             misfit = misfits.compare(load.entries, metadata, part=part, paths=load.paths, cast=selection.cast)
             load.leave(misfit)
             if opened.loads_kept and not (selection.include or selection.rename):
@@ -345,8 +354,10 @@ class Load:
             is_marked = committed is not None and committed.damaged is not None
             suspect = twin_of is not None or self._overwritten.error is not None or is_marked
             on_arrival = verification == "arrival" and not suspect
+            # What others wrote may have no checksums.
+            checked = [each for each in reads.checked() if files.is_ours or each.payload.has_checksum]
             failures = files.without_mended(
-                self._engine.verify(reads.checked(), twin_of=twin_of, on_arrival=on_arrival)
+                self._engine.verify(checked, twin_of=twin_of, on_arrival=on_arrival)
             )
         if not failures and verification in _COMPARED:
             failures = files.around_payloads(rank, world_size)

@@ -8,9 +8,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, groupby
-from typing import Final, final
+from typing import Any, Final, final
 
-from ckpt_core.commit import Catalog, Survey, describe, file_as_root, look_around, require_trusted
+from ckpt_core.commit import (
+    Catalog,
+    Occupant,
+    Survey,
+    content_of,
+    describe,
+    file_as_root,
+    look_around,
+    require_trusted,
+)
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
     ArchivedError,
@@ -29,11 +38,11 @@ from ckpt_core.errors import (
 )
 from ckpt_core.loading._checkpoint import is_stock
 from ckpt_core.loading._load import Load, LoadRequest, Overwritten
-from ckpt_core.names import MARKER, is_incomplete, is_trash, parse_step_name
+from ckpt_core.names import MARKER, can_count, is_incomplete, is_trash, parse_step_name
 from ckpt_core.options import Verify, VerifyManifest
 from ckpt_core.root import Job
 from ckpt_core.state import StateSource
-from ckpt_core.storage import Storage
+from ckpt_core.storage import Storage, around, open_storage
 from ckpt_core.tiers import Held, Reading, Tier, TierCopy, United, unite
 from ckpt_core.types import CheckpointInfo, SavedState
 
@@ -172,6 +181,31 @@ class Loader:
             storage = self._tiers[tier].storage
             one = replace(request, directory=directory)
             return self._load_directory(one, source, storage), None
+
+    def elsewhere(
+        self, request: LoadRequest, source: StateSource, place: str, options: Mapping[str, Any]
+    ) -> SavedState:
+        """Load what is at a place, a folder or a file, of whatever format that is known."""
+
+        def find() -> tuple[str, str, str]:
+            root, directory, file = around(place, options)
+            storage = open_storage(root, options)
+            kind = Occupant.FILES if file else content_of(storage, directory)
+            if kind is Occupant.TORN or not can_count(directory):
+                raise CheckpointNotFoundError(
+                    f"{storage.url}/{directory} is a checkpoint that was never committed: its save was "
+                    "interrupted, or goes on. Nothing was loaded"
+                )
+            if kind is not Occupant.COMMITTED and not file:
+                run = f"{root}/{directory}"
+                if (newest := Catalog(open_storage(run, options)).latest()) is not None:
+                    return run, newest.name, ""
+            return root, directory, file
+
+        root, directory, file = self._coordinator.run_on_coordinator(find, what="looking for a source")
+        with _telling(self.overwritten):
+            one = replace(request, directory=directory, file=file)
+            return self._load_directory(one, source, open_storage(root, options))
 
     def _find(self, step: int | None, name: str | None) -> Held | tuple[int, str]:
         """Find a checkpoint and its copies, or the tier and directory of stock DCP's."""

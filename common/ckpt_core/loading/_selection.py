@@ -122,20 +122,19 @@ class Selection:
         return narrowed, {name: key for key, name in names.items()}
 
     def _renamed(self, path: Path, used: set[str]) -> Path:
-        return (path[0], *(self._renamed_part(each, used) for each in path[1:]))
+        top, *inner = path
+        return (top, *(self._renamed_part(each, used, is_all=len(inner) == 1) for each in inner))
 
-    def _renamed_part(self, name: str | int, used: set[str]) -> str | int:
+    def _renamed_part(self, name: str | int, used: set[str], *, is_all: bool = False) -> str | int:
+        """Rename a part of a path; by "", the name of the whole model, only if it is all below its item."""
         if not isinstance(name, str):
             return name
-        old = max(
-            (each for each in self.rename if name == each or name.startswith(f"{each}.")),
-            key=len,
-            default=None,
-        )
+        fits = (each for each in self.rename if name == each or name.startswith(f"{each}." if each else name))
+        old = max((each for each in fits if each or is_all), key=len, default=None)
         if old is None:
             return name
         used.add(old)
-        return (self.rename[old] + name[len(old) :]).strip(".")
+        return ".".join(filter(None, (self.rename[old], name[len(old) :].removeprefix("."))))
 
     def _check_whole_optimizers(
         self, items: Collection[str], paths: Mapping[str, Path], names: Mapping[str, str], place: str
@@ -185,7 +184,7 @@ def _strings(name: str, value: Any) -> str | None:
 def _names(rename: Any) -> str | None:
     if rename is None or (
         isinstance(rename, Mapping)
-        and all(isinstance(each, str) and each.strip(".") for pair in rename.items() for each in pair)
+        and all(isinstance(each, str) and each == each.strip(".") for pair in rename.items() for each in pair)
     ):
         return None
-    return f"rename must be a mapping of names to names, not {rename!r}"
+    return f"rename must be a mapping of names to names, without a dot at either end, not {rename!r}"

@@ -219,6 +219,13 @@ class PartLoad:
         self._rebuilt: list[_Rebuilt] = []
         self._kept: set[str] = set()
 
+    def leave_tied(self) -> None:
+        """Exclude tensors that the checkpoint lacks, and that share memory with one that it has."""
+        saved = self._metadata.state_dict_metadata
+        own = {key: _memory(value) for key, value in self.entries.items() if isinstance(value, torch.Tensor)}
+        there = {memory for key, memory in own.items() if key in saved}
+        self.leave([key for key, memory in own.items() if key not in saved and memory in there])
+
     def leave(self, keys: Collection[str]) -> None:
         """Exclude these entries; remove plain values among them from the target."""
         for key in keys:
@@ -307,6 +314,13 @@ class PartLoad:
                 for target, source in each.copies():
                     if into_place:
                         target.copy_(source)
+
+
+def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return what two names of one tensor have in common."""
+    own = own_part(tensor)
+    place = id(own) if is_wrapped(own) or own.device.type == "meta" else own.data_ptr()
+    return own.device, place, own.dtype, tuple(tensor.shape), tuple(tensor.stride())
 
 
 def _narrowed(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:

@@ -34,6 +34,11 @@ class Payload:
     block_bytes: int = 1 << 20
     block_crcs: Sequence[int] = ()
 
+    @property
+    def has_checksum(self) -> bool:
+        """Whether damage can be seen."""
+        return self.crc32 is not None or bool(self.block_crcs)
+
     def __post_init__(self) -> None:
         if self.block_crcs and len(self.block_crcs) != -(-self.size_bytes // self.block_bytes):
             raise ValueError(

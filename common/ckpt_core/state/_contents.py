@@ -132,7 +132,8 @@ def supplied(model: nn.Module, saved: SavedState, contents: Contents | None, *, 
                 len(unfrozen),
                 _first(unfrozen, ", "),
             )
-    return frozenset(record)
+    # What others wrote has no record of a base, as adapters of PEFT have none.
+    return frozenset(base.facts if saved.world_size is None else record)
 
 
 def is_of_base(item: str) -> bool:

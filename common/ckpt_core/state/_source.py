@@ -119,7 +119,8 @@ class DictState(StateSource):
                 # Its own names, without those of other stages of a pipeline.
                 live = value.state_dict()
                 found = {at: entry for at, entry in under(entries, *path).items() if at[0] in live}
-                put(tree, path, {**dict.fromkeys(live), **template(live, found)})
+                own = {name: each if isinstance(each, torch.Tensor) else None for name, each in live.items()}
+                put(tree, path, {**own, **template(live, found)})
             elif is_stateful(value):
                 put(tree, path, item_target(value, under(entries, *path)))
             else:

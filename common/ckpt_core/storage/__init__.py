@@ -13,7 +13,7 @@ from ckpt_core.storage._base import (
 from ckpt_core.storage._keys import RangeStream
 from ckpt_core.storage._layered import LayeredStorage
 from ckpt_core.storage._memory import MemoryStorage
-from ckpt_core.storage._open import is_in_bucket, open_around, open_storage, unwritable
+from ckpt_core.storage._open import around, is_in_bucket, open_around, open_storage, unwritable
 from ckpt_core.storage._putting import Pace
 from ckpt_core.storage._small import BIGGEST_SMALL_FILE, ForeignFileError, read_intact, read_small
 from ckpt_core.storage._throttle import Throttle
@@ -37,6 +37,7 @@ __all__ = [
     "Storage",
     "StorageEntry",
     "Throttle",
+    "around",
     "excludes_others",
     "is_full",
     "is_in_bucket",

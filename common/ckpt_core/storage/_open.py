@@ -66,46 +66,59 @@ def open_storage(
 def open_around(
     place: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
 ) -> tuple[Storage, str, str]:
-    """Open the storage around a folder or a file that somebody wrote.
+    """Open the storage around a folder or file; return also folder and file: see `around`."""
+    root, directory, file = around(place, storage_options)
+    return open_storage(root, storage_options), directory, file
+
+
+def around(
+    place: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+) -> tuple[str, str, str]:
+    """Split the place of a folder or a file that somebody wrote.
 
     Links in the path are followed; in a folder only those that stay in what is opened, which for a snapshot
     in the cache of `huggingface_hub` has the files that its links name.
 
     Returns:
-        The storage, the key of the folder there, and the name of the file in it; "" if the place is a folder.
+        What to open as a storage, the key of the folder there, and the name of the file in it; "" if the
+        place is a folder.
 
     Raises:
         CheckpointNotFoundError: there is nothing.
         ConfigError: it cannot be opened, or has no folder above it, as a bucket has not.
         OSError: storage failed.
     """
-    text = _text(place).rstrip("/")
+    text = _text(place)
     match = _URL.fullmatch(text)
     if match is None or ("::" not in text and match["protocol"] in _LOCAL):
-        path = _local_path(text if match is None else match["rest"])
-        if not path.exists():
-            raise CheckpointNotFoundError(f"{path}: there is nothing")
-        folder, file = (path, "") if path.is_dir() else (path.parent, path.name)
-        folder = Path(os.path.realpath(folder))
-        cache = folder.parent.parent
-        root = cache if folder.parent.name == "snapshots" and (cache / "blobs").is_dir() else folder.parent
-        if root == folder:
-            raise _top(text)
-        return open_storage(root, storage_options), folder.relative_to(root).as_posix(), file
-    parent, _, name = text.rpartition("/")
-    storage = _open_above(parent, text, storage_options)
+        return _around_local(_local_path(text if match is None else match["rest"]))
+    parent, _, name = text.rstrip("/").rpartition("/")
+    storage = open_storage(_with_bucket(parent, text), storage_options)
     if storage.exists(name):
-        parent, _, folder_name = parent.rpartition("/")
-        return _open_above(parent, text, storage_options), folder_name, name
-    if storage.list(name):
-        return storage, name, ""
-    raise CheckpointNotFoundError(f"{public_url(text)}: there is nothing")
+        parent, _, directory = parent.rpartition("/")
+        return _with_bucket(parent, text), directory, name
+    if not storage.list(name):
+        raise CheckpointNotFoundError(f"{public_url(text)}: there is nothing")
+    return parent, name, ""
 
 
-def _open_above(parent: str, text: str, options: Mapping[str, Any] | None) -> Storage:
+def _around_local(path: Path) -> tuple[str, str, str]:
+    if not path.exists():
+        raise CheckpointNotFoundError(f"{path}: there is nothing")
+    folder, file = (path, "") if path.is_dir() else (path.parent, path.name)
+    folder = Path(os.path.realpath(folder))
+    root = folder.parent
+    if root.name == "snapshots" and (root.parent / "blobs").is_dir():
+        root = root.parent
+    if root == folder:
+        raise _top(str(path))
+    return str(root), folder.relative_to(root).as_posix(), file
+
+
+def _with_bucket(parent: str, text: str) -> str:
     if not parent.partition("://")[2].strip("/"):
         raise _top(text)
-    return open_storage(parent, options)
+    return parent
 
 
 def _top(text: str) -> ConfigError:

@@ -1,0 +1,109 @@
+"""Weights of Hugging Face go straight into a sharded model, and each rank reads its own bytes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from ckpt_core import CheckpointManager, TrainState
+from ckpt_core.errors import CorruptCheckpointError
+from ckpt_core.reading import Engine
+from tests.kit.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+FILES = {
+    "model-00001-of-00002.safetensors": {"embed.weight": (257, 64), "layers.0.weight": (64, 65)},
+    "model-00002-of-00002.safetensors": {"layers.1.weight": (130, 64), "norm.weight": (64,)},
+}
+SHAPES = {name: shape for shapes in FILES.values() for name, shape in shapes.items()}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(257, 64)
+        self.layers = nn.ModuleList([nn.Linear(65, 64, bias=False), nn.Linear(64, 130, bias=False)])
+        self.norm = nn.RMSNorm(64)
+        self.head = nn.Linear(64, 257, bias=False)
+        self.tie()
+
+    def tie(self) -> None:
+        self.head.weight = self.embed.weight
+
+
+def value(name: str) -> torch.Tensor:
+    shape = SHAPES["embed.weight" if name == "head.weight" else name]
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape) + len(shape)
+
+
+def load(root: str, folder: str, groups: int) -> int:
+    """Load on this rank; return how many bytes it asked for."""
+    with torch.device("meta"):
+        model = Model()
+    world = int(os.environ["WORLD_SIZE"])
+    names = ("replicas", "shards")[-1 if groups == 1 else 0 :]
+    mesh = init_device_mesh("cpu", (groups, world // groups)[-len(names) :], mesh_dim_names=names)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device="cpu")
+    model.tie()
+    engines: list[Engine] = []
+    made = Engine.__init__
+
+    def noted(self: Engine, *args: object, **kwargs: object) -> None:
+        engines.append(self)
+        made(self, *args, **kwargs)  # type: ignore[arg-type]
+
+    Engine.__init__ = noted  # type: ignore[method-assign]
+    with CheckpointManager(root) as checkpoints:
+        found = checkpoints.load(TrainState(model=model), source=folder, items=["model"])
+    assert (found.matched, list(found.missing), list(found.unexpected)) == (4, [], [])
+    for name, each in model.state_dict().items():
+        assert isinstance(each, DTensor)
+        assert torch.equal(each.full_tensor(), value(name)), name
+    return sum(each.bytes_read for each in engines)
+
+
+def refuse(root: str, folder: str) -> str:
+    model = Model()
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(model, mesh=mesh)
+    before = [each.to_local().clone() for each in model.parameters() if isinstance(each, DTensor)]
+    with CheckpointManager(root) as checkpoints, pytest.raises(CorruptCheckpointError) as error:
+        checkpoints.load(TrainState(model=model), source=folder, items=["model"])
+    after = [each.to_local() for each in model.parameters() if isinstance(each, DTensor)]
+    assert all(map(torch.equal, before, after))
+    return str(error.value)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "hf"
+    made.mkdir()
+    for file, shapes in FILES.items():
+        save_file({name: value(name) for name in shapes}, made / file)
+    return made
+
+
+@pytest.mark.parametrize(("ranks", "groups"), [(2, 1), (4, 2)])
+def test_a_folder_is_read_once_by_all_ranks_together(tmp_path, folder, ranks, groups):
+    asked = run_ranks(load, ranks, str(tmp_path / "run"), str(folder), groups)
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    assert sum(asked) <= 1.05 * size
+
+
+def test_a_missing_shard_is_one_error_on_every_rank(tmp_path, folder):
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    one, other = run_ranks(refuse, 2, str(tmp_path / "run"), str(folder))
+    assert one == other
+    assert "not all there" in one
