@@ -10,9 +10,10 @@ from typing import Any, Final, Literal, TypeAlias, final
 
 import torch
 
-from ckpt_core.comparison._one_side import MISSING, Contents, LocatedTensor
+from ckpt_core.comparison._one_side import MISSING, Contents
 from ckpt_core.dcp import load_value
 from ckpt_core.errors import ConfigError, UnsafeCheckpointError
+from ckpt_core.loading import LocatedTensor
 from ckpt_core.storage import Storage
 from ckpt_core.types import SavedTensor
 

@@ -4,128 +4,33 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Final, TypeAlias, final
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, final
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from ckpt_core.dcp import ChunkLocation, load_plain
 from ckpt_core.errors import CheckpointError
-from ckpt_core.formats.checksums import Checksum, crc32
-from ckpt_core.formats.zips import payload_offset, read_directory
-from ckpt_core.loading import CheckpointPart, open_parts
+from ckpt_core.formats.checksums import Checksum
+from ckpt_core.loading import CheckpointPart, LocatedTensor, located, open_parts
 from ckpt_core.names import METADATA, SHARED, data_rank, is_own_json, shared_rank
 from ckpt_core.reading import Payload
 from ckpt_core.state import decode_buffers, decode_items
 from ckpt_core.storage import Storage
-from ckpt_core.types import FileEntry, SavedTensor
+from ckpt_core.types import FileEntry
 
 MISSING: Final = object()
 """Stands for no value."""
 _SMALL_BYTES: Final = 16 << 20
 _PIECE_BYTES: Final = 1 << 20
 _ZIP: Final = b"PK"
-_OF_THE_WRITER: Final = frozenset({".format_version", ".storage_alignment", ".data/serialization_id"})
-"""Records of a torch zip that say how it was written."""
 _OF_SAFETENSORS: Final = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16,
     "U32": torch.uint32, "I32": torch.int32, "U64": torch.uint64, "I64": torch.int64, "F16": torch.float16,
     "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
-Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes of a chunk."""
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class LocatedTensor:
-    """A tensor in a checkpoint.
-
-    Attributes:
-        name: in the comparison.
-        chunks: the index of each chunk in its part, and its box.
-        file: where all of it lies in a file of safetensors, instead.
-    """
-
-    name: str
-    part: CheckpointPart
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    chunks: Mapping[MetadataIndex, Box] = field(default_factory=dict[MetadataIndex, Box])
-    file: ChunkLocation | None = None
-
-    @property
-    def form(self) -> SavedTensor:
-        """Shape and dtype, for people."""
-        return SavedTensor(shape=self.shape, dtype=str(self.dtype).removeprefix("torch."))
-
-    @cached_property
-    def boxes(self) -> dict[Box, ChunkLocation]:
-        """Where the bytes of each chunk are."""
-        if self.file is not None:
-            return {((0,) * len(self.shape), self.shape): self.file}
-        return {self.chunks[index]: place for index, place in self.part.find(self.chunks).items()}
-
-    @property
-    def checksums(self) -> dict[Box, tuple[int, int]] | None:
-        """Checksum and size of each chunk's bytes; None if one has no checksum."""
-        found: dict[Box, tuple[int, int]] = {}
-        for box, place in self.boxes.items():
-            if math.prod(box[1]):
-                if place.wrapped or place.payload is None or place.payload.crc32 is None:
-                    return None
-                found[box] = place.payload.crc32, place.payload.size_bytes
-        return found
-
-    @property
-    def is_wrapped(self) -> bool:
-        """Whether it is made of others."""
-        return any(place.wrapped for place in self.boxes.values())
-
-    @property
-    def size_bytes(self) -> int:
-        """What reading it takes."""
-        return sum(map(_size_of, self.boxes.values()))
-
-    def read(self, seen: Callable[[int], None]) -> torch.Tensor:
-        """Read it, flat, and compare every chunk with its checksum.
-
-        Raises:
-            CorruptCheckpointError: one differs, or a file ends before.
-        """
-        found = torch.empty(self.shape, dtype=self.dtype)
-        for (offsets, sizes), place in self.boxes.items():
-            if math.prod(sizes):
-                box = tuple(slice(start, start + n) for start, n in zip(offsets, sizes, strict=True))
-                found[box] = self.part.read_tensor(place, self.dtype).view(sizes)
-            seen(_size_of(place))
-        return found.reshape(-1)
-
-    def records(self, box: Box, seen: Callable[[int], None]) -> dict[str, tuple[int, int]]:
-        """Return size and checksum of each record of a zip, whose padding may differ."""
-        content = self.part.read_entry(self.boxes[box])
-        seen(len(content))
-        view = memoryview(content)
-
-        def read_at(offset: int, size: int) -> bytes:
-            return bytes(view[offset : offset + size])
-
-        directory = read_directory(read_at, len(content))
-        found: dict[str, tuple[int, int]] = {}
-        for record in directory.records.values():
-            if (name := directory.inner_name(record)) not in _OF_THE_WRITER:
-                start = payload_offset(read_at, directory, record)
-                # Not the checksum in the directory: torch can be configured to write none.
-                found[name] = record.size_bytes, crc32(view[start : start + record.size_bytes])
-        return found
-
-
-def _size_of(place: ChunkLocation) -> int:
-    return place.size_bytes if place.wrapped or place.payload is None else place.payload.size_bytes
 
 
 @final
@@ -149,10 +54,13 @@ class Contents:
         self._verified: set[str] = set()
         self.url = self._files.url
         self.entries = {entry.path: entry for entry in self._files.entries}
-        self.tensors: dict[str, LocatedTensor] = {}
-        self.byte_entries: dict[str, tuple[CheckpointPart, MetadataIndex]] = {}
-        for directory, part in parts.items():
-            self._locate(part, f"{directory}: " if directory else "")
+        self.tensors = located(parts)
+        self.byte_entries: dict[str, tuple[CheckpointPart, MetadataIndex]] = {
+            f"{directory}: {key}" if directory else key: (part, MetadataIndex(key))
+            for directory, part in parts.items()
+            for key, entry in part.metadata.state_dict_metadata.items()
+            if not isinstance(entry, TensorStorageMetadata)
+        }
         self.items: dict[str, Any] = {}
         self.host_files: dict[str, FileEntry] = {}
         for path, file in sorted(self.entries.items()):
@@ -166,23 +74,6 @@ class Contents:
                 del self.host_files[path]
             except (FileNotFoundError, LookupError, TypeError, ValueError, AttributeError, RecursionError):
                 self.verify(path)  # damaged, or else the bytes of the host's own file are compared
-
-    def _locate(self, part: CheckpointPart, prefix: str) -> None:
-        for key, entry in part.metadata.state_dict_metadata.items():
-            name = f"{prefix}{key}"
-            if not isinstance(entry, TensorStorageMetadata):
-                self.byte_entries[name] = part, MetadataIndex(key)
-                continue
-            self.tensors[name] = LocatedTensor(
-                name=name,
-                part=part,
-                dtype=entry.properties.dtype,
-                shape=tuple(entry.size),
-                chunks={
-                    MetadataIndex(key, each.offsets): (tuple(each.offsets), tuple(each.sizes))
-                    for each in entry.chunks
-                },
-            )
 
     def _read_items(self, path: str) -> None:
         """Read the values in one of our own small files; pickled ones are byte entries."""

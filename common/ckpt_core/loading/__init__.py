@@ -5,6 +5,7 @@ from ckpt_core.loading._committed_files import CommittedFiles
 from ckpt_core.loading._fetch import Fetcher
 from ckpt_core.loading._load import LoadRequest
 from ckpt_core.loading._loader import Loader
+from ckpt_core.loading._located import LocatedTensor, located
 from ckpt_core.loading._repair import Repairer
 from ckpt_core.loading._selection import Selection, narrowed
 
@@ -14,8 +15,10 @@ __all__ = [
     "Fetcher",
     "LoadRequest",
     "Loader",
+    "LocatedTensor",
     "Repairer",
     "Selection",
+    "located",
     "narrowed",
     "open_parts",
 ]
