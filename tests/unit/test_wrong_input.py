@@ -307,28 +307,43 @@ def test_stock_states_beside_the_model_are_loaded_too(foreign):
     assert (counter.step, scheduler.last_epoch, strays.epoch) == (7, 3, 5)
 
 
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("flat", r"at its top level.*load\(\{\*\*model\.state_dict"),
-        ("numbered", r"numbers of parameters.*items="),
-    ],
-)
-def test_other_layouts_are_refused_with_the_way_to_load_them(foreign, name, says):
+def test_another_layout_is_refused_with_the_way_to_load_it(foreign):
     model, optimizer, _ = trained(3)
     before = model[0].weight.clone()
     with CheckpointManager(foreign) as checkpoints:
-        with pytest.raises(IncompatibleCheckpointError, match=says):
-            checkpoints.load(TrainState(model=model, optimizer=optimizer), name=name)
+        with pytest.raises(
+            IncompatibleCheckpointError, match=r"at its top level.*load\(\{\*\*model\.state_dict"
+        ):
+            checkpoints.load(TrainState(model=model, optimizer=optimizer), name="flat")
         assert torch.equal(model[0].weight, before)
-        if name == "numbered":
-            checkpoints.load({"optimizer": optimizer}, name=name)
-            checkpoints.load(TrainState(model=model), items=["model"], name=name)
-        else:
-            weights = dict(model.state_dict())
-            checkpoints.load(weights, name=name)
+        checkpoints.load(dict(model.state_dict()), name="flat")
     expected, _, _ = trained()
     assert torch.equal(model[0].weight, expected[0].weight)
+
+
+def test_optimizer_state_by_numbers_is_loaded_in_the_order_of_the_live_optimizer(foreign):
+    model, optimizer, _ = trained(3)
+    with CheckpointManager(foreign) as checkpoints:
+        checkpoints.load(TrainState(model=model, optimizer=optimizer), name="numbered")
+    expected, expected_optimizer, scheduler = trained()
+    for _ in range(3):
+        scheduler.step()
+    for live, other in ((model, optimizer), (expected, expected_optimizer)):
+        step_once(live, other)
+    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(optimizer.state[one]["exp_avg_sq"], expected_optimizer.state[other]["exp_avg_sq"])
+
+
+def test_optimizer_state_by_numbers_needs_the_same_groups(foreign):
+    model, _, _ = trained(3)
+    groups = [{"params": [each]} for each in model.parameters()]
+    optimizer, before = torch.optim.AdamW(groups), model[0].weight.clone()
+    refusal = pytest.raises(IncompatibleCheckpointError, match=r"groups of \[4\].*\[1, 1, 1, 1\]")
+    with CheckpointManager(foreign) as checkpoints, refusal:
+        checkpoints.load(TrainState(model=model, optimizer=optimizer), name="numbered")
+    assert torch.equal(model[0].weight, before)
+    assert not optimizer.state
 
 
 def test_a_load_that_is_not_strict_and_changes_nothing_says_so(foreign, caplog):

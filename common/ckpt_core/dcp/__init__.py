@@ -17,7 +17,7 @@ from ckpt_core.dcp._reader import (
     without_pickle,
 )
 from ckpt_core.dcp._tensor_reads import TensorRead, TensorTarget
-from ckpt_core.dcp._torch_zip import checked_zip, value_entry
+from ckpt_core.dcp._torch_zip import checked_zip, read_record, value_entry
 from ckpt_core.dcp._wrapped_tensors import WrapMismatchError, fillings
 from ckpt_core.formats.consistency import check_metadata
 
@@ -54,6 +54,7 @@ __all__ = [
     "load_value",
     "places_in",
     "read_linked",
+    "read_record",
     "sample",
     "spec_of",
     "value_entry",

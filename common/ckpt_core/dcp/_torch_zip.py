@@ -288,12 +288,14 @@ _SMALL_RECORDS: Final = frozenset(
 _MAX_PICKLE_BYTES: Final = 1 << 16
 
 
-def read_record(read_at: ReadAt, directory: Directory, name: str) -> bytes | None:
+def read_record(
+    read_at: ReadAt, directory: Directory, name: str, *, most_bytes: int = _MAX_PICKLE_BYTES
+) -> bytes | None:
     """Read a small record and compare its checksum; None if it does not exist."""
     record = directory.find(name)
     if record is None:
         return None
-    if record.size_bytes > _MAX_PICKLE_BYTES:
+    if record.size_bytes > most_bytes:
         raise ZipError(f"{record.name!r:.80} has {record.size_bytes} bytes, which is absurd")
     content = read_at(payload_offset(read_at, directory, record), record.size_bytes)
     if not directory.is_intact(record, content):

@@ -12,11 +12,15 @@ from typing import Final
 
 from ckpt_core.sources._layout import Layout, LayoutLocator, StoredChunk, StoredTensor
 from ckpt_core.sources._safetensors import find_safetensors
+from ckpt_core.sources._torch_save import find_torch_save
 from ckpt_core.storage import Storage
 
 __all__ = ["Layout", "LayoutLocator", "StoredChunk", "StoredTensor", "recognise"]
 
-_FORMATS: Final[Sequence[Callable[[Storage, str, str], Layout | None]]] = (find_safetensors,)
+_FORMATS: Final[Sequence[Callable[[Storage, str, str], Layout | None]]] = (
+    find_safetensors,
+    find_torch_save,
+)
 """In the order in which they are asked."""
 
 

@@ -35,9 +35,8 @@ _AS_AN_ITEM: Final = (
     "TrainState(model=..., optimizer=optimizer)"
 )
 _NUMBERED: Final = (
-    ". It uses the numbers of parameters, as `optimizer.state_dict()` does: load it in the same form, by "
-    'CheckpointManager.load({"optimizer": optimizer}) with the same parameters in the same order, and the '
-    "rest with items="
+    ". It uses the numbers of parameters, as `optimizer.state_dict()` does, and FSDP1 may order them "
+    "otherwise: load it into a model without FSDP1, or with FSDP2's fully_shard"
 )
 _OF_TORCH: Final = "torch.optim."
 # How a step is computed, not its result: the live optimizer's choice is kept, because it depends on the
@@ -246,6 +245,21 @@ def _nested(state: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"state": by_name, "param_groups": list(groups.values())}
 
 
+def _numbered(names: Names, members: Sequence[Sequence[str]]) -> dict[str, str]:
+    """Map the numbers by which torch's `state_dict` calls parameters to live names.
+
+    The order of the live optimizer must be that of the saved one, as torch's own `load_state_dict` needs it.
+    """
+    in_order = (name for own in members for name in own)
+    return {str(number): name for number, name in enumerate(in_order) if str(number) not in names.by_name}
+
+
+def _resolver(names: Names, members: Sequence[Sequence[str]]) -> Callable[[Any], str]:
+    """Return a function from a saved name, or number, to the live name."""
+    numbered = _numbered(names, members)
+    return lambda name: numbered.get(str(name)) or names.resolve(str(name))
+
+
 def load_optimizer_state(
     model: nn.Module, optimizer: Any, state: Mapping[str, Any], *, fit: Fit = "same"
 ) -> None:
@@ -261,7 +275,7 @@ def load_optimizer_state(
     inner, state = unwrap_optimizer(optimizer), _nested(state)
     names = None if _fsdp1.is_fsdp1(model) else Names(model)
     members = _fsdp1.group_names(model, inner) if names is None else names.of_groups(inner)
-    resolve = str if names is None else names.resolve
+    resolve = str if names is None else _resolver(names, members)
     options = _arrange(inner.param_groups, members, state.get("param_groups", ()), resolve, fit=fit)
     values = {resolve(name): each for name, each in state.get("state", {}).items()}
     if names is None:
@@ -381,7 +395,14 @@ def _check_members(
     fit: Fit,
 ) -> dict[str, int]:
     """Map every parameter's live name to the index of its saved group; refuse others."""
-    owner = {resolve(name): index for index, group in enumerate(saved) for name in group.get("params", ())}
+    params = [group.get("params", ()) for group in saved]
+    sizes = list(map(len, params)), list(map(len, names))
+    if sizes[0] != sizes[1] and any(type(name) is int for own in params for name in own):
+        raise IncompatibleCheckpointError(
+            f"the checkpoint's optimizer numbers its parameters, in groups of {sizes[0]}, and the live one "
+            f"has groups of {sizes[1]}: only with the same groups it is known which is which"
+        )
+    owner = {resolve(name): index for index, own in enumerate(params) for name in own}
     live = {name for group in names for name in group}
     missing = sorted(live - owner.keys()) if fit != "any" else []
     unexpected = sorted(owner.keys() - live) if fit == "same" else []
@@ -421,7 +442,8 @@ def check_groups(
         return  # `load_optimizer_state` checks it; under FSDP1 a check is a collective
     names, state = Names(model), _nested(state)
     check_entries(optimizer, {path: None for path, _ in leaves(state)})
-    _check_members(names.of_groups(optimizer), state.get("param_groups", ()), names.resolve, fit=fit)
+    members = names.of_groups(optimizer)
+    _check_members(members, state.get("param_groups", ()), _resolver(names, members), fit=fit)
 
 
 def check_class(optimizer: torch.optim.Optimizer, saved: Sequence[str]) -> None:
@@ -542,7 +564,7 @@ def _new_memory(
 
 
 def _references(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Map what is trained, aliases too, to tensors of the same shape and placement.
+    """Map what is trained, aliases and numbers too, to tensors of the same shape and placement.
 
     Under FSDP1, with flat parameters, they are the model's shards.
     """
@@ -550,8 +572,12 @@ def _references(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
         shards = model_state(model)
         return {name: shards[name] for own in _fsdp1.group_names(model, optimizer) for name in own}
     names = Names(model)
-    trained = {name for own in names.of_groups(optimizer) for name in own}
-    return {name: each for name, each in names.by_name.items() if names.own[each] in trained}
+    members = names.of_groups(optimizer)
+    trained = {name for own in members for name in own}
+    named: dict[str, torch.Tensor] = {
+        name: each for name, each in names.by_name.items() if names.own[each] in trained
+    }
+    return named | {number: named[name] for number, name in _numbered(names, members).items()}
 
 
 def _place(

@@ -1,0 +1,492 @@
+"""Files of `torch.save`: every tensor of the zip located, the rest as plain values; nothing is executed.
+
+What is accepted is what `torch.load(weights_only=True)` accepts of dense tensors and plain values, and
+numbers and arrays of NumPy, paths and namespaces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from itertools import product
+from math import prod
+from pathlib import PurePath
+from typing import Any, Final, TypeAlias, final
+
+import numpy as np
+import torch
+
+from ckpt_core._torch_internals import dtypes_by_storage_type, new_dtypes, storage_types_by_dtype
+from ckpt_core.crew import run_all
+from ckpt_core.dcp import read_record
+from ckpt_core.errors import IncompatibleCheckpointError, UnsafeCheckpointError
+from ckpt_core.formats.codec import damage
+from ckpt_core.formats.consistency import MAX_DIMS
+from ckpt_core.formats.pickles import PickleError, Sealed, read_pickle
+from ckpt_core.formats.zips import Directory, ReadAt, ZipError, payload_offset, read_directory
+from ckpt_core.sources._layout import Layout, Path, StoredChunk, StoredTensor
+from ckpt_core.storage import Storage
+
+Find: TypeAlias = Callable[[str, str], Any]
+"""(module, name) in a pickle -> what stands for it; see `read_pickle`."""
+
+_ZIP: Final = b"PK\3\4"
+_BEFORE_ZIPS: Final = b"\x80\2\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+_TAR: Final = b"ustar"
+_TAR_AT: Final = 257
+_MOST_PICKLE_BYTES: Final = 1 << 28
+_THREADS: Final = 16
+_MOST_CHUNKS: Final = 1 << 16
+"""Of an expanded tensor, whose elements share memory."""
+
+
+class View(metaclass=Sealed):
+    """Stand-in for a tensor: storage, offset, shape, strides, and what else rebuilds it."""
+
+    __slots__ = ("arguments",)
+    arguments: tuple[Any, ...]
+
+    def __new__(cls, *arguments: Any) -> Any:
+        """Take the arguments of `_rebuild_tensor_v2`."""
+        found = object.__new__(cls)
+        found.arguments = arguments
+        return found
+
+
+class _ViewOfDtype(View):
+    """Stand-in for a tensor of `_rebuild_tensor_v3`, whose storage has no dtype."""
+
+    __slots__ = ()
+
+
+class _First(metaclass=Sealed):
+    """Stand-in for a parameter: its first argument, the tensor."""
+
+    def __new__(cls, value: Any, *_: Any) -> Any:
+        return value
+
+
+class _OfPlainType(metaclass=Sealed):
+    """Stand-in for a tensor with attributes of its own, of a type that torch has."""
+
+    def __new__(cls, rebuild: Any, kind: Any, arguments: Any, *_: Any) -> Any:
+        if type(rebuild) is not Sealed or not issubclass(rebuild, View) or kind is not _PLAIN_TYPE:
+            raise PickleError("a tensor of a type that is not torch's")
+        return rebuild(*arguments)
+
+
+class Mapped(dict[Any, Any], metaclass=Sealed):
+    """Stand-in for a dict of another type; its attributes are dropped."""
+
+    __slots__ = ()
+
+    def __setstate__(self, _: Any) -> None:
+        pass
+
+
+class _Defaults(Mapped):
+    """Stand-in for a `defaultdict`."""
+
+    __slots__ = ()
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+
+
+class Namespace(Mapped):
+    """Stand-in for an object that is no more than its attributes."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> None:
+        self.update(state)
+
+
+class _Bytes(metaclass=Sealed):
+    def __new__(cls, text: Any = "", *_: Any) -> Any:
+        return text.encode("latin1") if isinstance(text, str) else bytes(memoryview(text))
+
+
+class _PathText(metaclass=Sealed):
+    def __new__(cls, *parts: Any) -> Any:
+        return str(PurePath(*parts))
+
+
+class _NumpyType(metaclass=Sealed):
+    __slots__ = ("code", "order")
+    code: str
+    order: str
+
+    def __new__(cls, code: str, *_: Any) -> Any:
+        found = object.__new__(cls)
+        found.code, found.order = code, "|"
+        return found
+
+    def __setstate__(self, state: Any) -> None:
+        self.order = state[1]
+
+    def values(self, content: bytes, shape: tuple[int, ...], *, is_fortran: bool = False) -> Any:
+        """Return numbers as Python has them: one, or nested lists."""
+        dtype = np.dtype(f"{self.order}{self.code}")
+        if dtype.kind not in "biufc" or type(content) is not bytes:
+            raise PickleError(f"NumPy values of dtype {self.code!r:.40}, which are no numbers")
+        return np.frombuffer(content, dtype).reshape(shape, order="F" if is_fortran else "C").tolist()
+
+
+class _NumpyScalar(metaclass=Sealed):
+    def __new__(cls, kind: _NumpyType, content: bytes) -> Any:
+        return kind.values(content, ())
+
+
+class _NumpyArray(metaclass=Sealed):
+    __slots__ = ("value",)
+    value: Any
+
+    def __new__(cls, *_: Any) -> Any:
+        return object.__new__(cls)
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, kind, is_fortran, content = state
+        self.value = kind.values(content, shape, is_fortran=bool(is_fortran))
+
+
+_PLAIN_TYPE: Final = "a tensor type of torch"
+_TENSORS: Final = "torch._utils"
+_ALLOWED: Final[dict[tuple[str, str], Any]] = {
+    (_TENSORS, "_rebuild_tensor"): View,
+    (_TENSORS, "_rebuild_tensor_v2"): View,
+    (_TENSORS, "_rebuild_tensor_v3"): _ViewOfDtype,
+    (_TENSORS, "_rebuild_parameter"): _First,
+    (_TENSORS, "_rebuild_parameter_with_state"): _First,
+    ("torch._tensor", "_rebuild_from_type_v2"): _OfPlainType,
+    ("torch", "Tensor"): _PLAIN_TYPE,
+    ("torch.nn.parameter", "Parameter"): _PLAIN_TYPE,
+    ("torch.nn.parameter", "Buffer"): _PLAIN_TYPE,
+    ("torch.storage", "UntypedStorage"): "UntypedStorage",
+    ("torch", "Size"): tuple,
+    ("torch", "device"): torch.device,
+    ("torch.serialization", "_get_layout"): _First,
+    ("collections", "OrderedDict"): Mapped,
+    ("collections", "Counter"): Mapped,
+    ("collections", "defaultdict"): _Defaults,
+    ("argparse", "Namespace"): Namespace,
+    ("types", "SimpleNamespace"): Namespace,
+    ("_codecs", "encode"): _Bytes,
+    **{
+        ("pathlib", name): _PathText
+        for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+    },
+    ("numpy", "ndarray"): "ndarray",
+    ("numpy", "dtype"): _NumpyType,
+    **{
+        (f"numpy.{core}.multiarray", name): each
+        for core in ("core", "_core")
+        for name, each in (("_reconstruct", _NumpyArray), ("scalar", _NumpyScalar))
+    },
+    **{
+        (module, name): each
+        for module in ("builtins", "__builtin__")
+        for name, each in (
+            ("set", set), ("frozenset", frozenset), ("complex", complex), ("bytearray", _Bytes),
+            ("dict", "dict"), ("list", "list"), ("int", "int"), ("float", "float"), ("str", "str"),
+        )
+    },
+}  # fmt: skip
+_PLAIN: Final = frozenset(
+    {bool, int, float, complex, str, bytes, type(None), set, frozenset, torch.dtype, torch.device}
+)
+
+
+@cache
+def _of_torch() -> Mapping[str, Any]:
+    """Map the names of torch's dtypes, and of its types of storages, to what stands for them."""
+    dtypes = {str(each).removeprefix("torch."): each for each in (*storage_types_by_dtype(), *new_dtypes())}
+    return {**dtypes, **{name: name for name in dtypes_by_storage_type()}}
+
+
+def find_plain(module: str, name: str) -> Any:
+    """Return what stands for a name of plain data or tensors; see `read_pickle`.
+
+    Raises:
+        UnsafeCheckpointError: it is another.
+    """
+    if (module, name) in _ALLOWED:
+        return _ALLOWED[module, name]
+    if module == "torch" and name in _of_torch():
+        return _of_torch()[name]
+    raise UnsafeCheckpointError(
+        f"it holds {module:.200}.{name:.200}, which is neither a dense tensor nor a plain value, and which "
+        "only code could rebuild; none was executed. If you trust who wrote it, load it there with "
+        "torch.load(..., weights_only=False), and torch.save the state_dicts in it"
+    )
+
+
+def read_tree(storage: Storage, directory: str, file: str, *, find: Find = find_plain) -> Any:
+    """Return what `torch.save` wrote, with a `StoredTensor` for each tensor; None of other files.
+
+    Mappings become dicts, NumPy's values those of Python.
+
+    Args:
+        storage: where it is.
+        directory: from which the paths of chunks count.
+        file: below it.
+        find: what names in the pickle stand for, beyond those of `find_plain`, which it calls last.
+
+    Raises:
+        FileNotFoundError: no such file.
+        CorruptCheckpointError: it is damaged.
+        UnsafeCheckpointError: only code could rebuild what it holds.
+        IncompatibleCheckpointError: it is of an old release of torch, or of another byte order.
+    """
+    place = f"{storage.url}/{directory}/{file}"
+    with storage.open_ranges(f"{directory}/{file}") as reader:
+
+        def read_at(offset: int, size: int) -> bytes:
+            buffer = bytearray(max(0, min(size, reader.size_bytes - offset)))
+            reader.read_into(offset, memoryview(buffer))
+            return bytes(buffer)
+
+        start = read_at(0, _TAR_AT + len(_TAR))
+        if start.startswith(_BEFORE_ZIPS) or start[_TAR_AT:] == _TAR:
+            raise IncompatibleCheckpointError(
+                f"{place} has the layout of torch before 1.6. Convert it: "
+                f"torch.save(torch.load({file!r}, weights_only=True), 'new.pt')"
+            )
+        if not start.startswith(_ZIP):
+            return None
+        try:
+            directory_of = read_directory(read_at, reader.size_bytes)
+            return _Zip(file, directory_of, read_at).read(find)
+        except UnsafeCheckpointError as error:
+            raise UnsafeCheckpointError(f"{place}: {error}") from error
+        except IncompatibleCheckpointError as error:
+            raise error.retold(f"{place}: {error}") from error
+        except OSError:
+            raise
+        except Exception as error:  # unchecked values raise nearly anything; the error names file and cause
+            raise damage(place, f"not a whole file of torch.save: {error!s:.500}") from error
+
+
+@final
+class _Zip:
+    """One file of `torch.save`."""
+
+    def __init__(self, file: str, directory: Directory, read_at: ReadAt) -> None:
+        self._file = file
+        self._directory = directory
+        self._read_at = read_at
+        self._offsets: dict[str, int] = {}
+
+    def read(self, find: Find) -> Any:
+        """Return its content; None if `torch.save` did not write it."""
+        content = read_record(self._read_at, self._directory, "data.pkl", most_bytes=_MOST_PICKLE_BYTES)
+        if content is None:
+            return None
+        order = read_record(self._read_at, self._directory, "byteorder") or b"little"
+        if order != b"little":
+            raise IncompatibleCheckpointError(
+                f"its numbers are {order.decode('latin1')!r:.20}-endian; torch.load and torch.save it here"
+            )
+        keys: dict[str, None] = {}
+
+        def storage(pid: Any) -> tuple[str, str, int]:
+            kind, name, key, _, count = pid
+            if kind != "storage" or not {str}.issuperset({type(name), type(key)}) or type(count) is not int:
+                raise PickleError("a reference to something that is no storage")
+            keys[key] = None
+            return name, key, count
+
+        tree = read_pickle(content, find, storage)
+        run_all(self._locate, list(keys), _THREADS)
+        return self._plain(tree)
+
+    def _locate(self, key: str) -> None:
+        record = self._directory.find(f"data/{key}")
+        if record is None:
+            raise ZipError(f"it lacks the storage {key!r:.20}")
+        self._offsets[key] = payload_offset(self._read_at, self._directory, record)
+
+    def _plain(self, value: Any) -> Any:
+        if isinstance(value, View):
+            return self._stored(value)
+        if isinstance(value, dict):
+            return {self._plain(key): self._plain(each) for key, each in value.items()}
+        if type(value) in {list, tuple}:
+            return type(value)(map(self._plain, value))
+        if type(value) is _NumpyArray:
+            return value.value
+        if type(value) not in _PLAIN:
+            raise PickleError(f"it holds a {type(value).__name__} where a value should be")
+        if isinstance(value, set | frozenset):
+            return type(value)(map(self._plain, value))
+        return value
+
+    def _stored(self, view: View) -> StoredTensor:
+        """Locate a tensor in the record of its storage."""
+        (name, key, count), offset, shape, strides, *rest = view.arguments
+        dtypes = dtypes_by_storage_type()
+        untyped = isinstance(view, _ViewOfDtype)
+        dtype, record = rest[2] if untyped else dtypes[name], self._directory.find(f"data/{key}")
+        if any((rest[2 + untyped :] or [{}])[0].values()):
+            raise IncompatibleCheckpointError(
+                "a tensor is conjugated or negated lazily; save what resolve_conj() or resolve_neg() returns"
+            )
+        numbers = (count, offset, *shape, *strides)
+        whole = count * (1 if untyped else dtype.itemsize)
+        if not {int}.issuperset(map(type, numbers)) or min(numbers) < 0 or len(shape) > MAX_DIMS:
+            raise PickleError("a tensor without a shape")
+        if record is None or record.size_bytes != whole:
+            raise PickleError(
+                f"the storage {key!r:.20} does not have the {whole} bytes that its tensors need"
+            )
+        reach = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        if prod(shape) and (offset + reach + 1) * dtype.itemsize > whole:
+            raise PickleError(f"a tensor reaches beyond its storage {key!r:.20}")
+        crc32 = record.crc32 if self._directory.has_checksums else None
+        chunks = [
+            StoredChunk(
+                path=self._file,
+                offset=self._offsets[key] + at * dtype.itemsize,
+                offsets=offsets,
+                sizes=sizes,
+                strides=own,
+                crc32=crc32 if own is None and prod(sizes) * dtype.itemsize == whole else None,
+            )
+            for at, offsets, sizes, own in _boxes(offset, tuple(shape), tuple(strides))
+        ]
+        return StoredTensor(dtype=dtype, shape=tuple(shape), chunks=chunks)
+
+
+_Box: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...] | None]
+"""First element in the storage; offsets and sizes in the tensor; strides, None if row-major."""
+
+
+def _boxes(offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Iterator[_Box]:
+    """Cut a tensor where it is expanded, so that each element of a box has a place of its own."""
+    repeated = [
+        not stride and size > 1 and 0 not in shape for size, stride in zip(shape, strides, strict=True)
+    ]
+    sizes = tuple(1 if cut else size for cut, size in zip(repeated, shape, strict=True))
+    if prod(shape) > _MOST_CHUNKS * prod(sizes):
+        raise IncompatibleCheckpointError(
+            f"a tensor of shape {shape} is expanded: save what its contiguous() returns"
+        )
+    row_major, inner = True, 1
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        row_major = row_major and (size == 1 or stride == inner)
+        inner *= size
+    own = None if row_major or 0 in shape else strides
+    for offsets in product(*(range(size if cut else 1) for cut, size in zip(repeated, shape, strict=True))):
+        yield offset, offsets, sizes, own
+
+
+def entries(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield what is in a tree of `read_tree`, with its path in a checkpoint of ours."""
+    if isinstance(tree, dict):
+        for key, each in tree.items():
+            yield from entries(each, (*path, str(key)))
+    elif isinstance(tree, list | tuple) and _is_container(tree):
+        for index, each in enumerate(tree):
+            yield from entries(each, (*path, index))
+    else:
+        yield path, tree
+
+
+def _is_container(tree: list[Any] | tuple[Any, ...]) -> bool:
+    """Return whether a list is descended, as in a checkpoint; a tuple only for its tensors."""
+    kinds = (StoredTensor, dict, list) if isinstance(tree, list) else (StoredTensor,)
+    return any(
+        isinstance(each, kinds) or (isinstance(each, list | tuple) and _is_container(each)) for each in tree
+    )
+
+
+def layout_of(kind: str, items: Mapping[str, Any], *, step: Any = None) -> Layout:
+    """Return the layout of items, each a tree of `read_tree`.
+
+    Raises:
+        IncompatibleCheckpointError: two entries would have one name.
+    """
+    tensors: dict[Path, StoredTensor] = {}
+    values: dict[Path, Any] = {}
+    for path, each in entries(items):
+        if path in tensors or path in values:
+            raise IncompatibleCheckpointError(
+                f"two entries of {kind} are called {'.'.join(map(str, path))!r:.200}"
+            )
+        if isinstance(each, StoredTensor):
+            tensors[path] = each
+        else:
+            values[path] = each
+    return Layout(kind=kind, tensors=tensors, values=values, step=step if type(step) is int else None)
+
+
+_NAMES: Final = {
+    "model": ("model", "state_dict", "model_state_dict", "model_state", "net", "weights"),
+    "optimizer": ("optimizer", "optimizer_state_dict", "optimizer_state", "optim", "opt"),
+    "scheduler": ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict"),
+}
+"""Items of ours, and what others call them; the first that is there."""
+_STEPS: Final = ("global_step", "step", "step_count", "iter_num")
+_COMPILED: Final = "_orig_mod."
+_PARALLEL: Final = "module."
+
+
+def items_of(tree: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return what a file holds under the names that items have in a checkpoint of ours."""
+    if not any(isinstance(each, dict) for each in tree.values()):
+        return {"model": _bare(tree)}
+    found = {
+        name: next((key for key in keys if isinstance(tree.get(key), dict)), None)
+        for name, keys in _NAMES.items()
+    }
+    names = {key: name for name, key in found.items() if key is not None}
+    return {
+        names.get(key, str(key)): _bare(each) if names.get(key) == "model" else each
+        for key, each in tree.items()
+    }
+
+
+def _bare(state: Mapping[Any, Any]) -> dict[str, Any]:
+    """Name a model's entries without the wrappers of `torch.compile` and DistributedDataParallel."""
+    names = {key: str(key).replace(_COMPILED, "") for key in state}
+    prefix = _PARALLEL if all(name.startswith(_PARALLEL) for name in names.values()) else ""
+    return {names[key].removeprefix(prefix): each for key, each in state.items()}
+
+
+def _of_lightning(tree: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the items of a Lightning checkpoint."""
+    items = {"model": _bare(tree["state_dict"])}
+    for name, key in (("optimizer", "optimizer_states"), ("scheduler", "lr_schedulers")):
+        several = tree.get(key) or []
+        if several:
+            items[name] = (
+                several[0]
+                if len(several) == 1
+                else {str(number): each for number, each in enumerate(several)}
+            )
+    return items | {str(key): each for key, each in tree.items() if key not in _OF_LIGHTNING}
+
+
+_OF_LIGHTNING: Final = frozenset({"state_dict", "optimizer_states", "lr_schedulers"})
+_LIGHTNING: Final = "pytorch-lightning_version"
+
+
+def find_torch_save(storage: Storage, directory: str, file: str) -> Layout | None:
+    """Describe a file of `torch.save`: weights, or a dict of a training's state, Lightning's, too."""
+    if not file:
+        return None
+    try:
+        tree = read_tree(storage, directory, file)
+    except FileNotFoundError:
+        return None
+    if tree is None:
+        return None
+    if not isinstance(tree, dict):
+        raise IncompatibleCheckpointError(
+            f"{storage.url}/{directory}/{file} holds a {type(tree).__name__}, not a dict by names: save "
+            "model.state_dict(), or a dict of state_dicts"
+        )
+    if _LIGHTNING in tree and isinstance(tree.get("state_dict"), dict):
+        return layout_of("a checkpoint of Lightning", _of_lightning(tree), step=tree.get("global_step"))
+    step = next((tree[key] for key in _STEPS if key in tree), None)
+    return layout_of("a file of torch.save", items_of(tree), step=step)
