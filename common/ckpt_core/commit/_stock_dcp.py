@@ -6,8 +6,10 @@ verifies. `.metadata`, a pickle, tells where the chunks are; it is read without 
 
 from __future__ import annotations
 
+import io
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from math import prod
 from pathlib import PurePosixPath
 from typing import IO, NamedTuple
 
@@ -15,13 +17,15 @@ from ckpt_core.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     FileFailure,
+    IncompatibleCheckpointError,
     UnsafeCheckpointError,
 )
-from ckpt_core.formats.dcp_metadata import read_index
+from ckpt_core.formats.dcp_metadata import Tensor, item_bytes, read_index
+from ckpt_core.formats.extensions import plain_entry
 from ckpt_core.formats.legacy import verify_small
 from ckpt_core.formats.zips import ZipError, read_directory, verify_records
 from ckpt_core.names import DATA_SUFFIX, METADATA, can_count
-from ckpt_core.storage import Storage, read_small
+from ckpt_core.storage import BIGGEST_SMALL_FILE, Storage, read_small
 
 
 def zip_problem(stream: IO[bytes], offset: int, size: int) -> str | None:
@@ -90,7 +94,13 @@ def verify_part(
     except UnsafeCheckpointError as error:
         return [FileFailure(path=METADATA, problem=str(error))]
     for key, place in index.storage_data.items():
-        chunks[place.relative_path].append(_StockChunk(place.offset, place.length, key.fqn))
+        entry = index.state_dict_metadata.get(key.fqn)
+        most_bytes = BIGGEST_SMALL_FILE
+        if isinstance(entry, Tensor):
+            most_bytes = prod(entry.size) * item_bytes(entry.properties.dtype)
+        transforms = tuple(place.transform_descriptors or ())
+        chunk = _StockChunk(place.offset, place.length, key.fqn, transforms, most_bytes)
+        chunks[place.relative_path].append(chunk)
     return [
         FileFailure(path=path, problem=why)
         for path in sorted(chunks)
@@ -102,6 +112,19 @@ class _StockChunk(NamedTuple):
     offset: int
     size_bytes: int
     key: str
+    transforms: tuple[str, ...] = ()
+    most_bytes: int = 0
+
+    def problem(self, stream: IO[bytes]) -> str | None:
+        """Return what is wrong with the chunk in a data file, or None."""
+        if not self.transforms:
+            return zip_problem(stream, self.offset, self.size_bytes)
+        stream.seek(self.offset)
+        try:
+            content = plain_entry(stream.read(self.size_bytes), self.transforms, self.most_bytes)
+        except (ZipError, IncompatibleCheckpointError) as error:
+            return str(error)
+        return zip_problem(io.BytesIO(content), 0, len(content))
 
 
 def _file_problem(
@@ -116,7 +139,7 @@ def _file_problem(
             return f"truncated: has {size} bytes, its chunks need {end}"
         with storage.open(key) as stream:
             for chunk in chunks:
-                problem = zip_problem(stream, chunk.offset, chunk.size_bytes)
+                problem = chunk.problem(stream)
                 if problem is not None:
                     damaged.append(f"{chunk.key!r} at byte {chunk.offset}: {problem}")
                 seen(chunk.size_bytes)

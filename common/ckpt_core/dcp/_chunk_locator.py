@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from ckpt_core._torch_internals import StorageInfo
 from ckpt_core.dcp._torch_zip import legacy_payload, read_record, tensor_pickle
-from ckpt_core.errors import CorruptCheckpointError, FileFailure, IncompatibleCheckpointError
+from ckpt_core.errors import CorruptCheckpointError, FileFailure
 from ckpt_core.formats.chunks import ChunkTable, FileChunks
 from ckpt_core.formats.pickles import PickleError, survey
 from ckpt_core.formats.zips import (
@@ -88,10 +88,11 @@ class ChunkLocation:
 
     Attributes:
         payload: the chunk's raw bytes, of a byte entry all of it. None if the chunk's elements are not
-            contiguous, or it is wrapped: then read the whole entry and pass it to `load_chunk`.
+            contiguous, or it is wrapped or transformed: then read the whole entry for `load_chunk`.
         reason: why there is no payload.
         wrapped: whether the chunk is a tensor made of others.
         strides: of a chunk that is raw bytes and not contiguous, in elements.
+        transforms: stream extensions of DCP through which the entry was written; see `plain_entry`.
     """
 
     path: str
@@ -104,6 +105,7 @@ class ChunkLocation:
     reason: str = ""
     wrapped: bool = False
     strides: tuple[int, ...] | None = None
+    transforms: tuple[str, ...] = ()
 
     @property
     def form(self) -> tuple[torch.dtype, tuple[int, ...]] | None:
@@ -147,24 +149,26 @@ class ChunkLocator:
 
         Raises:
             CorruptCheckpointError: the files contradict each other, or a zip is damaged.
-            IncompatibleCheckpointError: an entry was written through a stream extension of DCP.
         """
         by_file: defaultdict[str, list[tuple[MetadataIndex, ChunkLocation]]] = defaultdict(list)
+        found: dict[MetadataIndex, ChunkLocation] = {}
         for index in indices:
             info: StorageInfo = self._metadata.storage_data[index]
             path = f"{self._part}/{info.relative_path}" if self._part else info.relative_path
-            if info.transform_descriptors:
-                raise IncompatibleCheckpointError(
-                    f"{self._name(path, index.fqn)} uses the DCP stream extensions "
-                    f"{list(info.transform_descriptors)}, which this version does not read; "
-                    "load it with stock dcp.load"
-                )
             dtype, shape = self._form(index)
             place = ChunkLocation(
-                path=path, key=index.fqn, offset=info.offset, size_bytes=info.length, dtype=dtype, shape=shape
+                path=path,
+                key=index.fqn,
+                offset=info.offset,
+                size_bytes=info.length,
+                dtype=dtype,
+                shape=shape,
+                transforms=tuple(info.transform_descriptors or ()),
             )
-            by_file[path].append((index, place))
-        found: dict[MetadataIndex, ChunkLocation] = {}
+            if place.transforms:
+                found[index] = replace(place, reason=f"it was written through {', '.join(place.transforms)}")
+            else:
+                by_file[path].append((index, place))
         for path, entries in by_file.items():
             if self._read_at is None:
                 chunks, rows, table = self._table(path, entries[0][0].fqn)

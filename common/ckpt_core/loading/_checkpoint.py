@@ -6,6 +6,7 @@ import errno
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from typing import Any, final
 
 import torch
@@ -24,8 +25,15 @@ from ckpt_core.dcp import (
     load_value,
     value_entry,
 )
-from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError, FileFailure
+from ckpt_core.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    FileFailure,
+    IncompatibleCheckpointError,
+)
 from ckpt_core.formats.checksums import crc32
+from ckpt_core.formats.extensions import plain_entry
+from ckpt_core.formats.zips import ZipError
 from ckpt_core.loading._committed_files import CommittedFiles
 from ckpt_core.loading._selection import Selection
 from ckpt_core.names import (
@@ -41,7 +49,7 @@ from ckpt_core.names import (
 )
 from ckpt_core.sources import Layout, LayoutLocator, recognise
 from ckpt_core.state import PICKLED, BufferKey, decode_buffers, decode_items, pickled_key
-from ckpt_core.storage import Storage, read_intact
+from ckpt_core.storage import BIGGEST_SMALL_FILE, Storage, read_intact
 from ckpt_core.types import SavedState
 
 
@@ -118,7 +126,13 @@ class CheckpointPart:
             raise self._damaged(place, f"cannot be read: {error}") from error
         if len(content) != place.size_bytes:
             raise self._damaged(place, f"ends {place.size_bytes - len(content)} bytes too early")
-        return content
+        dtype, shape = place.form or (torch.uint8, (BIGGEST_SMALL_FILE,))
+        try:
+            return plain_entry(content, place.transforms, prod(shape) * dtype.itemsize)
+        except ZipError as error:
+            raise self._damaged(place, str(error)) from error
+        except IncompatibleCheckpointError as error:
+            raise error.retold(f"{self._name(place)}: {error}") from None
 
     def _name(self, place: ChunkLocation) -> str:
         return f"{self._files.url}/{place.path}: {place.key!r:.200}"

@@ -10,14 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from ckpt_core.sources._dcp_safetensors import find_dcp_safetensors
 from ckpt_core.sources._layout import Layout, LayoutLocator, StoredChunk, StoredTensor
 from ckpt_core.sources._safetensors import find_safetensors
 from ckpt_core.sources._torch_save import find_torch_save
+from ckpt_core.sources._training_folders import find_training_folder
 from ckpt_core.storage import Storage
 
 __all__ = ["Layout", "LayoutLocator", "StoredChunk", "StoredTensor", "recognise"]
 
 _FORMATS: Final[Sequence[Callable[[Storage, str, str], Layout | None]]] = (
+    find_training_folder,
+    find_dcp_safetensors,
     find_safetensors,
     find_torch_save,
 )

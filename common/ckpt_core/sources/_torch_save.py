@@ -427,26 +427,29 @@ _NAMES: Final = {
 }
 """Items of ours, and what others call them; the first that is there."""
 _STEPS: Final = ("global_step", "step", "step_count", "iter_num")
+_EXTRA: Final = "_extra_state"
+_PACKED: Final = frozenset({"state", "param_groups"})
 _COMPILED: Final = "_orig_mod."
 _PARALLEL: Final = "module."
 
 
 def items_of(tree: Mapping[Any, Any]) -> dict[str, Any]:
     """Return what a file holds under the names that items have in a checkpoint of ours."""
-    if not any(isinstance(each, dict) for each in tree.values()):
-        return {"model": _bare(tree)}
-    found = {
-        name: next((key for key in keys if isinstance(tree.get(key), dict)), None)
+    if all(isinstance(each, StoredTensor) or str(key).endswith(_EXTRA) for key, each in tree.items()):
+        return {"model": bare_names(tree)}
+    if tree.keys() >= _PACKED:
+        return {"optimizer": tree}
+    names = {
+        next((key for key in keys if isinstance(tree.get(key), dict)), None): name
         for name, keys in _NAMES.items()
     }
-    names = {key: name for name, key in found.items() if key is not None}
     return {
-        names.get(key, str(key)): _bare(each) if names.get(key) == "model" else each
+        names.get(key, str(key)): bare_names(each) if names.get(key) == "model" else each
         for key, each in tree.items()
     }
 
 
-def _bare(state: Mapping[Any, Any]) -> dict[str, Any]:
+def bare_names(state: Mapping[Any, Any]) -> dict[str, Any]:
     """Name a model's entries without the wrappers of `torch.compile` and DistributedDataParallel."""
     names = {key: str(key).replace(_COMPILED, "") for key in state}
     prefix = _PARALLEL if all(name.startswith(_PARALLEL) for name in names.values()) else ""
@@ -455,7 +458,7 @@ def _bare(state: Mapping[Any, Any]) -> dict[str, Any]:
 
 def _of_lightning(tree: Mapping[Any, Any]) -> dict[str, Any]:
     """Return the items of a Lightning checkpoint."""
-    items = {"model": _bare(tree["state_dict"])}
+    items = {"model": bare_names(tree["state_dict"])}
     for name, key in (("optimizer", "optimizer_states"), ("scheduler", "lr_schedulers")):
         several = tree.get(key) or []
         if several:

@@ -533,6 +533,8 @@ def optimizer_target(model: nn.Module, optimizer: Any, saved: SavedEntries) -> d
         elif entry is not None and name is not None:
             own = live[name].get(rest)
             made = partial(probed, name)
+            if name.isdecimal():
+                _check_numbered(path, entry, references[name], made=made)
             value = own if matches(own, entry) else _new_memory(references[name], rest, entry, made)
         put(tree, path, value)
     names = {str(path[1]) for path in saved if path[0] == "state" and len(path) > 1}
@@ -544,6 +546,22 @@ def optimizer_target(model: nn.Module, optimizer: Any, saved: SavedEntries) -> d
         )
     check_entries(optimizer, saved)
     return tree
+
+
+def _check_numbered(
+    path: Path, saved: SavedTensor, reference: torch.Tensor, *, made: Callable[[], Mapping[Path, Any]]
+) -> None:
+    """Refuse state that cannot be of the parameter with its number: no name tells."""
+    if not saved.shape or saved.shape == shape_of(reference):
+        return
+    first = made().get(path[2:])
+    if not isinstance(first, torch.Tensor) or shape_of(first) != saved.shape:
+        raise IncompatibleCheckpointError(
+            f"the checkpoint's optimizer numbers parameters, and {'.'.join(map(str, path))} has the shape "
+            f"{saved.shape}, the live parameter {tuple(shape_of(reference))}: build the optimizer of the "
+            "same parameters in the same order",
+            mismatched=[".".join(map(str, path))],
+        )
 
 
 def _new_memory(

@@ -17,7 +17,10 @@ import torch
 
 from ckpt_core.devices import accelerator_type
 from ckpt_core.errors import IncompatibleCheckpointError
+from ckpt_core.state._nested import under
+from ckpt_core.state._tensors import matches, template
 from ckpt_core.state._value_codec import encode
+from ckpt_core.types import SavedEntries, SavedTensor
 
 _OF_THE_HOST: Final = {"python", "numpy", "torch"}
 
@@ -40,6 +43,28 @@ def _of_devices() -> dict[str, Any]:
     if kind is None or not getattr(module, "is_initialized", module.is_available)():
         return {}
     return {kind: [module.get_rng_state(device) for device in range(module.device_count())]}
+
+
+def rng_item(rank: int) -> str:
+    """Return the item with the generators of a rank in what others wrote."""
+    return f"rng.{rank}"
+
+
+def rng_target(entries: SavedEntries, rank: int) -> dict[str, Any]:
+    """Return a load target for the states that others wrote for a rank, in the form of `rng_state`.
+
+    Raises:
+        IncompatibleCheckpointError: a state is missing, or none of this release of torch.
+    """
+    item = rng_item(rank)
+    saved = under(entries, item)
+    if not saved:
+        return {}
+    if not {(name,) for name in _OF_THE_HOST} <= saved.keys() or not matches(
+        torch.get_rng_state(), saved["torch",] or SavedTensor(shape=(), dtype="")
+    ):
+        raise IncompatibleCheckpointError(f"{item} is not what the random number generators here take")
+    return {item: template({}, saved)}
 
 
 def rng_seed(state: Mapping[str, Any]) -> int:

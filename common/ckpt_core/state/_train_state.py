@@ -47,7 +47,14 @@ from ckpt_core.state._optimizer import (
     unwrap_optimizer,
 )
 from ckpt_core.state._override import Override
-from ckpt_core.state._rng import derive_rng, load_rng_state, rng_seed, rng_state
+from ckpt_core.state._rng import (
+    derive_rng,
+    load_rng_state,
+    rng_item,
+    rng_seed,
+    rng_state,
+    rng_target,
+)
 from ckpt_core.state._source import DictState, StateSource
 from ckpt_core.state._tensors import template
 from ckpt_core.types import CapturedState, SavedEntries, SavedState
@@ -235,7 +242,7 @@ class TrainState(StateSource):
             tree[_GRADIENTS] = self._gradients.target(under(entries, _GRADIENTS), saved.shared[_GRADIENTS])
         for name, each in self._kept_by_stock(saved):
             put(tree, _path(name), template(function_free(each.state_dict()), under(entries, *_path(name))))
-        return {_PART: tree}
+        return {_PART: tree | (rng_target(entries, place_in_job()[0]) if "rng" in self._with else {})}
 
     def _kept_by_stock(self, saved: SavedState) -> Iterator[tuple[str, Any]]:
         """Yield items and schedulers that stock DCP stored at the top level.
@@ -282,7 +289,7 @@ class TrainState(StateSource):
         notes += self._apply_gradients(tree, saved)
         if "rng" in self._with:
             # Last: making the iterator of a loader draws from the global generator.
-            notes += _apply_rng(saved)
+            notes += _apply_rng(saved, tree)
             await_training(self._dataloaders.values(), partial(load_rng_state, rng_state()))
         for note in notes:
             _log.warning("%s", note)
@@ -398,9 +405,10 @@ def _forget(name: str, position: LoaderPosition) -> Sequence[Path]:
     return [(name,)]
 
 
-def _apply_rng(saved: SavedState) -> Sequence[str]:
-    if "rng" in saved.per_rank:
-        return load_rng_state(saved.per_rank["rng"])
+def _apply_rng(saved: SavedState, tree: Mapping[str, Any]) -> Sequence[str]:
+    own = saved.per_rank.get("rng", tree.get(rng_item(place_in_job()[0])))
+    if own is not None:
+        return load_rng_state(own)
     if _SEED not in saved.shared:
         return ["the checkpoint has no states of random number generators; they are unchanged"]
     rank = place_in_job()[0]

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ckpt_core.dcp import ChunkLocation, ChunkLocator, check_metadata, load_chunk, load_metadata
 from ckpt_core.dcp._torch_zip import build_archive, tensor_pickle
-from ckpt_core.errors import CorruptCheckpointError, IncompatibleCheckpointError
+from ckpt_core.errors import CorruptCheckpointError
 from ckpt_core.formats.chunks import ChunkTable, decode_table, encode_table
 from ckpt_core.formats.zips import read_directory
 from ckpt_core.storage import LocalStorage
@@ -262,13 +262,13 @@ def test_another_byte_order_is_not_read_raw(tmp_path):
     assert "byte order" in place.reason
 
 
-def test_a_stream_extension_is_named_and_refused(stock_root):
+def test_an_entry_behind_a_stream_extension_is_to_be_read_whole(stock_root):
     metadata = metadata_of(stock_root)
     index = MetadataIndex("large", (0,))
     metadata.storage_data[index].transform_descriptors = ["stream.zstd/1"]
-    places = ChunkLocator(metadata, directory="root/x", read_at=read_at(stock_root))
-    with pytest.raises(IncompatibleCheckpointError, match=r"root/x/__0_0\.distcp.*'large'.*stream\.zstd"):
-        places.find([index])
+    place = ChunkLocator(metadata, directory="root/x", read_at=read_at(stock_root)).find([index])[index]
+    assert place.payload is None
+    assert (place.transforms, place.reason) == (("stream.zstd/1",), "it was written through stream.zstd/1")
 
 
 def edited(root: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> ChunkLocator:

@@ -29,15 +29,21 @@ from ckpt_core.sources import Layout, recognise
 from ckpt_core.storage import LocalStorage
 
 
+def around(place: Path) -> tuple[LocalStorage, str, str]:
+    folder, file = (place, "") if place.is_dir() else (place.parent, place.name)
+    return LocalStorage(folder.parent), folder.name, file
+
+
 def described(place: Path) -> Layout:
-    found = recognise(LocalStorage(place.parent.parent), place.parent.name, place.name)
+    found = recognise(*around(place))
     assert found is not None
     return found
 
 
 def read_tensors(place: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a file, read chunk by chunk as a load reads it."""
-    _, _, parts = open_parts(LocalStorage(place.parent.parent), place.parent.name, file=place.name)
+    """Every tensor of a place, read chunk by chunk as a load reads it."""
+    storage, directory, file = around(place)
+    _, _, parts = open_parts(storage, directory, file=file)
     part, layout = parts[""], described(place)
     found: dict[str, torch.Tensor] = {}
     for path, tensor in layout.tensors.items():
