@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from ckpt_core.sources._dcp_safetensors import find_dcp_safetensors
+from ckpt_core.sources._deepspeed import find_deepspeed
 from ckpt_core.sources._layout import Layout, LayoutLocator, StoredChunk, StoredTensor
 from ckpt_core.sources._safetensors import find_safetensors
 from ckpt_core.sources._torch_save import find_torch_save
@@ -22,6 +23,7 @@ __all__ = ["Layout", "LayoutLocator", "StoredChunk", "StoredTensor", "recognise"
 _FORMATS: Final[Sequence[Callable[[Storage, str, str], Layout | None]]] = (
     find_training_folder,
     find_dcp_safetensors,
+    find_deepspeed,
     find_safetensors,
     find_torch_save,
 )
