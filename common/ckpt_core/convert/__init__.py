@@ -3,6 +3,8 @@
 A sink is a function that lays out the files of a format as `OutFile`s; one engine fills them.
 """
 
-from ckpt_core.convert._files import OutFile, Wanted
+from ckpt_core.convert._files import Computed, Late, OutFile, OutPiece, Span, Wanted
+from ckpt_core.convert._fill import size_of
+from ckpt_core.convert._output import write
 
-__all__ = ["OutFile", "Wanted"]
+__all__ = ["Computed", "Late", "OutFile", "OutPiece", "Span", "Wanted", "size_of", "write"]

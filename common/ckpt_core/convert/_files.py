@@ -23,8 +23,33 @@ class Wanted:
     dtype: torch.dtype | None = None
 
 
+Span: TypeAlias = tuple[str, int, int]
+"""Elements `start` to `stop` of a tensor of the source, row-major."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Computed:
+    """A tensor that is computed from some of the source, window by window.
+
+    Attributes:
+        what: the computation and what it depends on besides those tensors; equal texts mean equal results.
+        shape: of the result.
+        dtype: of the result.
+        spans: (start, stop), elements of the result, row-major -> what of the source they are made of.
+        compute: (start, stop, those spans, flat, each of its own dtype) -> these elements, flat.
+    """
+
+    what: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    spans: Callable[[int, int], Sequence[Span]]
+    compute: Callable[[int, int, Sequence[torch.Tensor]], torch.Tensor]
+
+
 Late: TypeAlias = Callable[[Sequence[int]], bytes]
-"""CRC-32 of each `Wanted` of the file so far, in order -> bytes, such as a zip's directory."""
+"""CRC-32 of each tensor of the file so far, in order -> bytes, such as a zip's directory."""
+OutPiece: TypeAlias = bytes | Wanted | Computed | Late
 
 
 @final
@@ -33,8 +58,8 @@ class OutFile:
     """One file: its pieces, one after another.
 
     Attributes:
-        path: below the place that is written.
+        path: below the place that is written; "" if the place is this file.
     """
 
     path: str
-    pieces: Sequence[bytes | Wanted | Late]
+    pieces: Sequence[OutPiece]

@@ -16,7 +16,7 @@ from ckpt_core.dcp._reader import (
     read_linked,
     without_pickle,
 )
-from ckpt_core.dcp._tensor_reads import TensorRead, TensorTarget, boxes_of_range
+from ckpt_core.dcp._tensor_reads import TensorRead, TensorTarget, boxes_of_range, bytes_of
 from ckpt_core.dcp._torch_zip import checked_zip, read_record, value_entry
 from ckpt_core.dcp._wrapped_tensors import WrapMismatchError, fillings
 from ckpt_core.formats.consistency import check_metadata
@@ -39,6 +39,7 @@ __all__ = [
     "WrapMismatchError",
     "WriteTask",
     "boxes_of_range",
+    "bytes_of",
     "check_metadata",
     "check_stock",
     "checked_zip",

@@ -47,6 +47,7 @@ from ckpt_core.names import (
     shared_name,
     shared_rank,
 )
+from ckpt_core.reading import Engine
 from ckpt_core.sources import Layout, LayoutLocator, recognise
 from ckpt_core.state import PICKLED, BufferKey, decode_buffers, decode_items, pickled_key
 from ckpt_core.storage import BIGGEST_SMALL_FILE, Storage, read_intact
@@ -65,6 +66,24 @@ class CheckpointPart:
     _files: CommittedFiles
     _allow_pickle: bool
     _values: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def files(self) -> CommittedFiles:
+        """The files of its checkpoint."""
+        return self._files
+
+    def engine(self) -> Engine:
+        """Return a reader of the files."""
+        return Engine(self._storage, self._files.directory)
+
+    def require_there(self) -> None:
+        """Raise if a checkpoint of ours was pruned since it was opened.
+
+        Raises:
+            CheckpointNotFoundError: it was.
+        """
+        if self._files.is_ours:
+            Catalog(self._storage).marker(self._files.directory)
 
     def find(self, indices: Iterable[MetadataIndex]) -> dict[MetadataIndex, ChunkLocation]:
         """Locate these entries; errors as by `ChunkLocator.find`."""

@@ -60,14 +60,14 @@ def _lent(free: list[memoryview], size_bytes: int) -> Generator[memoryview]:
     try:
         buffer = free.pop()
     except IndexError:
-        buffer = _allocate(size_bytes)
+        buffer = page_memory(size_bytes)
     try:
         yield buffer
     finally:
         free.append(buffer)
 
 
-def _allocate(size_bytes: int) -> memoryview:
+def page_memory(size_bytes: int) -> memoryview:
     """Return new page-aligned memory, in large pages where the system has them."""
     memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -94,7 +94,7 @@ class _KeptMemory:
                 return None
             self._remaining -= size_bytes
             if size_bytes > len(self._slab):
-                self._slab = _allocate(max(size_bytes, _SLAB_BYTES))
+                self._slab = page_memory(max(size_bytes, _SLAB_BYTES))
             taken, self._slab = self._slab[:size_bytes], self._slab[size_bytes:]
             return taken
 
