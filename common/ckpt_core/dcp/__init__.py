@@ -17,7 +17,15 @@ from ckpt_core.dcp._reader import (
     without_pickle,
 )
 from ckpt_core.dcp._tensor_reads import TensorRead, TensorTarget, boxes_of_range, bytes_of
-from ckpt_core.dcp._torch_zip import checked_zip, read_record, value_entry
+from ckpt_core.dcp._torch_zip import (
+    TensorForm,
+    build_archive,
+    checked_zip,
+    pickled_state,
+    read_record,
+    tensor_pickle,
+    value_entry,
+)
 from ckpt_core.dcp._wrapped_tensors import WrapMismatchError, fillings
 from ckpt_core.formats.consistency import check_metadata
 
@@ -34,11 +42,13 @@ __all__ = [
     "Part",
     "Replicas",
     "ShardSpec",
+    "TensorForm",
     "TensorRead",
     "TensorTarget",
     "WrapMismatchError",
     "WriteTask",
     "boxes_of_range",
+    "build_archive",
     "bytes_of",
     "check_metadata",
     "check_stock",
@@ -54,11 +64,13 @@ __all__ = [
     "load_metadata",
     "load_plain",
     "load_value",
+    "pickled_state",
     "places_in",
     "read_linked",
     "read_record",
     "sample",
     "spec_of",
+    "tensor_pickle",
     "value_entry",
     "without_pickle",
 ]

@@ -39,6 +39,9 @@ ZIP32_LIMIT = 0xFFFFFFFF
 _PADDING_FIELD = 0x4246  # "FB", the extra-field id torch itself pads with
 _CRC_IN_LOCAL_HEADER = 14
 _CRC_IN_CENTRAL_HEADER = 16
+_CRC_IN_DESCRIPTOR = 4
+_HAS_DESCRIPTOR = 8
+_MOST_RECORDS = 0xFFFE
 _NO_HOOKS: Final[OrderedDict[str, Any]] = OrderedDict()
 """As torch writes it into zips; None does as well."""
 _WIDEST_ITEM: Final = 16
@@ -85,8 +88,11 @@ def rebuilding(
     return rebuild_tensor, arguments
 
 
-class _Rebuild:
-    """Stand-in for a contiguous tensor, pickled as the call that rebuilds it."""
+class TensorForm:
+    """Stand-in for a contiguous tensor, pickled as the call that rebuilds it.
+
+    It takes the arguments of `rebuilding`; tensors of one key are one storage.
+    """
 
     def __init__(self, *form: Any, hooks: Any = _NO_HOOKS) -> None:
         self.form, self.hooks = form, hooks
@@ -95,13 +101,18 @@ class _Rebuild:
         return rebuilding(*self.form, hooks=self.hooks)
 
 
+def pickled_state(state: Any) -> bytes:
+    """Return the `data.pkl` of nested plain values and `TensorForm`s."""
+    buffer = io.BytesIO()
+    TensorPickler(buffer, protocol=2).dump(state)
+    return buffer.getvalue()
+
+
 @lru_cache(maxsize=4096)
 def tensor_pickle(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     """Return the `data.pkl` that `torch.save` writes for a contiguous CPU tensor."""
-    buffer = io.BytesIO()
     # A `torch.Size` is the same cache key and pickles differently: the result must not depend on the caller.
-    TensorPickler(buffer, protocol=2).dump(_Rebuild(dtype, tuple(shape)))
-    return buffer.getvalue()
+    return pickled_state(TensorForm(dtype, tuple(shape)))
 
 
 @final
@@ -120,7 +131,7 @@ class _LegacyPickler(TensorPickler):
 def _legacy_rest(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     """Return what stands between the checksum of a small tensor and its payload."""
     buffer = io.BytesIO()
-    _LegacyPickler(buffer, protocol=2).dump(_Rebuild(dtype, tuple(shape), hooks=None))
+    _LegacyPickler(buffer, protocol=2).dump(TensorForm(dtype, tuple(shape), hooks=None))
     stored = prod(shape) * (dtype.itemsize if dtype in new_dtypes() else 1)
     keys = pickle.dumps(["0"], protocol=2)
     return pickletools.optimize(buffer.getvalue()) + keys + struct.pack("<q", stored)
@@ -169,11 +180,12 @@ def build_archive(
     offset: int,
     zip64_from: int = ZIP32_LIMIT,
     alignment: int = ALIGNMENT,
+    streamed: bool = False,
 ) -> Archive:
     """Lay out the archive that starts at `offset` of its file.
 
     `payloads` are size and CRC-32 of the raw bytes of each of its tensors, `zip64_from` is the smallest size
-    or offset that uses 64-bit fields.
+    or offset that uses 64-bit fields. If it is `streamed`, the CRC-32 of a payload is behind it.
     """
     records = [
         (f"{_ROOT}/data.pkl", data_pickle),
@@ -189,14 +201,15 @@ def build_archive(
     frames: list[bytes] = []
     fields: list[tuple[int, int]] = []
     for key, (size_bytes, crc) in enumerate(payloads):
-        payload = _ZipRecord(f"{_ROOT}/data/{key}", size_bytes, crc, end + len(body), zip64_from)
+        payload = _ZipRecord(f"{_ROOT}/data/{key}", size_bytes, crc, end + len(body), zip64_from, streamed)
         unpadded = offset + end + len(body) + len(payload.local_header()) + 4
         body += payload.local_header(padding=-unpadded % alignment)
-        fields.append((payload.offset + _CRC_IN_LOCAL_HEADER, len(directory) + _CRC_IN_CENTRAL_HEADER))
-        directory += payload.central_header()
         end += len(body) + size_bytes
+        crc_at = end + _CRC_IN_DESCRIPTOR if streamed else payload.offset + _CRC_IN_LOCAL_HEADER
+        fields.append((crc_at, len(directory) + _CRC_IN_CENTRAL_HEADER))
+        directory += payload.central_header()
         frames.append(bytes(body))
-        body.clear()
+        body = bytearray(payload.descriptor())
     start = end + len(body)
     frames.append(
         bytes(body + directory)
@@ -216,6 +229,18 @@ class _ZipRecord:
     crc: int
     offset: int
     zip64_from: int
+    streamed: bool = False
+
+    @property
+    def _flags(self) -> int:
+        return _HAS_DESCRIPTOR if self.streamed else 0
+
+    def descriptor(self) -> bytes:
+        """Return what follows the content of a streamed record."""
+        if not self.streamed:
+            return b""
+        sizes = "QQ" if self.size >= self.zip64_from else "II"
+        return struct.pack(f"<II{sizes}", 0x08074B50, self.crc, self.size, self.size)
 
     def local_header(self, *, padding: int | None = None) -> bytes:
         large = self.size >= self.zip64_from
@@ -225,8 +250,8 @@ class _ZipRecord:
             extra += struct.pack("<HH", _PADDING_FIELD, padding) + b"\0" * padding
         name = self.name.encode()
         fixed = struct.pack(
-            "<IHHHHHIIIHH", 0x04034B50, 45 if large else 20, 0, 0, *_DOS_EPOCH, self.crc, size, size,
-            len(name), len(extra),
+            "<IHHHHHIIIHH", 0x04034B50, 45 if large else 20, self._flags, 0, *_DOS_EPOCH,
+            0 if self.streamed else self.crc, size, size, len(name), len(extra),
         )  # fmt: skip
         return fixed + name + extra
 
@@ -237,17 +262,18 @@ class _ZipRecord:
         extra = struct.pack(f"<HH{len(fields)}Q", 1, 8 * len(fields), *fields) if fields else b""
         name, version = self.name.encode(), 45 if fields else 20
         fixed = struct.pack(
-            "<IHHHHHHIIIHHHHHII", 0x02014B50, version, version, 0, 0, *_DOS_EPOCH, self.crc, size, size,
-            len(name), len(extra), 0, 0, 0, 0, offset,
+            "<IHHHHHHIIIHHHHHII", 0x02014B50, version, version, self._flags, 0, *_DOS_EPOCH, self.crc,
+            size, size, len(name), len(extra), 0, 0, 0, 0, offset,
         )  # fmt: skip
         return fixed + name + extra
 
 
 def _end_records(num_records: int, directory_bytes: int, directory_offset: int, zip64_from: int) -> bytes:
-    large = directory_offset >= zip64_from
+    large = directory_offset >= zip64_from or num_records > _MOST_RECORDS
     shown_offset = ZIP32_LIMIT if large else directory_offset
+    shown_records = min(num_records, 0xFFFF)
     end = struct.pack(
-        "<IHHHHIIH", 0x06054B50, 0, 0, num_records, num_records, directory_bytes, shown_offset, 0
+        "<IHHHHIIH", 0x06054B50, 0, 0, shown_records, shown_records, directory_bytes, shown_offset, 0
     )
     if not large:
         return end

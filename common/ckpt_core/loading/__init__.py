@@ -1,6 +1,6 @@
 """Loads: choice of a checkpoint, and a load verified before live state changes."""
 
-from ckpt_core.loading._checkpoint import CheckpointPart, open_parts
+from ckpt_core.loading._checkpoint import CheckpointPart, open_parts, values_beside
 from ckpt_core.loading._committed_files import CommittedFiles
 from ckpt_core.loading._fetch import Fetcher
 from ckpt_core.loading._load import LoadRequest
@@ -21,4 +21,5 @@ __all__ = [
     "located",
     "narrowed",
     "open_parts",
+    "values_beside",
 ]

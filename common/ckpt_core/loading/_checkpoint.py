@@ -6,6 +6,7 @@ import errno
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count, takewhile
 from math import prod
 from typing import Any, final
 
@@ -354,3 +355,17 @@ def _items(
         entry = load_value(contents.read_entry(contents.find([index])[index]), key, allow_pickle=False)
         found[item] = load_value(entry, f"item {item!r}", allow_pickle=allow_pickle)
     return found
+
+
+def values_beside(
+    files: CommittedFiles, parts: Mapping[str, CheckpointPart]
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Read the values that are in small files: the shared ones, and of each rank's file its own.
+
+    Raises:
+        CorruptCheckpointError: a file is damaged.
+        UnsafeCheckpointError: a value can only be rebuilt by code.
+    """
+    read = partial(_items, files, parts.get(""), allow_pickle=False)
+    ranks = takewhile(files.has, map(rank_name, count()))
+    return _shared(files, read, None), {name: read(name) for name in ranks}

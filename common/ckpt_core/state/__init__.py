@@ -30,7 +30,7 @@ from ckpt_core.state._model import (
     model_target,
     owner,
 )
-from ckpt_core.state._nested import get, leaves, under
+from ckpt_core.state._nested import get, leaves, put, under
 from ckpt_core.state._optimizer import (
     check_groups,
     fit_of,
@@ -102,6 +102,7 @@ __all__ = [
     "optimizer_target",
     "owner",
     "pickled_key",
+    "put",
     "put_buffers",
     "rng_seed",
     "rng_state",
