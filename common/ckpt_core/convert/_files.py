@@ -47,8 +47,20 @@ class Computed:
     compute: Callable[[int, int, Sequence[torch.Tensor]], torch.Tensor]
 
 
-Late: TypeAlias = Callable[[Sequence[int]], bytes]
-"""CRC-32 of each tensor of the file so far, in order -> bytes, such as a zip's directory."""
+@final
+@dataclass(frozen=True, slots=True)
+class Late:
+    """Bytes that depend on those before them, such as a zip's directory.
+
+    Attributes:
+        size_bytes: how many.
+        content: CRC-32 of each tensor of the file, in order, of those after it 0 -> the bytes.
+    """
+
+    size_bytes: int
+    content: Callable[[Sequence[int]], bytes]
+
+
 OutPiece: TypeAlias = bytes | Wanted | Computed | Late
 
 

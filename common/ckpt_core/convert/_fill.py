@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -11,7 +11,7 @@ from typing import Final, Self, final
 
 import torch
 
-from ckpt_core.convert._files import Computed, OutFile, OutPiece, Wanted
+from ckpt_core.convert._files import Computed, Late, OutFile, OutPiece, Wanted
 from ckpt_core.dcp import ChunkLocation, TensorRead, TensorTarget, boxes_of_range, bytes_of
 from ckpt_core.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from ckpt_core.formats.checksums import crc32
@@ -23,13 +23,15 @@ WINDOW_BYTES: Final = 16 << 20
 
 
 def size_of(piece: OutPiece, tensors: Mapping[str, LocatedTensor]) -> int:
-    """Return how many bytes a piece of a file has; 0 for what is known late."""
+    """Return how many bytes a piece of a file has."""
     if isinstance(piece, bytes):
         return len(piece)
-    if isinstance(piece, Wanted):
-        tensor = tensors[piece.name]
-        return prod(tensor.shape) * (piece.dtype or tensor.dtype).itemsize
-    return prod(piece.shape) * piece.dtype.itemsize if isinstance(piece, Computed) else 0
+    if isinstance(piece, Late):
+        return piece.size_bytes
+    if isinstance(piece, Computed):
+        return prod(piece.shape) * piece.dtype.itemsize
+    tensor = tensors[piece.name]
+    return prod(tensor.shape) * (piece.dtype or tensor.dtype).itemsize
 
 
 @final
@@ -67,22 +69,18 @@ class FileFill:
             OSError: storage failed.
         """
         self._crcs = []
-        wants_crcs = any(callable(each) for each in file.pieces)
+        wants_crcs = any(isinstance(each, Late) for each in file.pieces)
         window, at = page_memory(WINDOW_BYTES), 0
-        for each in file.pieces:
-            if isinstance(each, bytes | Wanted | Computed):
-                piece = each
-            else:
-                self._read()
-                piece = each(tuple(self._crcs))
-            if not isinstance(piece, bytes):
+        for piece in file.pieces:
+            is_tensor = isinstance(piece, Wanted | Computed)
+            if is_tensor:
                 self._crcs.append(0)
             start, size = 0, size_of(piece, self._tensors)
             while start < size:
                 stop = min(size, start + WINDOW_BYTES - at)
                 into = window[at : at + stop - start]
                 self._fill(piece, start, stop, into)
-                if wants_crcs and not isinstance(piece, bytes):
+                if wants_crcs and is_tensor:
                     self._then.append(partial(self._count, len(self._crcs) - 1, into))
                 at, start = at + stop - start, stop
                 if at == WINDOW_BYTES:
@@ -93,13 +91,22 @@ class FileFill:
         if at:
             yield window[:at]
 
+    def read_into(self, ranges: Iterable[tuple[str, int, torch.Tensor]]) -> None:
+        """Fill memory, flat and uint8, each with the bytes of a tensor, row-major, from an offset on."""
+        for name, start, into in ranges:
+            self._plan(name, start, start + len(into), into)
+        self._read()
+
     def _count(self, number: int, content: memoryview) -> None:
         self._crcs[number] = crc32(content, self._crcs[number])
 
-    def _fill(self, piece: bytes | Wanted | Computed, start: int, stop: int, into: memoryview) -> None:
+    def _fill(self, piece: OutPiece, start: int, stop: int, into: memoryview) -> None:
         """Plan to fill memory with bytes `start` to `stop` of a piece."""
         if isinstance(piece, bytes):
             into[:] = piece[start:stop]
+            return
+        if isinstance(piece, Late):
+            self._then.append(partial(_fill_late, piece, self._crcs, start, into))
             return
         if isinstance(piece, Wanted):
             dtype = piece.dtype or self._tensors[piece.name].dtype
@@ -193,6 +200,10 @@ class FileFill:
             elif payload.crc32 is not None and (payload.path, payload.offset) not in self._verified:
                 self._verified.add((payload.path, payload.offset))
                 yield replace(each, start=0, stop=payload.size_bytes, into=None, take=None)
+
+
+def _fill_late(piece: Late, crcs: Sequence[int], start: int, into: memoryview) -> None:
+    into[:] = piece.content(crcs)[start : start + len(into)]
 
 
 def _cast(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Computed:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, Final, TypeAlias, final
+from typing import Any, Final, final
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckpt_core._torch_internals import StorageInfo
-from ckpt_core.convert._files import Late, OutFile, Wanted
+from ckpt_core.convert._files import Late, OutFile, OutPiece, Wanted
 from ckpt_core.dcp import TensorForm, build_archive, bytes_of, encode_metadata, pickled_state, tensor_pickle
 from ckpt_core.formats.checksums import crc32
 from ckpt_core.names import METADATA, data_name
@@ -29,7 +29,6 @@ _ALIGNMENT: Final = 64
 """That of torch's own zips, which `mmap=True` relies on."""
 FILE_BYTES: Final = 4 << 30
 """A data file of DCP begins no entry beyond it, so that several can be written and read at a time."""
-_Piece: TypeAlias = bytes | Wanted | Late
 
 
 @final
@@ -91,7 +90,7 @@ def dcp_files(
     """
     entries: dict[str, Any] = {name: BytesStorageMetadata() for name in values}
     places: dict[MetadataIndex, StorageInfo] = {}
-    files: list[list[_Piece]] = [[]]
+    files: list[list[OutPiece]] = [[]]
     size = first = 0
     for name, content in values.items():
         places[MetadataIndex(name)] = StorageInfo(data_name(0, 0), size, len(content))
@@ -120,7 +119,7 @@ def dcp_files(
 
 def _archive(
     pickled: bytes, payloads: Sequence[Leaf | bytes], *, offset: int = 0, first: int = 0
-) -> tuple[list[_Piece], int]:
+) -> tuple[list[OutPiece], int]:
     """Lay out one zip; return its pieces and size.
 
     Args:
@@ -133,7 +132,7 @@ def _archive(
         (len(each), crc32(each)) if isinstance(each, bytes) else (each.size_bytes, 0) for each in payloads
     ]
     archive = build_archive(pickled, known, offset=offset, alignment=_ALIGNMENT, streamed=True)
-    pieces: list[_Piece] = [archive.frames[0]]
+    pieces: list[OutPiece] = [archive.frames[0]]
     at, number = len(archive.frames[0]), first
     numbers: dict[int, int] = {}
     for place, (payload, (size, _)) in enumerate(zip(payloads, known, strict=True)):
@@ -149,7 +148,7 @@ def _archive(
             if at <= field < at + len(frame)
         ]
         pieces += [payload if isinstance(payload, bytes) else payload.wanted]
-        pieces.append(partial(_with_checksums, frame, late) if late else frame)
+        pieces.append(Late(len(frame), partial(_with_checksums, frame, late)) if late else frame)
         at += len(frame)
     return pieces, archive.size_bytes
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import random
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
 
 from ckpt_core import CheckpointManager
-from ckpt_core.convert import Computed, OutFile, Wanted, _fill, write
+from ckpt_core.convert import Computed, Late, OutFile, Wanted, _fill, write
 from ckpt_core.coordination import JobCoordinator
 from ckpt_core.errors import (
     CheckpointExistsError,
@@ -77,23 +77,21 @@ def tensors(tmp_path, state) -> dict[str, LocatedTensor]:
 @pytest.mark.parametrize("kind", ["local", "bucket", "memory"])
 def test_files_hold_their_pieces_in_order_whatever_the_windows_cut(tmp_path, state, tensors, kind):
     storage = {"local": LocalStorage(tmp_path), "bucket": bucket(), "memory": MemoryStorage()}[kind]
-    seen: list[Sequence[int]] = []
 
-    def late(crcs: Sequence[int]) -> bytes:
-        seen.append(crcs)
-        return b"late"
+    def late(count: int) -> Late:
+        return Late(4 * count, lambda crcs: b"".join(crc.to_bytes(4, "big") for crc in crcs[:count]))
 
-    pieces = [b"head", Wanted("model.odd"), Wanted("model.wide"), late, Wanted("model.none"), b""]
-    pieces += [Wanted("model.half"), Wanted("model.scalar"), Wanted("model.wide", torch.float16), late]
+    pieces = [b"head", Wanted("model.odd"), Wanted("model.wide"), late(2), Wanted("model.none"), b""]
+    pieces += [Wanted("model.half"), Wanted("model.scalar"), Wanted("model.wide", torch.float16), late(6)]
     told: list[int] = []
     files = [OutFile(path="a/one.bin", pieces=pieces), OutFile(path="two.bin", pieces=[b"2" * 5000])]
     write(tensors, files, storage, "out", progress=told.append)
 
     parts = [content(state[name]) for name in ("odd", "wide", "none", "half", "scalar")]
     parts.append(content(state["wide"].to(torch.float16)))
-    expected = b"head" + parts[0] + parts[1] + b"late" + b"".join(parts[2:]) + b"late"
+    crcs = [crc32(part).to_bytes(4, "big") for part in parts]
+    expected = b"".join((b"head", *parts[:2], *crcs[:2], *parts[2:], *crcs))
     assert tree(storage, "out") == {"out/a/one.bin": expected, "out/two.bin": b"2" * 5000}
-    assert seen == [tuple(map(crc32, parts[:2])), tuple(map(crc32, parts))]
     assert sum(told) == len(expected) + 5000
 
 

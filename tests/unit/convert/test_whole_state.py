@@ -45,7 +45,7 @@ def write(files: Sequence[OutFile], tensors: Mapping[str, torch.Tensor], folder:
                 raw = tensors[piece.name].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
                 crcs.append(zlib.crc32(raw))
             else:
-                raw = piece if isinstance(piece, bytes) else piece(crcs)
+                raw = piece if isinstance(piece, bytes) else piece.content(crcs)
             content += raw
         (folder / file.path).write_bytes(content)
 
