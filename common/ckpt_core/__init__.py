@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from ckpt_core.saving import SaveHandle
     from ckpt_core.state import Counters, TrainState
     from ckpt_core.types import CheckpointInfo
+    from ckpt_core.watching import PinnedCheckpoint, annotate, watch
 
 _HOMES = {
     "cadence": "AtSteps Continuous EveryEpochs EveryFraction EverySeconds EverySteps EveryTokens "
@@ -73,6 +74,7 @@ _HOMES = {
     "saving": "SaveHandle",
     "state": "Counters TrainState",
     "types": "CheckpointInfo",
+    "watching": "PinnedCheckpoint annotate watch",
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
 
@@ -109,6 +111,7 @@ __all__ = [
     "NoRoomError",
     "OnPreemption",
     "Optimal",
+    "PinnedCheckpoint",
     "RetentionPolicy",
     "RootBusyError",
     "SaveError",
@@ -121,6 +124,8 @@ __all__ = [
     "Upload",
     "UploadError",
     "__version__",
+    "annotate",
+    "watch",
 ]
 
 

@@ -20,6 +20,7 @@ PINS = f"{OWN}/pins.json"
 DAMAGED = f"{OWN}/damaged.json"
 WRITER = f"{OWN}/writer.json"
 TIERS = f"{OWN}/tiers.json"
+NOTES = f"{OWN}/notes"
 SPARES = frozenset({".spare-0", ".spare-1", ".spare-2"})
 """Beside lock files: the room that pins, marks and the record of an owner take on a full disk."""
 DATA_SUFFIX = ".distcp"

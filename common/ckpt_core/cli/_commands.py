@@ -12,7 +12,7 @@ from ckpt_core.cli import _completion, _cp, _plan
 from ckpt_core.cli._arguments import OPTIONS_VARIABLE, ROOT_OR_CHECKPOINT, Commands
 from ckpt_core.cli._outcome import Outcome
 from ckpt_core.cli.inspection import _diff, _du, _ls, _report, _show
-from ckpt_core.cli.upkeep import _mark, _prune, _verify
+from ckpt_core.cli.upkeep import _mark, _prune, _verify, _watch
 
 _EXIT_CODES: Final = (
     "Exit codes: 0 all is well; 1 something is wrong with a checkpoint, or the storage failed; 2 wrong usage "
@@ -218,6 +218,32 @@ _KEEPING: Final[Sequence[_Addable]] = (
     ),
 )
 _OTHERS: Final[Sequence[_Addable]] = (
+    _Command(
+        "watch",
+        _watch.run,
+        "wait for checkpoints of a run, and run a command for each",
+        (
+            _ROOT,
+            _one("--after", "STEP", "only what is after this step", type=int),
+            _flag("--each", "every checkpoint, in turn, instead of the newest alone"),
+            _one(
+                "--exec",
+                "CMD",
+                "run this, without a shell, with {path} and {step} replaced, and CKPT_PATH and CKPT_STEP set",
+            ),
+            _flag("--fail-fast", "end when CMD fails; else the exit code tells at the end"),
+            _one("--poll", "SECONDS", "look that often (5)", type=float, default=5.0),
+            _one("--timeout", "SECONDS", "end when no other has come for so long", type=float),
+        ),
+        "Each is committed, of the present lineage and verified, and is pinned until CMD has ended, by a pin "
+        "that ends by itself if this process dies. Without CMD their paths are printed.",
+    ),
+    _Command(
+        "annotate",
+        _watch.write_back,
+        "write numbers measured of a checkpoint back, for retention and listings",
+        (_CHECKPOINT, _many("--metric", "NAME=NUMBER", "a finite number; may be repeated")),
+    ),
     _Command(
         "plan",
         _plan.run,

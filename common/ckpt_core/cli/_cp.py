@@ -26,7 +26,17 @@ from ckpt_core.cli._arguments import (
 )
 from ckpt_core.cli._outcome import Outcome
 from ckpt_core.cli._progress_line import ProgressLine
-from ckpt_core.commit import Catalog, Lease, Owner, Survey, abandon, working_name
+from ckpt_core.commit import (
+    Catalog,
+    Lease,
+    Owner,
+    Survey,
+    abandon,
+    known_pins,
+    note_measured,
+    read_notes,
+    working_name,
+)
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
     CheckpointExistsError,
@@ -368,11 +378,15 @@ def _copied(
 def _carry_marks(
     selection: _CopySource, info: CheckpointInfo, found: CheckpointInfo, target: Storage
 ) -> None:
-    """Mark what is bad, and pin what a run has pinned; damage is of one place."""
+    """Mark what is bad, pin what a run has pinned, write numbers back; damage is of one place."""
+    measured = read_notes(selection.source).measured.get(info.save_id, {})
+    if measured and measured != read_notes(target).measured.get(found.save_id):
+        note_measured(target, found.save_id, measured)
     if info.bad is not None and found.bad is None:
         Catalog(target).mark_bad(found.name, info.bad)
-    if selection.is_run and info.pinned is not None and found.pinned is None:
-        Catalog(target).pin(info.step, info.pinned)
+    reason = (known_pins(selection.source) or {}).get(info.step)
+    if selection.is_run and reason is not None and found.pinned is None:
+        Catalog(target).pin(info.step, reason)
 
 
 def _unread(runs: Sequence[Storage], target: Storage) -> dict[str, bytes]:

@@ -4,7 +4,7 @@ The one rule of the whole suite is enforced here: no `COMMITTED`, no checkpoint.
 torch, so that listing and verifying stay fast.
 """
 
-from ckpt_core.commit._catalog import Catalog, Survey, read_manifest
+from ckpt_core.commit._catalog import Catalog, Survey, known_pins, read_manifest
 from ckpt_core.commit._inventory import Inventory
 from ckpt_core.commit._lease import Lease, Owner
 from ckpt_core.commit._manifest import (
@@ -17,6 +17,7 @@ from ckpt_core.commit._manifest import (
     on_present_line,
     present_lineage,
 )
+from ckpt_core.commit._notes import in_use, note_measured, read_notes
 from ckpt_core.commit._occupant import (
     Occupant,
     Surroundings,
@@ -64,15 +65,19 @@ __all__ = [
     "content_of",
     "describe",
     "file_as_root",
+    "in_use",
     "is_name",
     "is_same",
+    "known_pins",
     "list_tensors",
     "look_around",
     "next_lineage",
+    "note_measured",
     "on_present_line",
     "present_lineage",
     "quarantine",
     "read_manifest",
+    "read_notes",
     "refuse_as_root",
     "remove",
     "remove_drafts",

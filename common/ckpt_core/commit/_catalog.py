@@ -23,6 +23,7 @@ from ckpt_core.commit._manifest import (
     read_committed,
     whole_info,
 )
+from ckpt_core.commit._notes import read_notes
 from ckpt_core.commit._occupant import holds_torn_save, is_link
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
@@ -304,11 +305,11 @@ class Catalog:
         survey.log_unreadable(self._storage.url)
         return survey.everything if abandoned else survey.committed
 
-    def survey(self) -> Survey:
+    def survey(self, read: Callable[[str], CheckpointInfo] | None = None) -> Survey:
         """List every committed checkpoint and every directory with an unreadable marker.
 
         The job that owns the root may commit and prune meanwhile. Then the root is listed again: one listing
-        could miss both the pruned checkpoint and the new one.
+        could miss both the pruned checkpoint and the new one. `read` is `info`, or remembers its results.
         """
         infos, unreadable = list[CheckpointInfo](), dict[str, CheckpointError | OSError]()
         listed: list[str] | None = None
@@ -316,7 +317,7 @@ class Catalog:
             before, listed = listed, [n for n in sorted(self._storage.directories("")) if can_count(n)]
             if before == listed:
                 break
-            infos, unreadable = read_all(listed, self.info)
+            infos, unreadable = read_all(listed, read or self.info)
             if len(infos) + len(unreadable) == len(listed):
                 break
         return arranged(self._storage, infos, unreadable)
@@ -563,19 +564,22 @@ def arranged(
     infos: Sequence[CheckpointInfo],
     unreadable: Mapping[str, CheckpointError | OSError],
 ) -> Survey:
-    """Arrange checkpoints along the present lineage, with the present pins and marks."""
+    """Arrange checkpoints along the present lineage, with the present pins, marks and notes."""
     others = [lineage for name in unreadable if (lineage := lineage_in_manifest(storage, name)) is not None]
     present = present_lineage(infos, others)
     names = {info.name for info in infos}
     # Without those that were set aside and whose successor has the name.
     found = on_present_line([info for info in infos if set_aside(info.name) not in names], present)
-    pins, marks = known_pins(storage), known_marks(storage)
+    pins, marks, notes = known_pins(storage), known_marks(storage), read_notes(storage)
 
     def remarked(info: CheckpointInfo) -> CheckpointInfo:
-        pinned = _PINS_UNREADABLE if pins is None else pins.get(info.step)
+        pinned = _PINS_UNREADABLE if pins is None else pins.get(info.step, notes.in_use.get(info.step))
         damaged, bad = (problem_of(kind, info.name, info.save_id) for kind in (marks.damaged, marks.bad))
-        plain = pinned is None and damaged is None and bad is None
-        return info if plain else replace(info, pinned=pinned, damaged=damaged, bad=bad)
+        metrics = notes.measured.get(info.save_id)
+        if pinned is None and damaged is None and bad is None and metrics is None:
+            return info
+        metrics = {**info.metrics, **(metrics or {})}
+        return replace(info, pinned=pinned, damaged=damaged, bad=bad, metrics=metrics)
 
     def parts() -> Iterator[CheckpointInfo]:
         for name, error in unreadable.items():
@@ -583,7 +587,7 @@ def arranged(
                 with suppress(CheckpointNotFoundError):  # the job that owns the root prunes parts, too
                     yield Catalog(storage).marker(name).info(name)
 
-    if pins != {} or marks.damaged or marks.bad:
+    if pins != {} or marks.damaged or marks.bad or notes.in_use or notes.measured:
         found = list(map(remarked, found))
     return Survey(
         lineage=present,

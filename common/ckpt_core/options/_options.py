@@ -32,6 +32,7 @@ OnError = Literal["raise", "warn"]
 Staging = Literal["blocking", "overlapped"]
 Verify = Literal["full", "read", "arrival", "off"]
 OnDivergence = Literal["refuse", "warn", "keep-each"]
+OnStale = Literal["warn", "refuse", "ignore"]
 Checksums = Literal["crc32", "sha256"]
 SignManifest: TypeAlias = Callable[[str, bytes], bytes]
 """A function that signs: checkpoint name, bytes of `manifest.json` -> a detached signature."""
@@ -42,7 +43,7 @@ _MANNER: Final = frozenset(
     {
         *("back_pressure", "arenas", "staging", "staging_memory", "write_bandwidth", "headroom", "on_error"),
         *("sign_manifest", "verify_manifest", "verify", "deadline_seconds"),
-        *("storage_options", "replicas", "upload", "journal", "on_exception"),
+        *("storage_options", "replicas", "upload", "journal", "on_exception", "on_stale"),
     }
 )
 """Options that say how saves and loads are done, not what they hold."""
@@ -94,6 +95,9 @@ class CheckpointOptions:
         on_divergence: what to do when ranks hold different values under one name: fail on all ranks
             (`refuse`); save all values of the lowest rank and warn once (`warn`); or save every rank's
             values, for a resume on the same number of ranks (`keep-each`), which takes the space of all.
+        on_stale: what to do with a save of a later step in which no trained parameter, or nothing of the
+            optimizer's state, has changed since the one before: `warn` once, `refuse` it on all ranks, or
+            `ignore` it. By the checksums of a state with an optimizer; frozen parameters do not count.
         checksum: of the files of a save, in the manifest: `crc32` detects faults of storage, `sha256` also
             changes on purpose. Tensors have a CRC-32 of their own either way.
         replicas: the number of files that hold the same bytes, 1 or 2. With 2 every file of a save has a
@@ -136,6 +140,7 @@ class CheckpointOptions:
     reject_non_finite: bool = False
     on_error: OnError = "raise"
     on_divergence: OnDivergence = "refuse"
+    on_stale: OnStale = "warn"
     checksum: Checksums = "crc32"
     replicas: int = 1
     # Not shown: a function may be bound to a key.
@@ -164,6 +169,7 @@ class CheckpointOptions:
             one_of("staging", self.staging, get_args(Staging)),
             one_of("on_error", self.on_error, get_args(OnError)),
             one_of("on_divergence", self.on_divergence, get_args(OnDivergence)),
+            one_of("on_stale", self.on_stale, get_args(OnStale)),
             one_of("checksum", self.checksum, get_args(Checksums)),
             _one_or_two("replicas", self.replicas),
             None if self.sign_manifest is None else function("sign_manifest", self.sign_manifest),

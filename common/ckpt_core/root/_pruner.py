@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, final
 
-from ckpt_core.commit import Catalog, Inventory, remove
+from ckpt_core.commit import Catalog, Inventory, read_notes, remove
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError
 from ckpt_core.journal import MOST_STEPS
@@ -86,8 +86,9 @@ class Pruner:
         removed: list[CheckpointInfo] = []
         for info in drop:
             ownership.check()
-            # Another process may have deleted or replaced it meanwhile.
-            if ownership.inventory.still_there(info):
+            # Another process may have deleted or replaced it meanwhile, or begun to use it.
+            taken = info.step in read_notes(self._storage).in_use
+            if not taken and ownership.inventory.still_there(info):
                 self._remove(info)
                 removed.append(info)
         self._report(removed, f"not kept by {self._policy!r}")
@@ -165,7 +166,7 @@ class Pruner:
             _logger.warning(
                 "none of the %d checkpoints in %s has a number for the metric %s, so that none is kept as "
                 "the best, and all stay where nothing else in keep= keeps any; metrics there: %s. Measure "
-                "it where checkpoints are saved, or correct keep=",
+                "it where checkpoints are saved, write it back (`ckpt annotate`), or correct keep=",
                 len(history),
                 self._storage.url,
                 " or ".join(map(repr, unknown)),

@@ -1,21 +1,27 @@
-"""Checks of a state to be saved: finite numbers, and values that a load changes."""
+"""Checks of a state to be saved: finite, changed by training, and the same after a load."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any, Final, final
+from typing import Any, Final, TypeAlias, final
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from torch import nn
 
 from ckpt_core._torch_internals import own_part
 from ckpt_core.dcp import Image, checked_zip, load_value
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ALLOW_PICKLE, SaveError
 from ckpt_core.saving._plan_cache import PlanCache
-from ckpt_core.saving._stager import StagedParts
+from ckpt_core.options import OnStale
+from ckpt_core.saving._stager import StagedParts, memory_of, memory_of_own
 from ckpt_core.state import PICKLED
 from ckpt_core.types import CapturedState
 
@@ -179,3 +185,100 @@ def _is_finite(tensor: torch.Tensor) -> bool:
         values = values.float()  # torch has no aminmax of 8-bit floats
     # This needs no mask of the tensor's size: NaN becomes both extremes, an infinity one of them.
     return all(map(math.isfinite, (extreme.item() for extreme in torch.aminmax(values))))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What only training changes of this rank's share: the model, or optimizer state.
+
+    Attributes:
+        slots: part -> slots of the image.
+        names: their names.
+    """
+
+    slots: Mapping[str, npt.NDArray[np.int64]]
+    names: Sequence[str]
+
+    def digest(self, images: Mapping[str, Image]) -> str:
+        """Digest the checksums of these slots, once the images are written."""
+        hashed = hashlib.blake2b(digest_size=8)
+        for part, slots in self.slots.items():
+            hashed.update(np.array(images[part].chunk_crcs, dtype="<u4")[slots].tobytes())
+        return hashed.hexdigest()
+
+
+TrainedParts: TypeAlias = Mapping[str, Trained]
+_MODEL: Final = "the model"
+_OPTIMIZER: Final = "the optimizer's state"
+
+
+def trained_parts(plans: PlanCache, stable: Iterable[Any]) -> TrainedParts:
+    """Find what training changes, by its memory: once for each plan.
+
+    Args:
+        plans: with the live state.
+        stable: parameters, of which frozen ones do not count, and optimizer state.
+    """
+    kinds = dict[int, str]()
+    for tensor in stable:
+        is_parameter = isinstance(tensor, nn.Parameter)
+        if tensor.requires_grad or not is_parameter:
+            kinds |= dict.fromkeys(memory_of_own(tensor), _MODEL if is_parameter else _OPTIMIZER)
+    slots, names = dict[str, dict[str, list[int]]](), dict[str, list[str]]()
+    for name, part in plans.parts.items():
+        for slot, (spec, shard) in enumerate(zip(part.specs, part.shards(), strict=True)):
+            if shard.numel() and (kind := kinds.get(memory_of(shard))) is not None:
+                slots.setdefault(kind, {}).setdefault(name, []).append(slot)
+                names.setdefault(kind, []).append(spec[0].fqn)
+    return {
+        kind: Trained({part: np.array(each) for part, each in found.items()}, names[kind])
+        for kind, found in slots.items()
+    }
+
+
+@final
+class StaleJudge:
+    """Comparison of what is trained with the last commit. Coordinator only."""
+
+    def __init__(self, policy: OnStale) -> None:
+        self._policy = policy
+        self._last: tuple[int, int, Sequence[Mapping[str, str]]] | None = None
+        self._told = False
+
+    def judge(
+        self, digests: Sequence[Mapping[str, str]], trained: TrainedParts, *, generation: int, step: int
+    ) -> None:
+        """Compare the digests of all ranks, by rank, of the save of a later step.
+
+        Raises:
+            SaveError: nothing of the model, or of the optimizer's state, has changed, and that is refused.
+        """
+        of_plans, before, known = self._last or (-1, step, digests)
+        if self._policy == "ignore" or of_plans != generation or step <= before:
+            return
+        kinds = dict.fromkeys(kind for found in digests for kind in found)
+        pairs = list(zip(digests, known, strict=True))
+        stale = [kind for kind in kinds if all(new.get(kind) == old.get(kind) for new, old in pairs)]
+        if not stale or (self._told and self._policy == "warn"):
+            return
+        self._told = True
+        named = " and of ".join(
+            f"{kind} ({_named(trained[kind])})" if kind in trained else kind for kind in stale
+        )
+        text = (
+            f"nothing that is trained of {named} has changed since step {before}: look whether the optimizer "
+            "trains this model, whether a gradient scaler skips every step, and at the learning rate"
+        )
+        if self._policy == "refuse":
+            raise SaveError(f"step {step} was not saved: {text}", step=step, phase="commit")
+        _logger.warning("step %d: %s. on_stale='ignore' says nothing of it", step, text)
+
+    def committed(self, digests: Sequence[Mapping[str, str]], *, generation: int, step: int) -> None:
+        """Remember what was committed, for the next save."""
+        self._last = generation, step, digests
+
+
+def _named(trained: Trained) -> str:
+    more = len(trained.names) - _MOST_NAMED
+    return ", ".join(trained.names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple, final
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from ckpt_core.commit import Catalog, on_present_line, remove, replaced
+from ckpt_core.commit import Catalog, on_present_line, read_notes, remove, replaced
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError, NoRoomError
 from ckpt_core.formats.chunks import BLOCK_BYTES
@@ -154,6 +154,8 @@ class DiskSpace:
             if self._free().fits(needed):
                 break
             self._ownership.check()
+            if info.step in read_notes(self._storage).in_use:
+                continue
             with self._telemetry.span("prune.remove", step=info.step, name=info.name, reason="room"):
                 remove(self._storage, info)
             inventory.forget(info.name)

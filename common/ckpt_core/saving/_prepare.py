@@ -18,7 +18,7 @@ from ckpt_core.names import SHARED, rank_name, shared_name
 from ckpt_core.options import CheckpointOptions
 from ckpt_core.provenance import configuration_digest
 from ckpt_core.root import Job, Ownership
-from ckpt_core.saving._checks import LoadNotes, refuse_non_finite_in_files
+from ckpt_core.saving._checks import LoadNotes, TrainedParts, refuse_non_finite_in_files, trained_parts
 from ckpt_core.saving._disk_space import SpaceNeeded
 from ckpt_core.saving._handle import SaveRequest, failed_in, save_error
 from ckpt_core.saving._plan_cache import KeepOwn, Offer, PlanCache
@@ -104,6 +104,8 @@ class Preparer:
         self._overlapped = options.staging == "overlapped"
         self._chosen = options.chosen
         self._configuration: str | None = None
+        self._compares = options.on_stale != "ignore"
+        self._trained: tuple[int, TrainedParts] = (-1, {})
         self.plans = PlanCache(options.on_divergence)
         self.stager = Stager(Arenas(options.arenas, options.staging_memory_bytes))
 
@@ -277,6 +279,8 @@ class Preparer:
                 refuse_non_finite_in_files(state.in_files)
             alike = {name: local.shared.digest(name) for name in state.alike}
             evidence = plans.evidence(alike) if self._coordinator.world_size > 1 else None
+            if self._compares and self._trained[0] != plans.generation:
+                self._trained = plans.generation, trained_parts(plans, state.stable)
             kept = plans.keeping is not KeepOwn.NEVER or (prepared.rank == 0 and state.local)
             stable = state.stable if self._overlapped and state.optimizers else None
             # Last: from here on the arena is reserved, and only the prepared save can release it.
@@ -286,6 +290,7 @@ class Preparer:
                 prepared,
                 staged=staged,
                 evidence=evidence,
+                trained=self._trained[1],
                 local=RankBuffers(state.local if kept else {}),
                 extra=self._extra(prepared.extra, staged),
             )

@@ -9,6 +9,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ckpt_core.dcp import Replicas
+from ckpt_core.saving._checks import Trained, TrainedParts
 from ckpt_core.saving._disk_space import SpaceNeeded
 from ckpt_core.saving._handle import SaveRequest
 from ckpt_core.saving._plan_cache import KeepOwn
@@ -43,6 +44,7 @@ class PreparedSave:
         evidence: fingerprints of this rank's replicas; None if they are not compared.
         replicas: part -> entries that several ranks hold; on the coordinator only.
         provenance: of the state; the commit adds what concerns the job.
+        trained: what training changes of this rank's share; empty if it is not compared.
     """
 
     request: SaveRequest
@@ -65,3 +67,4 @@ class PreparedSave:
     evidence: Evidence | None = None
     replicas: Mapping[str, Sequence[Replicas]] = field(default_factory=dict[str, Sequence[Replicas]])
     provenance: Provenance = field(default_factory=Provenance)
+    trained: TrainedParts = field(default_factory=dict[str, Trained])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias, final
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -38,6 +38,7 @@ class RankReport:
             report.
         evidence: fingerprints of the rank's replicas; None if they are not compared.
         place: the rank's root and machine.
+        trained: see `Trained.digest`.
     """
 
     files: Sequence[Any]
@@ -45,10 +46,11 @@ class RankReport:
     table: bytes | None
     evidence: Mapping[str, Any] | None = None
     place: tuple[str, str] = ("", "")
+    trained: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def encode(self) -> bytes:
         """Encode the message: a line of JSON, then the table if there is one."""
-        values = [self.place, self.evidence, self.num_chunks, *self.files]
+        values = [self.place, self.trained, self.evidence, self.num_chunks, *self.files]
         head = json.dumps(values, separators=(",", ":")).encode()
         return head if self.table is None else head + _END_OF_HEAD + self.table
 
@@ -62,13 +64,14 @@ class RankReport:
     def decode(cls, message: bytes) -> RankReport:
         """Decode a message."""
         head, found, table = message.partition(_END_OF_HEAD)
-        place, evidence, num_chunks, *files = json.loads(head)
+        place, trained, evidence, num_chunks, *files = json.loads(head)
         return cls(
             files=files,
             num_chunks=num_chunks,
             table=table if found else None,
             evidence=evidence,
             place=tuple(place),
+            trained=trained,
         )
 
 

@@ -14,7 +14,7 @@ from ckpt_core.errors import CheckpointError, ConfigError, SaveError
 from ckpt_core.options import CheckpointOptions
 from ckpt_core.provenance import code_version
 from ckpt_core.root import Job, Ownership, Pruner
-from ckpt_core.saving._checks import refuse_non_finite_loss
+from ckpt_core.saving._checks import StaleJudge, refuse_non_finite_loss
 from ckpt_core.saving._disk_space import DiskSpace
 from ckpt_core.saving._handle import SaveHandle, SaveRequest
 from ckpt_core.saving._in_flight import InFlightSaves, SaveThread
@@ -86,6 +86,7 @@ class Saver:
             terms=Terms(
                 check=ownership.check,
                 judge=Judge(options.on_divergence),
+                stale=StaleJudge(options.on_stale),
                 sign=options.manifest_signer,
                 origin=self._of_job,
             ),

@@ -144,14 +144,14 @@ class Stager:
         devices = {source.device for source in sources if has_streams(source)}
         arena, images = self._reserve(parts, generation, pinned=_pins(sources))
         try:
-            addresses = [_address(source) for source in sources]
+            addresses = [memory_of(source) for source in sources]
             _check_memory(names, sources, addresses)
             targets = [target for image in images.values() for target in image.targets]
             if stable is None:
                 _copy(targets, sources)
                 deferred = None
             else:
-                frozen = frozenset(address for tensor in stable for address in _addresses(tensor))
+                frozen = frozenset(address for tensor in stable for address in memory_of_own(tensor))
                 deferred = _copy_unstable(
                     zip(names, sources, targets, (address in frozen for address in addresses), strict=True)
                 )
@@ -258,14 +258,16 @@ def _check_memory(names: Sequence[str], sources: Sequence[torch.Tensor], address
         )
 
 
-def _address(tensor: torch.Tensor) -> int:
+def memory_of(tensor: torch.Tensor) -> int:
+    """Return the address of a plain tensor's memory."""
     return int(tensor.untyped_storage().data_ptr())
 
 
-def _addresses(tensor: Any) -> list[int]:
+def memory_of_own(tensor: Any) -> list[int]:
+    """Return the addresses of what this rank has of a tensor."""
     local = own_part(tensor)
     inner = [local] if type(local) in PLAIN else [each for _, each in inner_tensors(local)]
-    return list(map(_address, inner))
+    return list(map(memory_of, inner))
 
 
 def _total(layouts: _Layouts) -> int:

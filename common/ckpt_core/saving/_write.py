@@ -19,6 +19,7 @@ from ckpt_core.groups import holders
 from ckpt_core.names import MANIFEST, METADATA, SIGNATURE, chunks_name, is_own_file, twin_name
 from ckpt_core.options import SignManifest
 from ckpt_core.provenance import software_versions
+from ckpt_core.saving._checks import StaleJudge
 from ckpt_core.saving._files import RankFiles
 from ckpt_core.saving._handle import failed_in
 from ckpt_core.saving._prepared import PreparedSave
@@ -65,7 +66,9 @@ def write_rank(
         storage.sync_directory(directory)
     if twins is not None:
         files += twins.finish(files, progress)
-    report = replace(memory.report(files, written.tables), place=(storage.url, platform.node()))
+    digests = {kind: each.digest(staged.images) for kind, each in prepared.trained.items()}
+    place = storage.url, platform.node()
+    report = replace(memory.report(files, written.tables), place=place, trained=digests)
     if prepared.evidence is not None:
         crcs = {part: image.chunk_crcs for part, image in staged.images.items()}
         report = replace(report, evidence=prepared.evidence.message(crcs))
@@ -104,12 +107,14 @@ class Terms:
     Attributes:
         check: see `commit`.
         judge: compares the replicas of all ranks.
+        stale: compares what is trained with the last commit.
         sign: signs the manifest; None to leave it unsigned.
         origin: adds to a state's provenance what concerns the job.
     """
 
     check: Callable[[], None] = lambda: None
     judge: Judge | None = None
+    stale: StaleJudge | None = None
     sign: SignManifest | None = None
     origin: Callable[[Provenance], Provenance] = lambda known: known
 
@@ -127,7 +132,7 @@ def commit_all(
 
     Raises:
         DivergenceError: ranks hold different values under one name, and that is refused.
-        SaveError: the manifest could not be signed.
+        SaveError: the manifest could not be signed, or nothing was trained, and that is refused.
         CheckpointError: see `commit`.
     """
     terms = terms or Terms()
@@ -137,6 +142,9 @@ def commit_all(
         terms.judge.judge(
             shown, prepared.replicas, generation=prepared.generation, step=prepared.request.step
         )
+    found = [report.trained for report in reports]
+    if terms.stale is not None:
+        terms.stale.judge(found, prepared.trained, generation=prepared.generation, step=prepared.request.step)
     memory.take(reports)
     working, request = prepared.working, prepared.request
     files = [entry for report in reports for entry in report.entries()]
@@ -171,11 +179,14 @@ def commit_all(
         twins.add(MANIFEST, manifest.to_bytes())
         twins.finish()
     try:
-        return commit(storage, working, request.name, manifest, replace=request.replace, check=terms.check)
+        info = commit(storage, working, request.name, manifest, replace=request.replace, check=terms.check)
     except SaveError as error:
         if error.in_doubt or not (hint := _apart([report.place for report in reports], storage.num_disks)):
             raise
         raise error.retold(f"{error}. {hint}") from error
+    if terms.stale is not None:
+        terms.stale.committed(found, generation=prepared.generation, step=request.step)
+    return info
 
 
 def _apart(places: Sequence[tuple[str, str]], disks: int) -> str:

@@ -18,6 +18,7 @@ from ckpt_core.commit import (
     list_tensors,
     look_around,
     read_manifest,
+    read_notes,
     stock_parts,
 )
 from ckpt_core.errors import CorruptCheckpointError
@@ -79,7 +80,9 @@ def _shown(storage: Storage, name: str) -> Outcome:
     catalog, place = Catalog(storage), f"{storage.url}/{name}"
     content = read_manifest(storage, name)
     manifest, digest = Manifest.from_bytes(content), hashlib.sha256(content).hexdigest()
-    pinned, damaged = _pinned(catalog, manifest.step), catalog.known_damage(name)
+    notes = read_notes(storage)
+    pinned = _pinned(catalog, manifest.step) or notes.in_use.get(manifest.step)
+    damaged, measured = catalog.known_damage(name), notes.measured.get(manifest.save_id, {})
     listed = {field.name: getattr(manifest, field.name) for field in fields(manifest)}
     listed |= {
         "provenance": asdict(manifest.provenance),
@@ -94,9 +97,16 @@ def _shown(storage: Storage, name: str) -> Outcome:
         rows=[(entry.path, bytes_text(entry.size_bytes), entry.checksum) for entry in manifest.files],
     )
     return Outcome(
-        fields={"checkpoint": place, "committed": True, "pinned": pinned, "damaged": damaged, **listed},
+        fields={
+            "checkpoint": place,
+            "committed": True,
+            "pinned": pinned,
+            "damaged": damaged,
+            "measured": measured,
+            **listed,
+        },
         parts=[
-            *_facts(place, manifest, pinned=pinned, damaged=damaged),
+            *_facts(place, manifest, pinned=pinned, damaged=damaged, measured=measured),
             f"manifest:    sha256:{digest}{f', signed: {SIGNATURE}' if listed['signed'] else ''}",
             "",
             table,
@@ -170,7 +180,9 @@ def _replicas_text(manifest: Manifest) -> str:
     return f"{manifest.replicas}, the second files take {bytes_text(size)}" if size else ""
 
 
-def _facts(place: str, manifest: Manifest, *, pinned: str | None, damaged: str | None) -> list[str]:
+def _facts(
+    place: str, manifest: Manifest, *, pinned: str | None, damaged: str | None, measured: Mapping[str, float]
+) -> list[str]:
     known = manifest.provenance
     facts = {
         "checkpoint": place,
@@ -184,6 +196,7 @@ def _facts(place: str, manifest: Manifest, *, pinned: str | None, damaged: str |
         "damaged": damaged or "",
         "items": ", ".join(f"{item} ({kind})" for item, kind in sorted(manifest.items.items())),
         "metrics": metrics_text(manifest.metrics),
+        "measured": metrics_text(measured),
         "annotations": ", ".join(f"{key}={value!r}" for key, value in sorted(manifest.annotations.items())),
         "parent": "" if known.parent is None else f"{known.parent.name} (step {known.parent.step})",
         "run id": known.run_id,

@@ -14,7 +14,7 @@ from typing import Final
 from ckpt_core.cli._arguments import claimed, none_committed, number_in, open_root
 from ckpt_core.cli._outcome import Outcome, Table
 from ckpt_core.cli._progress_line import ProgressLine
-from ckpt_core.commit import Catalog, Inventory, Lease, collect_orphans, look_around, remove
+from ckpt_core.commit import Catalog, Inventory, Lease, collect_orphans, look_around, read_notes, remove
 from ckpt_core.errors import ConfigError, CorruptCheckpointError
 from ckpt_core.journal import add_event
 from ckpt_core.options import CheckpointOptions, bytes_text
@@ -81,7 +81,8 @@ def _applied(
     with ProgressLine("deleting", sum(info.size_bytes for info in drop)) as progress:
         for info in drop:
             lease.check()
-            if inventory.still_there(info):
+            taken = info.step in read_notes(storage).in_use
+            if not taken and inventory.still_there(info):
                 remove(storage, info)
                 for bad in (False, True):
                     catalog.unmark(info.name, bad=bad)
