@@ -53,8 +53,8 @@ def test_the_names_users_meet_are_these() -> None:
             "MaxOverhead",
             "Continuous",
         ),
-        *("RetentionPolicy", "KeepLatest", "KeepEvery", "KeepEverySeconds", "KeepBest", "KeepNewerThan"),
-        *("KeepSteps", "KeepAll", "__version__"),
+        *("RetentionPolicy", "KeepLatest", "KeepEvery", "KeepEverySeconds", "KeepBest", "KeepFor"),
+        *("KeepSteps", "KeepThinned", "KeepWithin", "KeepAll", "__version__"),
         *(
             "CheckpointError",
             "ConfigError",

@@ -50,9 +50,11 @@ if TYPE_CHECKING:
         KeepBest,
         KeepEvery,
         KeepEverySeconds,
+        KeepFor,
         KeepLatest,
-        KeepNewerThan,
         KeepSteps,
+        KeepThinned,
+        KeepWithin,
         RetentionPolicy,
     )
     from ckpt_core.saving import SaveHandle
@@ -69,8 +71,8 @@ _HOMES = {
     "UploadError",
     "manager": "CheckpointManager",
     "options": "CheckpointOptions Upload",
-    "retention": "KeepAll KeepBest KeepEvery KeepEverySeconds KeepLatest KeepNewerThan KeepSteps "
-    "RetentionPolicy",
+    "retention": "KeepAll KeepBest KeepEvery KeepEverySeconds KeepFor KeepLatest KeepSteps "
+    "KeepThinned KeepWithin RetentionPolicy",
     "saving": "SaveHandle",
     "state": "Counters TrainState",
     "types": "CheckpointInfo",
@@ -103,9 +105,11 @@ __all__ = [
     "KeepBest",
     "KeepEvery",
     "KeepEverySeconds",
+    "KeepFor",
     "KeepLatest",
-    "KeepNewerThan",
     "KeepSteps",
+    "KeepThinned",
+    "KeepWithin",
     "LoadError",
     "MaxOverhead",
     "NoRoomError",

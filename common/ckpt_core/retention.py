@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from itertools import groupby
-from operator import attrgetter
+from operator import and_, attrgetter, or_
 from types import MappingProxyType
 from typing import Final, Literal, TypeAlias, cast, final
 
+from ckpt_core.errors import ConfigError
 from ckpt_core.messages import message
 from ckpt_core.policies import AllOf, AnyOf, Not, RetentionPolicy, joined
 from ckpt_core.types import CheckpointInfo
-from ckpt_core.validation import integer, integers, one_of, require, take_duration, text
+from ckpt_core.validation import integer, integers, one_of, parse_size, require, take_duration, text
 
 
 @final
@@ -92,17 +95,20 @@ class KeepBest(RetentionPolicy):
         )
 
     def keep(self, history: Sequence[CheckpointInfo], now: float) -> frozenset[int]:
+        return frozenset(self.preferred(history, now))
+
+    def preferred(self, history: Sequence[CheckpointInfo], now: float) -> Sequence[int]:
         sign = 1 if self.mode == "min" else -1
         scores = [(sign * info.metrics.get(self.metric, math.nan), -info.step) for info in history]
         ranked = sorted(score for score in scores if math.isfinite(score[0]))
         steps = dict.fromkeys(-negative_step for _, negative_step in ranked)  # one may have been saved twice
-        return frozenset(list(steps)[: self.n])
+        return list(steps)[: self.n]
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class KeepNewerThan(RetentionPolicy):
-    """Keeps checkpoints committed less than this many seconds, or "7d", ago."""
+class KeepFor(RetentionPolicy):
+    """Keeps each checkpoint for this many seconds, or "7d", after its commit."""
 
     seconds: float | str
 
@@ -115,6 +121,71 @@ class KeepNewerThan(RetentionPolicy):
     @property
     def judges_alone(self) -> bool:
         return True
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeepThinned(RetentionPolicy):
+    """Keeps the newest of each of the last hours, days and weeks with a checkpoint.
+
+    They begin in UTC, weeks on Mondays. `KeepThinned(hourly=24, daily=7, weekly=4)` is that of many backups.
+    """
+
+    hourly: int = 0
+    daily: int = 0
+    weekly: int = 0
+
+    def __post_init__(self) -> None:
+        counts = {"hourly": self.hourly, "daily": self.daily, "weekly": self.weekly}
+        problems = [integer(name, count, minimum=0) for name, count in counts.items()]
+        none = None if any(counts.values()) else "one of hourly, daily and weekly must be above 0"
+        require("KeepThinned", *(problems if any(problems) else [none]))
+
+    def keep(self, history: Sequence[CheckpointInfo], now: float) -> frozenset[int]:
+        return frozenset(self.preferred(history, now))
+
+    def preferred(self, history: Sequence[CheckpointInfo], now: float) -> Sequence[int]:
+        oldest_first, steps = sorted(history, key=_by_age), list[int]()
+        for count, seconds, shift in (
+            (self.hourly, 3600, 0),
+            (self.daily, _DAY, 0),
+            (self.weekly, 7 * _DAY, _MONDAY),
+        ):
+            newest = {math.floor((each.created + shift) / seconds): each.step for each in oldest_first}
+            steps += [newest[key] for key in sorted(newest, reverse=True)[:count]]
+        return list(dict.fromkeys(steps))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class KeepWithin(RetentionPolicy):
+    """Bounds the bytes, or "2 TB", of all checkpoints of a root together.
+
+    `(KeepBest("loss") | KeepLatest(5) | KeepEvery(1000)) & KeepWithin("2 TB")` keeps the best, then the
+    latest, then every thousandth, newest first, up to the first that has no room. Alone, it keeps the newest
+    that have. The newest, pinned and marked checkpoints stay whatever they take, and count. A save needs its
+    own room besides, until the prune after it.
+    """
+
+    size: int | str
+
+    def __post_init__(self) -> None:
+        if parse_size("KeepWithin: size", self.size) is None:
+            raise ConfigError('KeepWithin: size must be given, such as "2 TB"')
+
+    def keep(self, history: Sequence[CheckpointInfo], now: float) -> frozenset[int]:
+        return frozenset(info.step for info in history)
+
+    @property
+    def most_bytes(self) -> int | None:
+        return parse_size("size", self.size)
+
+
+def any_of(policies: Sequence[RetentionPolicy]) -> RetentionPolicy:
+    """Join policies by "or", within the bounds among them."""
+    bounds = [each for each in policies if each.most_bytes is not None]
+    rules = [each for each in policies if each.most_bytes is None]
+    return reduce(and_, [*([reduce(or_, rules)] if rules else []), *bounds])
 
 
 @final
@@ -171,6 +242,7 @@ class PrunePlan:
         damaged: checkpoints marked as damaged, kept for inspection by a user, lowest step first.
         bad: checkpoints marked as bad and not as damaged, kept likewise.
         abandoned: kept checkpoints that the present lineage does not continue.
+        without_room: names of those to remove that `KeepWithin` alone removes.
     """
 
     keep: Mapping[int, tuple[str, ...]]
@@ -178,6 +250,7 @@ class PrunePlan:
     damaged: tuple[CheckpointInfo, ...] = ()
     bad: tuple[CheckpointInfo, ...] = ()
     abandoned: tuple[CheckpointInfo, ...] = ()
+    without_room: tuple[str, ...] = ()
 
 
 def plan_prune(
@@ -217,7 +290,14 @@ def plan_prune(
     others = [info for info in usable if info.abandoned and (abandoned == "keep" or info.pinned is not None)]
     if abandoned == "prune":
         others += _in_free_places(policy, [info for info in usable if info.abandoned], present, now)
-    reasons = _reasons(policy, present, now, last)
+    reasons = wanted = _reasons(policy, present, now, last)
+    held = others
+    if policy.most_bytes is not None:
+        must = dict.fromkeys(step for step, _ in _guaranteed(present, last))
+        by_rule = [step for rule in joined(_rules(policy), AnyOf) for step in rule.preferred(present, now)]
+        left = policy.most_bytes - sum(info.size_bytes for info in ordered if not info.usable)
+        fits, others = _with_room([*by_rule, *sorted(wanted, reverse=True)], must, present, others, left=left)
+        reasons = {step: why for step, why in wanted.items() if step in fits}
     stays = {info.name for info in others}
     surplus = policy.surplus([info for info in present if info.pinned is None])
     drop = [
@@ -232,7 +312,47 @@ def plan_prune(
         damaged=tuple(info for info in marked if info.damaged is not None),
         bad=tuple(info for info in marked if info.damaged is None),
         abandoned=tuple(others),
+        without_room=tuple(info.name for info in drop if info.step in wanted or info in held),
     )
+
+
+def _with_room(
+    order: Iterable[int],
+    must: Collection[int],
+    present: Sequence[CheckpointInfo],
+    others: Sequence[CheckpointInfo],
+    *,
+    left: int,
+) -> tuple[set[int], list[CheckpointInfo]]:
+    """Return the steps and abandoned checkpoints for which so many bytes are enough.
+
+    The first step without room is the last that is tried: when a prune is cut short and repeated, nothing
+    takes the place of what the whole one kept.
+    """
+    sizes = Counter[int]()
+    for info in present:
+        sizes[info.step] += info.size_bytes
+    stay = [info for info in others if info.pinned is not None]
+    left -= sum(info.size_bytes for info in stay)
+    fits = set[int]()
+    for step in dict.fromkeys([*must, *order]):
+        left -= sizes[step]
+        if left < 0 and step not in must:
+            break
+        fits.add(step)
+    for info in others:
+        if info.pinned is None:
+            left -= info.size_bytes
+            stay += [info] * (left >= 0)
+    return fits, stay
+
+
+def _rules(policy: RetentionPolicy) -> RetentionPolicy:
+    """Return what a policy keeps without its bounds."""
+    if not isinstance(policy, AllOf):
+        return policy
+    rules = [_rules(each) for each in policy.policies if not isinstance(each, KeepWithin)]
+    return reduce(and_, rules) if rules else policy
 
 
 def _reasons(
@@ -246,7 +366,7 @@ def _reasons(
         now: Unix time in seconds.
         last: the step committed last, if known.
     """
-    kept = [(repr(member), member.keep(present, now)) for member in joined(policy, AnyOf)]
+    kept = [(repr(member), member.keep(present, now)) for member in joined(_rules(policy), AnyOf)]
     if not any(steps for _, steps in kept) and unknown_metrics(policy, present):
         kept = [(UNRANKED, frozenset(info.step for info in present))]
     reasons = dict[int, tuple[str, ...]]()
@@ -371,6 +491,9 @@ def _guaranteed(history: Sequence[CheckpointInfo], last: int | None) -> Iterable
             yield info.step, f"pinned: {info.pinned}"
 
 
+_DAY: Final = 86_400
+_MONDAY: Final = 3 * _DAY
+"""What the beginning of Unix time is after a Monday."""
 _by_step = attrgetter("step")
 _by_age = attrgetter("created", "step")
 
@@ -383,12 +506,15 @@ __all__ = [
     "KeepBest",
     "KeepEvery",
     "KeepEverySeconds",
+    "KeepFor",
     "KeepLatest",
-    "KeepNewerThan",
     "KeepSteps",
+    "KeepThinned",
+    "KeepWithin",
     "Not",
     "PrunePlan",
     "RetentionPolicy",
+    "any_of",
     "plan_prune",
     "unknown_metrics",
     "withheld",

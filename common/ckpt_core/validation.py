@@ -19,6 +19,14 @@ T = TypeVar("T")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _DURATION = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([smhd])\s*")
 
+_UNITS: dict[str, int] = {
+    "": 1,
+    "B": 1,
+    **{unit: 1000**power for power, unit in enumerate(("KB", "MB", "GB", "TB"), start=1)},
+    **{unit: 1024**power for power, unit in enumerate(("KIB", "MIB", "GIB", "TIB"), start=1)},
+}
+_WRITTEN = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*(/\s*s)?\s*")
+
 
 def require(owner: str, *problems: str | None) -> None:
     """Raise one error that lists all problems.
@@ -94,6 +102,30 @@ def take_duration(owner: Any, name: str) -> None:
     value = getattr(owner, name)
     require(type(owner).__name__, duration(name, value))
     object.__setattr__(owner, name, seconds_of(value))
+
+
+def bytes_in(value: Any, *, rate: bool = False) -> float | None:
+    """Return the bytes, or with `rate` bytes per second, of a number or text; else None."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    found = _WRITTEN.fullmatch(value) if isinstance(value, str) else None
+    if found is None or (found[3] and not rate) or found[2].upper() not in _UNITS:
+        return None
+    number, unit = str(found[1]), str(found[2])
+    return float(number) * _UNITS[unit.upper()]
+
+
+def parse_size(name: str, value: Any, *, rate: bool = False) -> int | None:
+    """Parse a number of bytes: a number, "512 MiB" or "1.5 GB"; None stays None."""
+    if value is None:
+        return None
+    size = bytes_in(value, rate=rate)
+    if size is None or not math.isfinite(size) or size < 1:
+        example, unit = ("500 MB/s", "bytes per second") if rate else ("512 MiB", "bytes")
+        raise ConfigError(
+            f'{name} must be a number of {unit} above 0 or text like "{example}", not {value!r}'
+        )
+    return int(size)
 
 
 def text(name: str, value: Any) -> str | None:

@@ -20,8 +20,8 @@ from ckpt_core import (
     CheckpointManager,
     CheckpointNotFoundError,
     EverySeconds,
+    KeepFor,
     KeepLatest,
-    KeepNewerThan,
     LoadError,
     RootBusyError,
 )
@@ -368,7 +368,7 @@ def test_the_newest_is_told_by_steps_whatever_clocks_said(tmp_path, clock, jump)
         assert checkpoints.resume(state) == 4 == number_in(state)
 
 
-@pytest.mark.parametrize("keep", [KeepLatest(1), KeepNewerThan(3600)])
+@pytest.mark.parametrize("keep", [KeepLatest(1), KeepFor(3600)])
 def test_what_was_just_committed_survives_its_prune_although_the_clock_was_put_back(tmp_path, clock, keep):
     """Training went back to an earlier step, too: nothing but the job itself knows what came last."""
     with CheckpointManager(tmp_path, keep=keep) as checkpoints:
@@ -383,7 +383,7 @@ def test_what_was_just_committed_survives_its_prune_although_the_clock_was_put_b
 
 
 def test_a_clock_put_forward_does_not_empty_a_root(tmp_path, clock):
-    with CheckpointManager(tmp_path, keep=KeepNewerThan(3600)) as checkpoints:
+    with CheckpointManager(tmp_path, keep=KeepFor(3600)) as checkpoints:
         for number in (1, 2, 3):
             checkpoints.save(number, state_of(number)).result()
             clock.shift += DAY

@@ -28,9 +28,11 @@ from ckpt_core.retention import (
     KeepBest,
     KeepEvery,
     KeepEverySeconds,
+    KeepFor,
     KeepLatest,
-    KeepNewerThan,
     KeepSteps,
+    KeepThinned,
+    KeepWithin,
 )
 
 YAML = """
@@ -118,7 +120,13 @@ def test_save_policies_read_as_they_are_written(value, policy):
         ({"best": "loss"}, KeepBest("loss")),
         ({"best": {"metric": "f1", "mode": "max"}}, KeepBest("f1", mode="max")),
         ({"best": [{"metric": "f1", "mode": "max"}, "loss"]}, KeepBest("f1", mode="max") | KeepBest("loss")),
-        ({"newer_than_seconds": 60}, KeepNewerThan(60)),
+        ({"for": 60}, KeepFor(60)),
+        ({"thinned": {"hourly": 24, "weekly": 4}}, KeepThinned(hourly=24, weekly=4)),
+        ({"within": "2 TB"}, KeepWithin("2 TB")),
+        (
+            {"latest": 3, "within": "2 TB", "best": "f1"},
+            (KeepLatest(3) | KeepBest("f1")) & KeepWithin("2 TB"),
+        ),
         ({"steps": [1, 2]}, KeepSteps([1, 2])),
         ({"all": True}, KeepAll()),
         ([{"latest": 3}, KeepEvery(10)], KeepLatest(3) | KeepEvery(10)),
@@ -403,9 +411,9 @@ def test_an_upload_shows_no_secret():
     [
         (EverySeconds("15m"), EverySeconds(900)),
         (KeepEverySeconds("6h"), KeepEverySeconds(21600)),
-        (KeepNewerThan("7d"), KeepNewerThan(604800)),
+        (KeepFor("7d"), KeepFor(604800)),
         (policy_from({"every_seconds": "90s"}, "save"), EverySeconds(90)),
-        (policy_from({"newer_than_seconds": "1.5h"}, "keep"), KeepNewerThan(5400)),
+        (policy_from({"for": "1.5h"}, "keep"), KeepFor(5400)),
     ],
 )
 def test_every_policy_takes_a_duration_as_text(text, seconds):
@@ -413,7 +421,7 @@ def test_every_policy_takes_a_duration_as_text(text, seconds):
     assert hash(text) == hash(seconds)
 
 
-@pytest.mark.parametrize("policy", [EverySeconds, KeepEverySeconds, KeepNewerThan])
+@pytest.mark.parametrize("policy", [EverySeconds, KeepEverySeconds, KeepFor])
 @pytest.mark.parametrize(
     "value", ["15", "m", "15 minutes", "-1s", "0s", 0, -1, True, None, float("inf"), [900]]
 )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import operator
 import random
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import reduce
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_core.cadence import EverySteps
@@ -21,9 +23,11 @@ from ckpt_core.retention import (
     KeepBest,
     KeepEvery,
     KeepEverySeconds,
+    KeepFor,
     KeepLatest,
-    KeepNewerThan,
     KeepSteps,
+    KeepThinned,
+    KeepWithin,
     Not,
     RetentionPolicy,
     plan_prune,
@@ -35,9 +39,13 @@ COUNT = st.integers(1, 8)
 METRICS = st.dictionaries(st.sampled_from(["loss", "accuracy"]), st.floats(allow_nan=True), max_size=2)
 
 
-def info(step: int, *, created: float | None = None, pinned: str | None = None, **metrics: float):
+def info(
+    step: int, *, created: float | None = None, pinned: str | None = None, size: int = 0, **metrics: float
+):
     when = float(step) if created is None else created
-    return CheckpointInfo(step=step, name=f"step-{step:09d}", created=when, pinned=pinned, metrics=metrics)
+    return CheckpointInfo(
+        step=step, name=f"step-{step:09d}", created=when, pinned=pinned, size_bytes=size, metrics=metrics
+    )
 
 
 def marked(damaged: CheckpointInfo) -> CheckpointInfo:
@@ -50,13 +58,15 @@ def history_of(*steps: int) -> list[CheckpointInfo]:
 
 histories = st.dictionaries(
     st.integers(0, 100),
-    st.tuples(st.floats(0, NOW), st.sampled_from([None, None, None, "paper", ""]), METRICS),
+    st.tuples(
+        st.floats(0, NOW), st.sampled_from([None, None, None, "paper", ""]), st.integers(0, 50), METRICS
+    ),
     max_size=14,
-).map(lambda drawn: [info(s, created=c, pinned=p, **metrics) for s, (c, p, metrics) in drawn.items()])
+).map(lambda drawn: [info(s, created=c, pinned=p, size=n, **m) for s, (c, p, n, m) in drawn.items()])
 
 judging_alone = st.one_of(
     st.just(KeepAll()),
-    st.builds(KeepNewerThan, st.floats(1, 1500)),
+    st.builds(KeepFor, st.floats(1, 1500)),
     st.builds(KeepSteps, st.sets(st.integers(0, 100), min_size=1)),
 )
 leaves = st.one_of(
@@ -66,7 +76,10 @@ leaves = st.one_of(
     st.builds(KeepEvery, st.integers(1, 40)),
     st.builds(KeepEverySeconds, st.floats(1, 500)),
     st.builds(KeepBest, st.sampled_from(["loss", "accuracy"]), n=COUNT, mode=st.sampled_from(["min", "max"])),
+    st.builds(KeepThinned, hourly=COUNT, daily=st.integers(0, 2), weekly=st.integers(0, 2)),
 )
+unions = st.lists(leaves, min_size=1, max_size=3).map(lambda some: reduce(operator.or_, some))
+bounds = st.builds(KeepWithin, st.integers(1, 200))
 policies = st.recursive(
     leaves,
     lambda inner: st.one_of(
@@ -159,7 +172,7 @@ def test_larger_budgets_keep_supersets(history, n, mode):
     assert KeepLatest(n).keep(history, NOW) <= KeepLatest(n + 1).keep(history, NOW)
     best, more = KeepBest("loss", n=n, mode=mode), KeepBest("loss", n=n + 1, mode=mode)
     assert best.keep(history, NOW) <= more.keep(history, NOW)
-    assert KeepNewerThan(n * 100).keep(history, NOW) <= KeepNewerThan(n * 100 + 1).keep(history, NOW)
+    assert KeepFor(n * 100).keep(history, NOW) <= KeepFor(n * 100 + 1).keep(history, NOW)
 
 
 def test_latest_counts_steps_not_times():
@@ -198,7 +211,7 @@ def test_best_never_takes_nan_or_a_missing_metric(mode):
 
 def test_newer_than_and_steps_judge_each_checkpoint_alone():
     history = [info(1, created=NOW - 10), info(2, created=NOW - 9.5), info(3, created=NOW + 5)]
-    assert KeepNewerThan(10).keep(history, NOW) == {2, 3}
+    assert KeepFor(10).keep(history, NOW) == {2, 3}
     assert KeepSteps({1, 7}).keep(history, NOW) == {1}
     assert (KeepLatest(3) & ~KeepSteps([2])).keep(history, NOW) == {1, 3}
 
@@ -347,13 +360,17 @@ def test_a_policy_of_the_users_own_combines_with_ours():
         (lambda: KeepLatest(True), "not True"),
         (lambda: KeepEvery(-5), "steps"),
         (lambda: KeepEverySeconds(0), "above 0"),
-        (lambda: KeepNewerThan(math.inf), "above 0"),
+        (lambda: KeepFor(math.inf), "above 0"),
         (lambda: KeepSteps([]), "non-empty"),
         (
             lambda: KeepBest("", n=0, mode="lowest"),
             "metric must .*; n must .*; mode must be one of 'min', 'max'",
         ),
         (lambda: KeepBest(3), "metric"),
+        (KeepThinned, "one of hourly, daily and weekly"),
+        (lambda: KeepThinned(hourly=-1), "hourly must be"),
+        (lambda: KeepWithin("2 apples"), "KeepWithin: size must be"),
+        (lambda: KeepWithin(None), "size must be given"),
         (lambda: KeepLatest(3) | EverySteps(5), "RetentionPolicy"),
         (lambda: KeepLatest(3) & None, "RetentionPolicy"),
         (lambda: Not("x"), "RetentionPolicy"),
@@ -362,3 +379,81 @@ def test_a_policy_of_the_users_own_combines_with_ours():
 def test_wrong_arguments_are_named(build, words):
     with pytest.raises(ConfigError, match=words):
         build()
+
+
+def total(some: Iterable[CheckpointInfo]) -> int:
+    return sum(each.size_bytes for each in some)
+
+
+@settings(max_examples=300)
+@given(policy=policies, bound=bounds, history=histories, luck=st.randoms(use_true_random=False))
+def test_a_budget_is_kept_unless_what_must_stay_is_more(policy, bound, history, luck):
+    marked_too = [marked(each) if luck.random() < 0.1 else each for each in history]
+    mixed = [replace(each, abandoned=True) if luck.random() < 0.2 else each for each in marked_too]
+    plan = plan_prune(policy & bound, mixed, NOW, abandoned=luck.choice(["keep", "prune"]))
+    stay = [each for each in mixed if each not in plan.drop]
+    free = plan_prune(KeepSteps([1_000]), mixed, NOW, abandoned="prune")
+    must = [each for each in mixed if each not in free.drop]
+    assert total(stay) <= max(bound.most_bytes, total(must))
+    present = [each for each in mixed if each.usable and not each.abandoned]
+    assert any(each in stay for each in present) or not present, "a tier keeps one to resume from"
+
+
+@settings(max_examples=300)
+@given(policy=unions, bound=bounds, history=histories, luck=st.randoms(use_true_random=False))
+def test_a_prune_to_a_budget_cut_short_and_repeated_never_drops_what_the_whole_one_keeps(
+    policy, bound, history, luck
+):
+    whole = plan_prune(policy & bound, history, NOW)
+    left = [i for i in history if i.step in whole.keep or luck.random() < 0.5]
+    again = plan_prune(policy & bound, left, NOW)
+    assert set(again.keep) >= set(whole.keep)
+    kept = [i for i in history if i.step in whole.keep]
+    assert plan_prune(policy & bound, kept, NOW).drop == ()
+
+
+@given(policy=policies, history=histories)
+def test_a_budget_with_room_for_all_changes_nothing(policy, history):
+    bounded, free = (plan_prune(p, history, NOW) for p in (policy & KeepWithin("1 GB"), policy))
+    assert (set(bounded.keep), bounded.drop, bounded.without_room) == (set(free.keep), free.drop, ())
+
+
+def test_a_budget_takes_from_the_last_rule_first_and_of_a_rule_what_it_wants_least():
+    history = [info(step, size=10, loss=abs(step - 3.0)) for step in range(1, 9)]
+    policy = KeepBest("loss", n=3) | KeepEvery(1)
+    plan = plan_prune(policy & KeepWithin(40), history, NOW)
+    assert set(plan.keep) == {8, 3, 2, 4}, "the newest, then the best three"
+    assert plan.keep[3] == ("KeepBest(metric='loss', n=3, mode='min')", "KeepEvery(steps=1)")
+    assert set(plan.without_room) == {each.name for each in plan.drop}
+    assert set(plan_prune(policy & KeepWithin(20), history, NOW).keep) == {8, 3}
+    assert set(plan_prune(policy & KeepWithin(60), history, NOW).keep) == {8, 3, 2, 4, 7, 6}
+
+
+def test_a_budget_alone_keeps_the_newest_and_counts_what_is_pinned_and_marked():
+    history = [info(step, size=10) for step in range(1, 6)]
+    assert set(plan_prune(KeepWithin(30), history, NOW).keep) == {5, 4, 3}
+    assert plan_prune(KeepWithin(30), history, NOW).keep[4] == ("KeepWithin(size=30)",)
+    assert set(plan_prune(KeepWithin(5), history, NOW).keep) == {5}, "the newest always stays"
+    history[0], history[3] = info(1, size=10, pinned="paper"), marked(history[3])
+    assert set(plan_prune(KeepWithin(30), history, NOW).keep) == {5, 1}
+    assert set(plan_prune(KeepWithin(40) & KeepWithin("1 TB"), history, NOW).keep) == {5, 3, 1}
+
+
+def test_a_budget_that_other_rules_could_exceed_is_refused_with_the_line_to_write():
+    with pytest.raises(ConfigError, match=r"write \(a \| b\) & KeepWithin\(size='2 TB'\)"):
+        _ = KeepLatest(1) | KeepWithin("2 TB")
+    with pytest.raises(ConfigError, match="at every prune"):
+        _ = ~KeepWithin("2 TB")
+    with pytest.raises(ConfigError, match=r"write \(a \| b\)"):
+        _ = (KeepLatest(2) & KeepWithin("2 TB")) | KeepBest("loss")
+
+
+def test_thinned_keeps_the_newest_of_the_last_hours_days_and_weeks_that_have_any():
+    monday = 1_795_996_800  # 2026-11-30, 00:00 UTC
+    hours = [info(step, created=monday + 1800 * step) for step in range(96)]
+    two_a_day = KeepThinned(hourly=2, daily=2).keep(hours, NOW)
+    assert two_a_day == {95, 93, 47}
+    sunday = [info(1, created=monday - 1), info(2, created=monday), info(3, created=monday + 1)]
+    assert KeepThinned(weekly=4).keep(sunday, NOW) == {1, 3}
+    gap = [info(1, created=monday), info(2, created=monday + 40 * 86_400)]
+    assert KeepThinned(daily=2).keep(gap, NOW) == {1, 2}, "days without a checkpoint do not count"

@@ -171,7 +171,8 @@ _KEEPING: Final[Sequence[_Addable]] = (
             _ROOT,
             _one("--keep-latest", "N", "keep the N highest steps", type=int),
             _one("--keep-every", "STEPS", "keep one in that many steps", type=int),
-            _one("--keep-newer-than", "SECONDS", "keep what is younger", type=float),
+            _one("--keep-for", "AGE", 'keep what is younger, such as "7d", or a number of seconds'),
+            _one("--keep-within", "SIZE", 'of what the others keep, what has room, such as "2 TB"'),
             _many(
                 "--keep-best",
                 "METRIC[:N][:min|max]",

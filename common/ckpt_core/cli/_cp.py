@@ -50,10 +50,11 @@ from ckpt_core.errors import (
 from ckpt_core.hosting import root_of
 from ckpt_core.journal import unread
 from ckpt_core.names import TIERS, is_own_file, parse_step_name, run_name
-from ckpt_core.options import bytes_text, parse_size
+from ckpt_core.options import bytes_text
 from ckpt_core.storage import Storage, Throttle, open_storage
 from ckpt_core.tiers import CopyTerms, TierRecord, copy_checkpoint, read_tiers
 from ckpt_core.types import CheckpointInfo
+from ckpt_core.validation import parse_size
 
 _logger = logger_of(__name__)
 

@@ -10,9 +10,9 @@ from typing import Any, Final
 from ckpt_core.cli._arguments import json_or_yaml
 from ckpt_core.cli._outcome import Outcome, Table
 from ckpt_core.errors import ConfigError
-from ckpt_core.options import parse_size, policy_from
+from ckpt_core.options import policy_from
 from ckpt_core.planning import CostPlan, PlanTerms, find_model, option_of
-from ckpt_core.validation import duration, require, seconds_of
+from ckpt_core.validation import duration, parse_size, require, seconds_of
 
 _OPTIMUM: Final = "optimal"
 _KEEPS: Final = ("{latest: 1}", "{latest: 3}", "{latest: 3, every_seconds: 86400}", "{all: true}")

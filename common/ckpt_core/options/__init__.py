@@ -23,7 +23,7 @@ from ckpt_core.options._options import (
     shows_options,
     signature_with_options,
 )
-from ckpt_core.options._parsing import Headroom, bytes_text, parse_size, parse_yaml, read_document
+from ckpt_core.options._parsing import Headroom, bytes_text, parse_yaml, read_document
 from ckpt_core.options._policies import policy_from
 from ckpt_core.options._sameness import difference, given_options, text_of
 from ckpt_core.options._uploads import Upload, Uploads, WhenBusy, upload_from
@@ -47,7 +47,6 @@ __all__ = [
     "bytes_text",
     "difference",
     "given_options",
-    "parse_size",
     "parse_yaml",
     "policy_from",
     "read_document",

@@ -16,7 +16,6 @@ from ckpt_core.options._parsing import (
     Problems,
     option_keys,
     parse_headroom,
-    parse_size,
     policy_problem,
     read_document,
     refused,
@@ -25,7 +24,7 @@ from ckpt_core.options._policies import policy_from
 from ckpt_core.options._uploads import Upload, Uploads, upload_from, uploads_problem
 from ckpt_core.policies import RetentionPolicy, SavePolicy, is_of_kind
 from ckpt_core.retention import Abandoned
-from ckpt_core.validation import boolean, function, imported, integer, one_of, positive, require
+from ckpt_core.validation import boolean, function, imported, integer, one_of, parse_size, positive, require
 
 BackPressure = Literal["wait", "skip"]
 OnError = Literal["raise", "warn"]

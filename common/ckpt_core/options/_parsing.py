@@ -15,6 +15,7 @@ from typing import Any, Final, final
 
 from ckpt_core.errors import ConfigError
 from ckpt_core.policies import RetentionPolicy, SavePolicy, is_of_kind
+from ckpt_core.validation import bytes_in
 from ckpt_core.vocabulary import instead_of_option, similar
 
 
@@ -52,14 +53,6 @@ class Problems:
         if self._found:
             raise ConfigError(separator.join(self._found))
 
-
-_UNITS: dict[str, int] = {
-    "": 1,
-    "B": 1,
-    **{unit: 1000**power for power, unit in enumerate(("KB", "MB", "GB", "TB"), start=1)},
-    **{unit: 1024**power for power, unit in enumerate(("KIB", "MIB", "GIB", "TIB"), start=1)},
-}
-_WRITTEN = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*(/\s*s)?\s*")
 
 _SHARE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*%\s*")
 
@@ -120,25 +113,12 @@ def parse_headroom(value: Any) -> Headroom:
     share = _SHARE.fullmatch(value) if isinstance(value, str) else None
     if share is not None and float(share[1]) < 100:
         return Headroom(share=float(share[1]) / 100)
-    size = None if share is not None else _number(value, rate=False)
+    size = None if share is not None else bytes_in(value)
     if size is None or not math.isfinite(size) or size < 0:
         raise ConfigError(
             f'headroom must be a number of bytes, 0 or more, or text like "2 GiB" or "5 %", not {value!r}'
         )
     return Headroom(most_bytes=int(size))
-
-
-def parse_size(name: str, value: Any, *, rate: bool = False) -> int | None:
-    """Parse a number of bytes: a number, "512 MiB" or "1.5 GB"; None stays None."""
-    if value is None:
-        return None
-    size = _number(value, rate=rate)
-    if size is None or not math.isfinite(size) or size < 1:
-        example, unit = ("500 MB/s", "bytes per second") if rate else ("512 MiB", "bytes")
-        raise ConfigError(
-            f'{name} must be a number of {unit} above 0 or text like "{example}", not {value!r}'
-        )
-    return int(size)
 
 
 def refused(parse: Callable[..., Any], *arguments: Any, **options: Any) -> str | None:
@@ -164,16 +144,6 @@ def option_keys(name: str, value: Any) -> str | None:
         return f"{name} must be a mapping with string keys, not {type(value).__name__}"
     wrong = sorted({type(key).__name__ for key in value if not isinstance(key, str)})
     return f"{name} must have string keys, not of type {', '.join(wrong)}" if wrong else None
-
-
-def _number(value: Any, *, rate: bool) -> float | None:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    found = _WRITTEN.fullmatch(value) if isinstance(value, str) else None
-    if found is None or (found[3] and not rate) or found[2].upper() not in _UNITS:
-        return None
-    number, unit = str(found[1]), str(found[2])
-    return float(number) * _UNITS[unit.upper()]
 
 
 def parse_yaml(text: str, where: str) -> Any:

@@ -43,6 +43,7 @@ class _Grammar(Generic[Policy]):
     """The vocabulary of one kind of policy; builders return None for a switch off."""
 
     base: type[SavePolicy] | type[RetentionPolicy]
+    joined: Callable[[list[Any]], Any]
     number: Callable[[int], Policy]
     builders: Mapping[str, Callable[[Any], Policy | None]]
 
@@ -89,7 +90,8 @@ def _entries(
 
 
 def _any_of(value: Any, grammar: _Grammar[Policy], where: str) -> Policy:
-    return reduce(operator.or_, _members(value, grammar, where))
+    found: Policy = grammar.joined(_members(value, grammar, where))
+    return found
 
 
 def _all_of(value: Any, grammar: _Grammar[Policy], where: str) -> Policy:
@@ -150,6 +152,7 @@ def _best(value: Any) -> RetentionPolicy:
 
 _SAVE: _Grammar[SavePolicy] = _Grammar(
     base=SavePolicy,
+    joined=lambda policies: reduce(operator.or_, policies),
     number=cadence.EverySteps,
     builders={
         "every_steps": _with(cadence.EverySteps, "n", "offset"),
@@ -171,13 +174,16 @@ _SAVE: _Grammar[SavePolicy] = _Grammar(
 )
 _KEEP: _Grammar[RetentionPolicy] = _Grammar(
     base=RetentionPolicy,
+    joined=retention.any_of,
     number=retention.KeepLatest,
     builders={
         "latest": _with(retention.KeepLatest, "n"),
         "every": _with(retention.KeepEvery, "steps"),
         "every_seconds": _with(retention.KeepEverySeconds, "seconds"),
         "best": _best,
-        "newer_than_seconds": _with(retention.KeepNewerThan, "seconds"),
+        "for": _with(retention.KeepFor, "seconds"),
+        "thinned": _with(retention.KeepThinned, "hourly", "daily", "weekly", required=False),
+        "within": _with(retention.KeepWithin, "size"),
         "steps": _with(retention.KeepSteps, "steps"),
         "all": _switch(retention.KeepAll),
     },

@@ -12,10 +12,10 @@ from typing import Any, Final, Literal, Protocol, TypeAlias, cast, final, get_ar
 
 from ckpt_core.disclosure import public_url
 from ckpt_core.errors import ConfigError
-from ckpt_core.options._parsing import Problems, option_keys, parse_size, policy_problem, refused, undotted
+from ckpt_core.options._parsing import Problems, option_keys, policy_problem, refused, undotted
 from ckpt_core.options._policies import policy_from
 from ckpt_core.policies import RetentionPolicy
-from ckpt_core.validation import integer, one_of, positive, require
+from ckpt_core.validation import integer, one_of, parse_size, positive, require
 
 WhenBusy = Literal["overtake", "wait", "queue"]
 OnPreemptionUpload = Literal["upload", "leave"]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast, final
 
+from ckpt_core.errors import ConfigError
 from ckpt_core.policies._cadence_context import CadenceContext, ChosenInterval
 from ckpt_core.types import CheckpointInfo
 from ckpt_core.validation import instances, require
@@ -92,6 +93,15 @@ class RetentionPolicy(_Policy["RetentionPolicy"]):
         nor as bad.
         """
 
+    def preferred(self, history: Sequence[CheckpointInfo], now: float) -> Sequence[int]:
+        """Return the steps that `keep` selects, first those that go last where room is short."""
+        return sorted(self.keep(history, now), reverse=True)
+
+    @property
+    def most_bytes(self) -> int | None:
+        """The most bytes that all checkpoints together may have; None for no bound."""
+        return None
+
     def surplus(self, history: Sequence[CheckpointInfo]) -> Collection[str]:
         """Name checkpoints to remove whose step stays, for a host that counts saves."""
         del history
@@ -166,6 +176,14 @@ class _Several(_Combined):
 class AnyOf(_Several):
     """Saves, or keeps, where at least one policy does; written `a | b`."""
 
+    def __post_init__(self) -> None:
+        _Several.__post_init__(self)  # without arguments, `super` is another class where slots are made
+        bound = next((part for part in self._parts if getattr(part, "most_bytes", None) is not None), None)
+        if bound is not None:
+            raise ConfigError(
+                f"{bound!r} bounds what other policies keep, together: write (a | b) & {bound!r}"
+            )
+
     def decide(self, context: CadenceContext) -> str | None:
         reasons = [reason for part in self._parts if (reason := part.decide(context))]
         return ", ".join(reasons) or None
@@ -192,6 +210,15 @@ class AllOf(_Several):
     def keep(self, history: Sequence[CheckpointInfo], now: float) -> frozenset[int]:
         return _steps(history).intersection(*(part.keep(history, now) for part in self._parts))
 
+    def preferred(self, history: Sequence[CheckpointInfo], now: float) -> Sequence[int]:
+        kept = self.keep(history, now)
+        return [step for step in self._parts[0].preferred(history, now) if step in kept]
+
+    @property
+    def most_bytes(self) -> int | None:
+        bounds = [getattr(part, "most_bytes", None) for part in self._parts]
+        return min((bound for bound in bounds if bound is not None), default=None)
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -212,7 +239,7 @@ class Not(_Combined):
         elif not self.policy.judges_alone:
             problem = (
                 f"{self.policy!r} compares checkpoints with each other, so that its opposite would delete "
-                "more at every prune; negate only KeepSteps, KeepNewerThan or KeepAll"
+                "more at every prune; negate only KeepSteps, KeepFor or KeepAll"
             )
         require("Not", problem)
 

@@ -304,7 +304,9 @@ def test_prune_lists_the_damaged_as_left_for_a_person(ckpt, ckpt_json, root):
     assert (code, [info["step"] for info in planned["damaged"]], planned["drop"]) == (0, [300], [])
     code, out, _ = ckpt("prune", root, "--keep-latest", 1)
     assert code == 0
-    assert re.search(r"^left +300 +marked as damaged: __0_0\.distcp: missing$", out, flags=re.MULTILINE)
+    assert re.search(
+        r"^left +300 +[0-9.]+ KiB +marked as damaged: __0_0\.distcp: missing$", out, flags=re.MULTILINE
+    )
     assert out.endswith(f"see `ckpt verify` and `ckpt prune {root} --damaged`\n")
     assert steps(root) == [100, 200, 300]
 
@@ -479,7 +481,7 @@ def test_prune_removes_what_no_policy_keeps_and_what_is_torn(ckpt, root):
         (["--keep-best", "val_loss:1:max"], [100, 300]),
         (["--keep-every", 200], [100, 200, 300]),
         (["--keep-every", 250], [100, 300]),
-        (["--keep-newer-than", 60], [100, 300]),
+        (["--keep-for", 60], [100, 300]),
         (["--keep-latest", 1, "--keep-best", "val_loss:min:1"], [100, 200, 300]),
     ],
 )

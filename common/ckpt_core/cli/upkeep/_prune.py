@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from functools import reduce
-from operator import or_
 from typing import Final
 
 from ckpt_core.cli._arguments import claimed, none_committed, number_in, open_root
@@ -21,10 +19,12 @@ from ckpt_core.options import CheckpointOptions, bytes_text
 from ckpt_core.retention import (
     KeepBest,
     KeepEvery,
+    KeepFor,
     KeepLatest,
-    KeepNewerThan,
+    KeepWithin,
     PrunePlan,
     RetentionPolicy,
+    any_of,
     plan_prune,
     withheld,
 )
@@ -40,14 +40,17 @@ def run(arguments: Namespace) -> Outcome:
     if Catalog(storage).latest() is None and look_around(storage).runs:
         raise none_committed(storage)  # of a folder of roots, before anything is written there
 
+    sizes: dict[int, int] = {}
+
     def choose(history: Sequence[CheckpointInfo]) -> PrunePlan:
+        sizes.update((info.step, info.size_bytes) for info in history)
         if policy is None:
             return _plan_kinds(storage, history, arguments)
         return plan_prune(policy, history, time.time())
 
     if arguments.dry_run:
         torn = [] if policy is None else Catalog(storage).torn()
-        return _outcome(storage, choose(Inventory(storage).history()), torn, dry_run=True)
+        return _outcome(storage, choose(Inventory(storage).history()), torn, sizes, dry_run=True)
     with claimed(storage, "ckpt prune", take_over=arguments.take_over) as lease:
         plan = _applied(storage, choose, lease)
         if plan.drop:
@@ -61,7 +64,7 @@ def run(arguments: Namespace) -> Outcome:
             with suppress(OSError):  # a journal that cannot be written does not matter
                 add_event(storage, "prune", time.time(), fields)
         orphans = [] if policy is None else collect_orphans(storage, keep=())
-    return _outcome(storage, plan, orphans, dry_run=False)
+    return _outcome(storage, plan, orphans, sizes, dry_run=False)
 
 
 def _applied(
@@ -138,7 +141,7 @@ def _policy(arguments: Namespace) -> RetentionPolicy | None:
             "nothing says what to keep: give --keep-latest, --keep-every, … or --policy; or --damaged, "
             "--bad or --abandoned"
         )
-    return reduce(or_, policies)
+    return any_of(policies)
 
 
 def _given(arguments: Namespace) -> Iterator[RetentionPolicy]:
@@ -146,8 +149,10 @@ def _given(arguments: Namespace) -> Iterator[RetentionPolicy]:
         yield KeepLatest(arguments.keep_latest)
     if arguments.keep_every is not None:
         yield KeepEvery(arguments.keep_every)
-    if arguments.keep_newer_than is not None:
-        yield KeepNewerThan(arguments.keep_newer_than)
+    if arguments.keep_for is not None:
+        yield KeepFor(number_in(arguments.keep_for) or arguments.keep_for)
+    if arguments.keep_within is not None:
+        yield KeepWithin(arguments.keep_within)
     yield from map(_keep_best, arguments.keep_best)
     if arguments.policy is not None:
         policy = CheckpointOptions.from_file(arguments.policy).keep
@@ -165,12 +170,16 @@ def _keep_best(text: str) -> KeepBest:
     return KeepBest(metric, n=numbers[0] if numbers else 1, mode="max" if modes == ["max"] else "min")
 
 
-def _outcome(storage: Storage, plan: PrunePlan, torn: Sequence[str], *, dry_run: bool) -> Outcome:
-    rows = [("keep", str(step), ", ".join(reasons)) for step, reasons in plan.keep.items()]
-    rows += [("drop", str(info.step), bytes_text(info.size_bytes)) for info in plan.drop]
-    rows += [("drop", "torn", name) for name in torn]
+def _outcome(
+    storage: Storage, plan: PrunePlan, torn: Sequence[str], sizes: Mapping[int, int], *, dry_run: bool
+) -> Outcome:
+    rows = [("keep", str(step), bytes_text(sizes[step]), ", ".join(why)) for step, why in plan.keep.items()]
+    for info in plan.drop:
+        why = "no room" if info.name in plan.without_room else _why_left(info) or "no rule keeps it"
+        rows.append(("drop", str(info.step), bytes_text(info.size_bytes), why))
+    rows += [("drop", "torn", "", name) for name in torn]
     left = [*plan.damaged, *plan.bad, *plan.abandoned]
-    rows += [("left", str(info.step), _why_left(info)) for info in left]
+    rows += [("left", str(info.step), bytes_text(info.size_bytes), _why_left(info)) for info in left]
     freed = bytes_text(sum(info.size_bytes for info in plan.drop))
     verb = "would drop" if dry_run else "dropped"
     prune = f"ckpt prune {storage.url}"
@@ -189,7 +198,7 @@ def _outcome(storage: Storage, plan: PrunePlan, torn: Sequence[str], *, dry_run:
             **{kind: [asdict(info) for info in getattr(plan, kind)] for kind in _UNUSABLE},
         },
         parts=[
-            *([Table(columns=("", "STEP", "WHY"), rows=rows)] if rows else []),
+            *([Table(columns=("", "STEP", "SIZE", "WHY"), rows=rows)] if rows else []),
             f"{verb} {len(plan.drop)} checkpoints, {freed}, and {len(torn)} leftovers of crashes",
             *(text for text, some in advice.items() if some),
         ],
