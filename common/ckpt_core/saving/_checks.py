@@ -19,8 +19,8 @@ from ckpt_core._torch_internals import own_part
 from ckpt_core.dcp import Image, checked_zip, load_value
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ALLOW_PICKLE, SaveError
-from ckpt_core.saving._plan_cache import PlanCache
 from ckpt_core.options import OnStale
+from ckpt_core.saving._plan_cache import PlanCache
 from ckpt_core.saving._stager import StagedParts, memory_of, memory_of_own
 from ckpt_core.state import PICKLED
 from ckpt_core.types import CapturedState
