@@ -23,7 +23,7 @@ from ckpt_core.errors import CheckpointNotFoundError, ConfigError, RootBusyError
 from ckpt_core.hosting import CheckpointPath, root_of
 from ckpt_core.names import MARKER, WRITER, can_count
 from ckpt_core.options import parse_yaml
-from ckpt_core.storage import Storage, excludes_others, open_storage
+from ckpt_core.storage import Storage, excludes_others, open_around, open_storage
 
 OPTIONS_VARIABLE: Final = "CKPT_SUITE_STORAGE_OPTIONS"
 """The same variable as of `accelerate_ckpt`."""
@@ -227,6 +227,24 @@ def find_checkpoint(place: str, options: Mapping[str, Any], *, step: int | None)
         return open_checkpoint(place, options)
     except ConfigError:
         raise none_committed(root) from None
+
+
+def find_any(place: str, options: Mapping[str, Any], *, step: int | None) -> tuple[Storage, str, str]:
+    """Find a checkpoint as `find_checkpoint` does, or the file or folder of others that a place is.
+
+    Returns the storage around it, the name of its directory, and that of a file there, or "".
+    """
+    others = None if step is not None else find_others(place, options)
+    if others is not None and (others[2] or "/" in others[1]):  # in the cache of `huggingface_hub`
+        return others
+    return *find_checkpoint(place, options, step=step), ""
+
+
+def find_others(place: str, options: Mapping[str, Any]) -> tuple[Storage, str, str] | None:
+    """Open the storage around a folder or file, see `open_around`; None if there is neither."""
+    with suppress(CheckpointNotFoundError, ConfigError):
+        return open_around(place, options)
+    return None
 
 
 def place_of(arguments: Namespace) -> str:

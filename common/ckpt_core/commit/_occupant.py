@@ -285,10 +285,7 @@ def _describe_directory(storage: Storage, name: str) -> str:
         return "a root of checkpoints: give it as the root"
     files = _file_names(storage.list(name))
     if any(file.endswith(".safetensors") for file in files):
-        return (
-            "a directory of safetensors files: load them with `safetensors.torch.load_file` or "
-            "`from_pretrained`, into the model before it is wrapped"
-        )
+        return "a directory of safetensors files: load them by CheckpointManager.load(state, source=...)"
     if any(file.endswith(_TORCH_SUFFIXES) for file in files):
         return "a directory of files by `torch.save`: load them with `torch.load` and `load_state_dict`"
     return "a directory, but no checkpoint" if files else "a directory without files"
@@ -296,7 +293,7 @@ def _describe_directory(storage: Storage, name: str) -> str:
 
 def _file_kind(start: bytes, name: str) -> str:
     if name.endswith(".safetensors"):
-        return "a safetensors file: load it with `safetensors.torch.load_file`"
+        return "a safetensors file: load it by CheckpointManager.load(state, source=...)"
     if start == _ZIP or name.endswith(_TORCH_SUFFIXES):
         return "a file by `torch.save`: load it with `torch.load` and `load_state_dict`"
     return "a file, not a checkpoint"

@@ -84,18 +84,18 @@ class Comparison:
 
 
 def compare(
-    a: tuple[Storage, str],
-    b: tuple[Storage, str],
+    a: tuple[Storage, str, str],
+    b: tuple[Storage, str, str],
     *,
     only: Collection[str] = (),
     quick: bool = False,
     seen: Callable[[int], None] = lambda _: None,
     expect: Callable[[int], None] = lambda _: None,
 ) -> Comparison:
-    """Compare two checkpoints of ours or of stock DCP.
+    """Compare two checkpoints, of ours or of others.
 
     Args:
-        a: root and name of the first.
+        a: root and name of the first, and a file there that others wrote, or "".
         b: of the second.
         only: patterns of names, as by `fnmatch`; everything if empty.
         quick: whether checksums that differ are enough: no figures are computed then.

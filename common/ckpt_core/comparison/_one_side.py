@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, final
 
-import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from ckpt_core.dcp import ChunkLocation, load_plain
-from ckpt_core.errors import CheckpointError
+from ckpt_core.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError
 from ckpt_core.formats.checksums import Checksum
 from ckpt_core.loading import CheckpointPart, LocatedTensor, located, open_parts
 from ckpt_core.names import METADATA, SHARED, data_rank, is_own_json, shared_rank
 from ckpt_core.reading import Payload
+from ckpt_core.sources import read_header
 from ckpt_core.state import decode_buffers, decode_items
 from ckpt_core.storage import Storage
 from ckpt_core.types import FileEntry
@@ -25,17 +24,11 @@ MISSING: Final = object()
 _SMALL_BYTES: Final = 16 << 20
 _PIECE_BYTES: Final = 1 << 20
 _ZIP: Final = b"PK"
-_OF_SAFETENSORS: Final = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16,
-    "U32": torch.uint32, "I32": torch.int32, "U64": torch.uint64, "I64": torch.int64, "F16": torch.float16,
-    "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
 
 
 @final
 class Contents:
-    """The contents of a checkpoint of ours, or of a directory of stock DCP.
+    """The contents of a checkpoint of ours, of a directory of stock DCP, or of what others wrote.
 
     Attributes:
         tensors: by name, those of a further part with the part in front.
@@ -44,13 +37,13 @@ class Contents:
         host_files: the files of a host framework, but those of tensors.
 
     Raises:
-        CheckpointNotFoundError: there is neither.
+        CheckpointNotFoundError: there is none.
         CorruptCheckpointError: a small file is damaged.
     """
 
-    def __init__(self, storage: Storage, name: str) -> None:
+    def __init__(self, storage: Storage, name: str, file: str = "") -> None:
         self._storage = storage
-        _, self._files, parts = open_parts(storage, name)
+        _, self._files, parts = open_parts(storage, name, file=file)
         self._verified: set[str] = set()
         self.url = self._files.url
         self.entries = {entry.path: entry for entry in self._files.entries}
@@ -72,7 +65,7 @@ class Contents:
             try:
                 self.tensors |= self._safetensors(path, next(iter(parts.values())))
                 del self.host_files[path]
-            except (FileNotFoundError, LookupError, TypeError, ValueError, AttributeError, RecursionError):
+            except (CorruptCheckpointError, IncompatibleCheckpointError):
                 self.verify(path)  # damaged, or else the bytes of the host's own file are compared
 
     def _read_items(self, path: str) -> None:
@@ -90,24 +83,14 @@ class Contents:
 
     def _safetensors(self, path: str, part: CheckpointPart) -> dict[str, LocatedTensor]:
         """Locate the tensors in a file of safetensors, by its header."""
-        size = self.entries[path].size_bytes
-        with self._storage.open(f"{self._files.directory}/{path}") as stream:
-            begin = 8 + int.from_bytes(stream.read(8), "little")
-            if begin > size:
-                raise ValueError(path)
-            header: dict[str, Any] = json.loads(stream.read(begin - 8))
         found: dict[str, LocatedTensor] = {}
-        header.pop("__metadata__", None)
-        for key, each in header.items():
-            name, dtype, shape = f"{path}: {key}", _OF_SAFETENSORS[each["dtype"]], tuple(each["shape"])
-            start, stop = each["data_offsets"]
-            if start < 0 or begin + stop > size or stop - start != math.prod(shape) * dtype.itemsize:
-                raise ValueError(path)
-            payload = Payload(path=path, key=key, offset=begin + start, size_bytes=stop - start, crc32=None)
+        for key, each in read_header(self._storage, self._files.directory, path).items():
+            payload = Payload(path=path, key=key, offset=each.offset, size_bytes=each.size_bytes, crc32=None)
             place = ChunkLocation(
-                path=path, key=key, offset=payload.offset, size_bytes=payload.size_bytes, payload=payload
+                path=path, key=key, offset=each.offset, size_bytes=each.size_bytes, payload=payload
             )
-            found[name] = LocatedTensor(name=name, part=part, dtype=dtype, shape=shape, file=place)
+            name = f"{path}: {key}"
+            found[name] = LocatedTensor(name=name, part=part, dtype=each.dtype, shape=each.shape, file=place)
         return found
 
     def verify(self, path: str) -> None:

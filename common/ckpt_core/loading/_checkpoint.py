@@ -58,7 +58,12 @@ from ckpt_core.types import SavedState
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointPart:
-    """One part of a checkpoint: its entries and their locations."""
+    """One part of a checkpoint: its entries and their locations.
+
+    Attributes:
+        kind: what others wrote, for people; "" if it is ours or of stock DCP.
+        step: the training's, if others wrote it and it says so.
+    """
 
     metadata: Metadata
     _original: Mapping[str, str]
@@ -67,6 +72,8 @@ class CheckpointPart:
     _files: CommittedFiles
     _allow_pickle: bool
     _values: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    kind: str = ""
+    step: int | None = None
 
     @property
     def files(self) -> CommittedFiles:
@@ -212,7 +219,7 @@ def open_checkpoint(  # noqa: PLR0913 - what a request says, but without its cla
         shared=_shared(files, read_items, rank if same_ranks else None),
         name=directory,
         world_size=None if manifest is None else manifest.world_size,
-        step=None if manifest is None else manifest.step,
+        step=parts[next(iter(parts))].step if manifest is None else manifest.step,
         annotations={} if manifest is None else manifest.annotations,
     )
     local = local_name(rank)
@@ -256,8 +263,9 @@ def open_parts(
         return manifest, files, {"": _foreign(storage, files, layout)}
     if not names:
         raise CheckpointNotFoundError(
-            f"{files.url} holds neither a committed checkpoint ({MARKER}) "
-            f"nor one that torch.distributed.checkpoint wrote ({METADATA})"
+            f"{files.url}{'/' if file else ''}{file} holds neither a committed checkpoint ({MARKER}) "
+            f"nor one that torch.distributed.checkpoint wrote ({METADATA}), nor weights or a checkpoint of "
+            "any other format that is read"
         )
     return manifest, files, {part: _part(storage, files, part, allow_pickle=allow_pickle) for part in names}
 
@@ -302,6 +310,8 @@ def _foreign(storage: Storage, files: CommittedFiles, layout: Layout) -> Checkpo
         _files=files,
         _allow_pickle=False,
         _values=values,
+        kind=layout.kind,
+        step=layout.step,
     )
 
 

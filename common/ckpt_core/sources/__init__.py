@@ -13,12 +13,21 @@ from typing import Final
 from ckpt_core.sources._dcp_safetensors import find_dcp_safetensors
 from ckpt_core.sources._deepspeed import find_deepspeed
 from ckpt_core.sources._layout import Layout, LayoutLocator, StoredChunk, StoredTensor
-from ckpt_core.sources._safetensors import find_safetensors
+from ckpt_core.sources._safetensors import StoredRange, find_safetensors, read_header
 from ckpt_core.sources._torch_save import find_torch_save
 from ckpt_core.sources._training_folders import find_training_folder
+from ckpt_core.sources._unread import refuse_unread
 from ckpt_core.storage import Storage
 
-__all__ = ["Layout", "LayoutLocator", "StoredChunk", "StoredTensor", "recognise"]
+__all__ = [
+    "Layout",
+    "LayoutLocator",
+    "StoredChunk",
+    "StoredRange",
+    "StoredTensor",
+    "read_header",
+    "recognise",
+]
 
 _FORMATS: Final[Sequence[Callable[[Storage, str, str], Layout | None]]] = (
     find_training_folder,
@@ -35,7 +44,10 @@ def recognise(storage: Storage, directory: str, file: str = "") -> Layout | None
 
     Raises:
         CorruptCheckpointError: it is of a known format, and damaged or incomplete.
+        IncompatibleCheckpointError: it is of a format that only another tool reads.
         UnsafeCheckpointError: only code in it could rebuild what it holds.
     """
     found = (find(storage, directory, file) for find in _FORMATS)
-    return next((layout for layout in found if layout is not None), None)
+    if (layout := next((layout for layout in found if layout is not None), None)) is None:
+        refuse_unread(storage, directory, file)
+    return layout

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
-from ckpt_core.cli._arguments import Commands, find_checkpoint
+from ckpt_core.cli._arguments import Commands, find_any
 from ckpt_core.cli._outcome import Outcome, Table, moment_text
 from ckpt_core.cli._progress_line import ProgressLine
 from ckpt_core.cli.inspection._origin import code_text, data_text
-from ckpt_core.commit import Catalog, Manifest
-from ckpt_core.errors import ConfigError
+from ckpt_core.commit import Catalog, Manifest, describe
+from ckpt_core.errors import CheckpointNotFoundError, ConfigError
+from ckpt_core.hosting import Kind, kind_of
 from ckpt_core.names import MARKER
 from ckpt_core.storage import Storage
 from ckpt_core.types import SavedTensor
@@ -30,7 +31,7 @@ def add(commands: Commands, shared: ArgumentParser) -> None:
         "diff",
         parents=[shared],
         help="show what of two checkpoints differs",
-        description="Compares two checkpoints, of ours or of stock DCP, however many ranks saved them: facts "
+        description="Compares two checkpoints, of ours or of others, however many ranks saved them: facts "
         "in their manifests, tensors and values. Tensors of equal checksums are not read, and nothing is "
         "unpickled but plain values. Facts alone, such as the step, do not make them different.",
         epilog="Exit codes: 0 the states are equal; 1 they differ; 2 they could not be compared; "
@@ -67,11 +68,14 @@ def run(arguments: Namespace) -> Outcome:
         found = compare(
             a, b, only=arguments.only, quick=arguments.quick, seen=progress.add, expect=progress.expect
         )
-    manifests = [Catalog(at).manifest(name) if at.exists(f"{name}/{MARKER}") else None for at, name in (a, b)]
+    manifests = [
+        Catalog(at).manifest(name) if not file and at.exists(f"{name}/{MARKER}") else None
+        for at, name, file in (a, b)
+    ]
     known = [{} if each is None else _facts(each) for each in manifests]
     facts = [(name, *(each.get(name, "") for each in known)) for name in {**known[0], **known[1]}]
     facts = [fact for fact in facts if fact[1] != fact[2]]
-    urls = [f"{storage.url}/{name}" for storage, name in (a, b)]
+    urls = ["/".join(filter(None, (storage.url, name, file))) for storage, name, file in (a, b)]
     items = [set() if each is None else set(each.items) for each in manifests]
     return Outcome(
         fields={
@@ -97,10 +101,11 @@ def run(arguments: Namespace) -> Outcome:
     )
 
 
-def _places(arguments: Namespace) -> tuple[tuple[Storage, str], tuple[Storage, str]]:
+def _places(arguments: Namespace) -> tuple[tuple[Storage, str, str], tuple[Storage, str, str]]:
     """Find the two checkpoints.
 
     Raises:
+        CheckpointNotFoundError: one was never committed.
         ConfigError: they are named in a way that leaves one open.
     """
     place, other, steps = arguments.place, arguments.other, arguments.steps
@@ -109,10 +114,13 @@ def _places(arguments: Namespace) -> tuple[tuple[Storage, str], tuple[Storage, s
 
     one_is_url = "://" in f"{place} {other}"
 
-    def find(where: str, step: int | None = None) -> tuple[Storage, str]:
+    def find(where: str, step: int | None = None) -> tuple[Storage, str, str]:
         # Options are for URLs: beside one, a local path has none, and two local paths refuse them.
         options = arguments.storage_options if "://" in where or not one_is_url else {}
-        return find_checkpoint(where, options, step=step)
+        storage, name, file = find_any(where, options, step=step)
+        if not file and kind_of(storage, name) is Kind.TORN:
+            raise CheckpointNotFoundError(f"{storage.url}/{name}: {describe(storage, name)}")
+        return storage, name, file
 
     if other is not None:
         return find(place), find(other)

@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 
-from ckpt_core.cli._arguments import ROOT_OR_CHECKPOINT, Commands, find_checkpoint, nothing_at
+from ckpt_core.cli._arguments import ROOT_OR_CHECKPOINT, Commands, find_any, nothing_at
 from ckpt_core.cli._outcome import Outcome, Table, metrics_text, moment_text, time_text
 from ckpt_core.cli.inspection._origin import code_text, data_text
 from ckpt_core.commit import (
@@ -15,13 +15,15 @@ from ckpt_core.commit import (
     Manifest,
     TensorEntry,
     describe,
+    file_as_root,
     list_tensors,
     look_around,
     read_manifest,
     read_notes,
     stock_parts,
 )
-from ckpt_core.errors import CorruptCheckpointError
+from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError
+from ckpt_core.hosting import Kind, kind_of
 from ckpt_core.names import MARKER, METADATA, SIGNATURE
 from ckpt_core.options import bytes_text
 from ckpt_core.storage import Storage, open_storage, read_small
@@ -42,19 +44,20 @@ def add(commands: Commands, shared: ArgumentParser) -> None:
     command.add_argument(
         "--tensors",
         action="store_true",
-        help="list every tensor: name, shape, dtype, elements, size; of stock DCP directories, too",
+        help="list every tensor: name, shape, dtype, elements, size; also of what others wrote",
     )
     command.set_defaults(command=run)
 
 
 def run(arguments: Namespace) -> Outcome:
     """Show what one checkpoint holds, or what is there instead."""
-    storage, name = find_checkpoint(arguments.place, arguments.storage_options, step=arguments.step)
-    found = (
-        _shown(storage, name)
-        if storage.exists(f"{name}/{MARKER}")
-        else _uncommitted(arguments, storage, name)
-    )
+    storage, name, file = find_any(arguments.place, arguments.storage_options, step=arguments.step)
+    ours = not file and storage.exists(f"{name}/{MARKER}")
+    tensors: Mapping[str, Sequence[TensorEntry]] | None = None
+    if not ours and (others := _of_others(storage, name, file)) is not None:
+        found, tensors = others
+    else:
+        found = _shown(storage, name) if ours else _uncommitted(arguments, storage, name)
     a_root = arguments.step is None and name not in arguments.place and "@" not in arguments.place
     if a_root and not found.exit_code:
         place = arguments.place.rstrip("/")
@@ -62,7 +65,7 @@ def run(arguments: Namespace) -> Outcome:
         found = Outcome(fields=found.fields, parts=[*found.parts, text])
     if not arguments.tensors:
         return found
-    tensors = _tensors(storage, name)
+    tensors = _tensors(storage, name) if tensors is None else tensors
     listed = [
         {**asdict(entry), "num_elements": entry.num_elements}
         for entries in tensors.values()
@@ -133,6 +136,38 @@ def _uncommitted(arguments: Namespace, storage: Storage, name: str) -> Outcome:
         parts=[f"{text}; `ckpt verify` compares what can be compared"],
         exit_code=1,
     )
+
+
+def _of_others(
+    storage: Storage, name: str, file: str
+) -> tuple[Outcome, Mapping[str, Sequence[TensorEntry]]] | None:
+    """Show what others wrote, and its tensors; None for stock DCP, and if it is of no known format."""
+    if not file and (kind_of(storage, name) is Kind.TORN or any(stock_parts(storage, name))):
+        return None
+    from ckpt_core.loading import located, open_parts
+
+    try:
+        _, files, parts = open_parts(storage, name, file=file)
+    except CheckpointNotFoundError:
+        if file:
+            raise file_as_root(f"{storage.url}/{name}/{file}") from None
+        return None
+    (part,) = parts.values()
+    entries = [
+        TensorEntry(name=each.name, shape=each.shape, dtype=each.form.dtype, size_bytes=each.size_bytes)
+        for each in located(parts).values()
+    ]
+    place = "/".join(filter(None, (files.url, file)))
+    elements, size = sum(each.num_elements for each in entries), sum(each.size_bytes for each in entries)
+    facts = {
+        "checkpoint": place,
+        "format": part.kind,
+        "step": "" if part.step is None else str(part.step),
+        "tensors": f"{len(entries)}, {elements:,} elements, {bytes_text(size)}",
+    }
+    fields = {"checkpoint": place, "committed": False, "format": part.kind, "step": part.step}
+    parts_of = [f"{label + ':':<13}{text}" for label, text in facts.items() if text]
+    return Outcome(fields={**fields, "size_bytes": size}, parts=parts_of), {part.kind: entries}
 
 
 def _tensors(storage: Storage, name: str) -> Mapping[str, Sequence[TensorEntry]]:

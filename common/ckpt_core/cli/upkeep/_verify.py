@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, final
 
 from ckpt_core.cli._arguments import (
+    find_others,
     named_checkpoint,
     none_committed,
     nothing_at,
@@ -18,11 +19,13 @@ from ckpt_core.cli._arguments import (
 )
 from ckpt_core.cli._outcome import Outcome
 from ckpt_core.cli._progress_line import ProgressLine
-from ckpt_core.commit import Catalog, strangers, verify, verify_part
+from ckpt_core.commit import Catalog, file_as_root, strangers, verify, verify_part
 from ckpt_core.errors import (
     ArchivedError,
     CheckpointError,
+    CheckpointNotFoundError,
     ConfigError,
+    CorruptCheckpointError,
     FileFailure,
     PartialCheckpointError,
     lost,
@@ -51,6 +54,10 @@ class _Result:
 
 def run(arguments: Namespace) -> Outcome:
     digest, strict = _digest(arguments), arguments.strict
+    one = not arguments.all and arguments.step is None
+    others = find_others(arguments.place, arguments.storage_options) if one else None
+    if others is not None and others[2]:
+        return _reported(others[0], [_others(*others, digest)])
     if (named := _named(arguments)) is not None:
         return outcome(*named, strict=strict, digest=digest)
     storage = (open_root if arguments.all else open_place)(arguments.place, arguments.storage_options)
@@ -62,6 +69,8 @@ def run(arguments: Namespace) -> Outcome:
     stock = [_stock(storage, path) for path, ours in found if not ours]
     if digest is not None:
         stock = [replace(each, failures=[_NO_MANIFEST, *each.failures]) for each in stock]
+    if not results and not stock and others is not None:
+        return _reported(others[0], [_others(*others, digest)])
     if not results and not stock:
         raise none_committed(storage)
     empty = [root for root in roots if not any(each.name.startswith(f"{root}/") for each in results)]
@@ -150,6 +159,28 @@ def _stock(storage: Storage, path: str) -> _Result:
     with ProgressLine(f"verifying {path or storage.url}", total) as progress:
         failures = verify_part(storage, path, seen=progress.add)
     return _Result(name=path, failures=failures, note=" (stock DCP, by its CRC32s)")
+
+
+def _others(storage: Storage, directory: str, file: str, digest: str | None) -> _Result:
+    """Verify what others wrote: what it says of itself, and its checksums, if it has any."""
+    from ckpt_core.loading import located, open_parts
+
+    name = "/".join(filter(None, (directory, file)))
+    failures = [] if digest is None else [_NO_MANIFEST]
+    try:
+        _, _, parts = open_parts(storage, directory, file=file)
+        (part,), tensors = parts.values(), located(parts).values()
+        summed = [each for each in tensors if each.checksums]
+        with ProgressLine(f"verifying {name}", sum(each.size_bytes for each in summed)) as progress:
+            for each in summed:
+                each.read(progress.add)
+    except CheckpointNotFoundError:
+        raise (file_as_root(f"{storage.url}/{name}") if file else none_committed(storage)) from None
+    except CorruptCheckpointError as error:
+        found = error.failures or (FileFailure(path=file or directory, problem=str(error)),)
+        return _Result(name=name, failures=[*failures, *found])
+    compared = "by its checksums" if summed else "by its headers: it has no checksums"
+    return _Result(name=name, failures=failures, note=f" ({part.kind}, {compared})")
 
 
 def outcome(
