@@ -21,7 +21,7 @@ from ckpt_core.commit import (
 from ckpt_core.disclosure import public_url
 from ckpt_core.errors import CheckpointNotFoundError, ConfigError, RootBusyError
 from ckpt_core.hosting import CheckpointPath, root_of
-from ckpt_core.names import MARKER, WRITER, can_count
+from ckpt_core.names import DATA_SUFFIX, MARKER, WRITER, can_count
 from ckpt_core.options import parse_yaml
 from ckpt_core.storage import Storage, excludes_others, open_around, open_storage
 
@@ -242,9 +242,13 @@ def find_any(place: str, options: Mapping[str, Any], *, step: int | None) -> tup
 
 def find_others(place: str, options: Mapping[str, Any]) -> tuple[Storage, str, str] | None:
     """Open the storage around a folder or file, see `open_around`; None if there is neither."""
-    with suppress(CheckpointNotFoundError, ConfigError):
-        return open_around(place, options)
-    return None
+    try:
+        found = open_around(place, options)
+    except (CheckpointNotFoundError, ConfigError):
+        return None
+    if found[2].endswith(DATA_SUFFIX):
+        raise file_as_root(public_url(place))
+    return found
 
 
 def place_of(arguments: Namespace) -> str:

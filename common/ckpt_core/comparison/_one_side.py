@@ -56,11 +56,11 @@ class Contents:
         }
         self.items: dict[str, Any] = {}
         self.host_files: dict[str, FileEntry] = {}
-        for path, file in sorted(self.entries.items()):
+        for path, entry in sorted(self.entries.items()):
             if path == SHARED or shared_rank(path) is not None or is_own_json(path):
                 self._read_items(path)
             elif path.rpartition("/")[2] != METADATA and data_rank(path) is None:
-                self.host_files[path] = file
+                self.host_files[path] = entry
         for path in [path for path in self.host_files if path.endswith(".safetensors")]:
             try:
                 self.tensors |= self._safetensors(path, next(iter(parts.values())))

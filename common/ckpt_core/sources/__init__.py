@@ -47,6 +47,8 @@ def recognise(storage: Storage, directory: str, file: str = "") -> Layout | None
         IncompatibleCheckpointError: it is of a format that only another tool reads.
         UnsafeCheckpointError: only code in it could rebuild what it holds.
     """
+    if file:  # many of them are zips, too
+        refuse_unread(storage, directory, file)
     found = (find(storage, directory, file) for find in _FORMATS)
     if (layout := next((layout for layout in found if layout is not None), None)) is None:
         refuse_unread(storage, directory, file)

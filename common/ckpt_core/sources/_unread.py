@@ -12,6 +12,7 @@ _TELLING: Final = (
     (b"GGUF", "*.gguf", "weights in GGUF", "llama.cpp; give the weights that they were made of"),
     (b"\x89HDF\r\n\x1a\n", "*.h5", "HDF5, as Keras writes", "keras, or h5py"),
     (b"\x93NUMPY", "*.npy", "an array of numpy", "numpy.load"),
+    (b"", "*.distcp", "data of a checkpoint of DCP", "the folder that it is in"),
     (b"", "*.npz", "arrays of numpy", "numpy.load"),
     (b"", "*.onnx", "a model in ONNX", "onnx.load"),
     (b"", "*.keras", "a model of Keras", "keras.saving.load_model"),
