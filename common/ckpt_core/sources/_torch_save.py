@@ -76,21 +76,15 @@ class _OfPlainType(metaclass=Sealed):
 
 
 class Mapped(dict[Any, Any], metaclass=Sealed):
-    """Stand-in for a dict of another type; its attributes are dropped."""
+    """Stand-in for a dict of another type; its attributes and its default are dropped."""
 
     __slots__ = ()
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*(each for each in given if isinstance(each, dict | list)))
 
     def __setstate__(self, _: Any) -> None:
         pass
-
-
-class _Defaults(Mapped):
-    """Stand-in for a `defaultdict`."""
-
-    __slots__ = ()
-
-    def __init__(self, *_: Any) -> None:
-        super().__init__()
 
 
 class Namespace(Mapped):
@@ -168,7 +162,7 @@ _ALLOWED: Final[dict[tuple[str, str], Any]] = {
     ("torch.serialization", "_get_layout"): _First,
     ("collections", "OrderedDict"): Mapped,
     ("collections", "Counter"): Mapped,
-    ("collections", "defaultdict"): _Defaults,
+    ("collections", "defaultdict"): Mapped,
     ("argparse", "Namespace"): Namespace,
     ("types", "SimpleNamespace"): Namespace,
     ("_codecs", "encode"): _Bytes,
@@ -382,7 +376,8 @@ def _boxes(offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Ite
 
 def entries(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield what is in a tree of `read_tree`, with its path in a checkpoint of ours."""
-    if isinstance(tree, dict):
+    is_element = bool(path) and isinstance(path[-1], int)
+    if isinstance(tree, dict) and (tree or not is_element):  # a list must keep its length
         for key, each in tree.items():
             yield from entries(each, (*path, str(key)))
     elif isinstance(tree, list | tuple) and _is_container(tree):
@@ -392,12 +387,21 @@ def entries(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield path, tree
 
 
-def _is_container(tree: list[Any] | tuple[Any, ...]) -> bool:
-    """Return whether a list is descended, as in a checkpoint; a tuple only for its tensors."""
-    kinds = (StoredTensor, dict, list) if isinstance(tree, list) else (StoredTensor,)
-    return any(
-        isinstance(each, kinds) or (isinstance(each, list | tuple) and _is_container(each)) for each in tree
-    )
+def _is_container(tree: Any) -> bool:
+    """Return whether a checkpoint descends what is in a list: a tensor, or a dict with entries.
+
+    A tuple is one value, but for the tensors in it.
+    """
+    if isinstance(tree, tuple):
+        return any(map(_holds_tensor, tree))
+    if isinstance(tree, list):
+        return any(isinstance(each, StoredTensor) or _is_container(each) for each in tree)
+    return isinstance(tree, dict) and bool(tree)
+
+
+def _holds_tensor(tree: Any) -> bool:
+    inner = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    return isinstance(tree, StoredTensor) or any(map(_holds_tensor, inner))
 
 
 def layout_of(kind: str, items: Mapping[str, Any], *, step: Any = None) -> Layout:

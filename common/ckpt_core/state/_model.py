@@ -206,7 +206,7 @@ def model_target(
     by_name: dict[str, dict[Path, SavedTensor | None]] = {}
     for path, entry in saved.items():
         by_name.setdefault(str(path[0]), {})[path] = entry
-    for name in _of_own_loaders(model, saved, target) if of is None or not of.include else ():
+    for name in of_own_loaders(model, saved, target) if of is None or not of.include else ():
         value = target.pop(name, None)
         memory = None if value is None else empty_like(value, value.dtype)
         target |= template({name: memory}, by_name.get(name, {}))
@@ -218,7 +218,7 @@ def model_target(
     return target
 
 
-def _of_own_loaders(model: nn.Module, saved: SavedEntries, target: Mapping[str, Any]) -> set[str]:
+def of_own_loaders(model: nn.Module, saved: SavedEntries, target: Mapping[str, Any]) -> set[str]:
     """Return the names that modules with ways of their own to load must be given.
 
     Such a module may take other names and shapes than it has, and may swap them: what is below it gets

@@ -13,11 +13,12 @@ from torch import nn
 from ckpt_core.data import is_stateful
 from ckpt_core.errors import ConfigError
 from ckpt_core.state._items import check_kind, item_state, item_target, load_item
+from ckpt_core.state._model import of_own_loaders
 from ckpt_core.state._nested import Path, get, is_leaf, put, under
 from ckpt_core.state._optimizer import fit_of
 from ckpt_core.state._override import Override
-from ckpt_core.state._tensors import template
-from ckpt_core.types import CapturedState, SavedState
+from ckpt_core.state._tensors import shape_of, template
+from ckpt_core.types import CapturedState, SavedEntries, SavedState
 
 
 class StateSource(ABC):
@@ -120,7 +121,7 @@ class DictState(StateSource):
                 live = value.state_dict()
                 found = {at: entry for at, entry in under(entries, *path).items() if at[0] in live}
                 own = {name: each if isinstance(each, torch.Tensor) else None for name, each in live.items()}
-                put(tree, path, {**own, **template(live, found)})
+                put(tree, path, own | template(live, _fitting(value, live, found)))
             elif is_stateful(value):
                 put(tree, path, item_target(value, under(entries, *path)))
             else:
@@ -155,6 +156,19 @@ class DictState(StateSource):
     def takes_all(self, saved: SavedState) -> bool:
         tops = {str(path[0]) for entries in saved.sharded.values() for path in entries}
         return tops <= set(map(str, self._mapping))
+
+
+def _fitting(module: nn.Module, live: Mapping[str, Any], saved: SavedEntries) -> SavedEntries:
+    """Leave out entries of other shapes than the live tensors, but of modules that may take them."""
+    free = of_own_loaders(module, saved, live)
+    return {
+        path: entry
+        for path, entry in saved.items()
+        if entry is None
+        or path[0] in free
+        or not isinstance(own := live[str(path[0])], torch.Tensor)
+        or shape_of(own) == entry.shape
+    }
 
 
 def _captured(value: Any) -> Any:

@@ -155,13 +155,16 @@ def test_plain_values_are_those_that_were_saved(place):
         "order": np.array([[1, 2], [3, 4]], dtype=">u4").T,
         "counts": collections.Counter("aab"),
         "lists": collections.defaultdict(list, {"k": [1]}),
+        "empties": [{}, {}],
+        "mixed": (5, {"w": torch.ones(1)}, [{}, {"x": 1}]),
     }
     values = described(saved(place, {"model": {"w": torch.ones(1)}, **plain, **other})).values
-    expected = {(key,): each for key, each in plain.items() if key != "listed"}
+    expected = {(key,): each for key, each in plain.items()}
     assert {path: each for path, each in values.items() if path in expected} == expected
     assert (values["args", "lr"], values["args", "out"], values["best",]) == (0.1, "a/b", 0.25)
-    assert (values["order", 0], values["order", 1]) == ([1, 3], [2, 4])
-    assert (values["counts", "a"], values["lists", "k"]) == (2, [1])
+    assert values["order",] == [[1, 3], [2, 4]]
+    assert (values["counts", "a"], values["lists", "k"], values["empties",]) == (2, [1], [{}, {}])
+    assert (values["mixed", 0], values["mixed", 2, 0], values["mixed", 2, 1, "x"]) == (5, {}, 1)
 
 
 class Stranger:
