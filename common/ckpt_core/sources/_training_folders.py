@@ -14,6 +14,7 @@ from typing import Any, Final, final
 
 from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.formats.codec import damage, relative_paths
+from ckpt_core.sources._deepspeed import find_deepspeed
 from ckpt_core.sources._layout import Layout, StoredTensor
 from ckpt_core.sources._safetensors import find_safetensors
 from ckpt_core.sources._torch_save import bare_names, layout_of, read_tree
@@ -48,13 +49,26 @@ def find_training_folder(storage: Storage, directory: str, file: str) -> Layout 
         return None
     names = {entry.name for entry in storage.list(directory) if not entry.is_directory}
     folder = _Folder(storage, directory, names)
-    if _TRAINER in names:
-        return folder.of_trainer()
-    if any(map(_OF_ACCELERATE.fullmatch, names)):
-        return layout_of("a folder of Accelerate", folder.items())
+    is_trainer = _TRAINER in names
+    if is_trainer or any(map(_OF_ACCELERATE.fullmatch, names)):
+        layout = folder.of_trainer() if is_trainer else layout_of("a folder of Accelerate", folder.items())
+        return _with_engine(layout, find_deepspeed(storage, directory, ""))
     if names & {_BIN, _BIN_INDEX} and find_safetensors(storage, directory, "") is None:
         return layout_of("a folder of Hugging Face weights", {"model": folder.model()})
     return None
+
+
+def _with_engine(layout: Layout, engine: Layout | None) -> Layout:
+    """Add what DeepSpeed saved there, in place of the items that it has."""
+    if engine is None:
+        return layout
+    tops = {path[0] for path in (*engine.tensors, *engine.values)}
+    return replace(
+        layout,
+        kind=f"{layout.kind}, with {engine.kind}",
+        tensors={**{p: each for p, each in layout.tensors.items() if p[0] not in tops}, **engine.tensors},
+        values={**{p: each for p, each in layout.values.items() if p[0] not in tops}, **engine.values},
+    )
 
 
 @final

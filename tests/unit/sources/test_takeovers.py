@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -233,8 +234,17 @@ def test_weights_in_shards_of_torch_save_are_one_model(tmp_path):
         described(folder)
 
 
-def remove(name: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).unlink()
+def test_what_deepspeed_saved_under_the_trainer_is_a_part_of_its_checkpoint(trainer_folder, tmp_path):
+    with tarfile.open(Path(__file__).with_name("deepspeed.tar.xz")) as archive:
+        archive.extractall(tmp_path, filter="data")
+    folder = tmp_path / "stage2-fp32"
+    for name in ("trainer_state.json", "scheduler.pt", "rng_state.pth"):
+        shutil.copy(trainer_folder[0] / name, folder)
+    layout = described(folder)
+    assert {path[0] for path in (*layout.tensors, *layout.values)} >= {
+        "model", "master", "optimizer", "scheduler", "rng.0", "trainer_state",
+    }  # fmt: skip
+    assert "Trainer, with a checkpoint of DeepSpeed's ZeRO stage 2" in layout.kind
 
 
 def write(name: str, content: Any) -> Callable[[Path], None]:
