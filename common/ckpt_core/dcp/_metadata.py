@@ -136,7 +136,7 @@ def load_metadata(content: bytes, path: str) -> Metadata:
     """
     index = read_index(content, path)
     with reading(path):
-        return Metadata(
+        found = Metadata(
             {name: _entry(entry) for name, entry in index.state_dict_metadata.items()},
             index.planner_data,
             {
@@ -146,6 +146,8 @@ def load_metadata(content: bytes, path: str) -> Metadata:
                 for key, place in index.storage_data.items()
             },
         )
+        vars(found)["mcore_data"] = index.mcore_data  # where Megatron-Core itself puts it
+        return found
 
 
 def _entry(entry: Tensor | Value) -> TensorStorageMetadata | BytesStorageMetadata:

@@ -76,6 +76,8 @@ class Index(metaclass=Sealed):
     state_dict_metadata: dict[str, Tensor | Value]
     storage_data: dict[Key, Place]
     planner_data: Mapping[str, tuple[Any, ...]] | None = None
+    mcore_data: Mapping[str, Mapping[str, Any]] | None = None
+    """Of Megatron-Core: the shapes of tensors that it stored in others."""
 
 
 class _Ignored(metaclass=Sealed):
@@ -90,6 +92,8 @@ class _EncodingByName(metaclass=Sealed):
         match asked:
             case (owner, str(name)) if owner is int and name in _ENCODINGS:
                 return _ENCODINGS[name]
+            case (owner, str()) if owner is _Ignored:
+                return None
             case _:
                 raise UnsafeCheckpointError(
                     ".metadata asks for an attribute that no DCP metadata needs; "
@@ -98,6 +102,8 @@ class _EncodingByName(metaclass=Sealed):
 
 
 _DCP: Final = "torch.distributed.checkpoint.metadata"
+_PLANNER: Final = "torch.distributed.checkpoint.planner"
+_MEGATRON: Final = "megatron.core.dist_checkpointing.strategies.torch"
 _ALLOWED: Final[dict[tuple[str, str], Any]] = {
     (_DCP, "Metadata"): Index,
     (_DCP, "TensorStorageMetadata"): Tensor,
@@ -107,6 +113,10 @@ _ALLOWED: Final[dict[tuple[str, str], Any]] = {
     (_DCP, "MetadataIndex"): Key,
     (_DCP, "StorageMeta"): _Ignored,
     (_DCP, "_MEM_FORMAT_ENCODING"): int,
+    # Megatron-Core keeps the ranks' plans, too.
+    **{(_PLANNER, name): _Ignored for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")},
+    (_MEGATRON, "MCoreSavePlan"): _Ignored,
+    (_MEGATRON, "MCoreMetadata"): Index,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): Place,
     ("torch.serialization", "_get_layout"): str,
     ("torch", "Size"): tuple,
@@ -175,7 +185,19 @@ def _checked(index: Any) -> Index:
         raise ValueError("a chunk is in two places")
     relative_paths(list({place.relative_path for place in index.storage_data.values()}))
     _check_paths(index.planner_data)
+    _check_original(index.mcore_data)
     return index
+
+
+def _check_original(original: Any) -> None:
+    """Check Megatron-Core's data: name -> what it tells of the tensor."""
+    if original is None:
+        return
+    _expect(original, dict, "the data of Megatron-Core")
+    for told in original.values():
+        _expect(told, dict, "the data of a tensor")
+        if (shape := told.get("nd_reformulated_orig_global_shape")) is not None:
+            _check_lengths(shape)
 
 
 def _check_paths(planned: Any) -> None:

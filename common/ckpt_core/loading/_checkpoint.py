@@ -49,7 +49,14 @@ from ckpt_core.names import (
     shared_rank,
 )
 from ckpt_core.reading import Engine
-from ckpt_core.sources import Layout, LayoutLocator, recognise
+from ckpt_core.sources import (
+    Layout,
+    LayoutLocator,
+    Locator,
+    MegatronLocator,
+    find_common,
+    recognise,
+)
 from ckpt_core.state import PICKLED, BufferKey, decode_buffers, decode_items, pickled_key
 from ckpt_core.storage import BIGGEST_SMALL_FILE, Storage, read_intact
 from ckpt_core.types import SavedState
@@ -67,7 +74,7 @@ class CheckpointPart:
 
     metadata: Metadata
     _original: Mapping[str, str]
-    _places: ChunkLocator | LayoutLocator
+    _places: Locator
     _storage: Storage
     _files: CommittedFiles
     _allow_pickle: bool
@@ -280,26 +287,32 @@ def _part(storage: Storage, files: CommittedFiles, part: str, *, allow_pickle: b
     def read_at(path: str, offset: int, size: int) -> bytes:
         return _read_at(storage, f"{files.directory}/{path}", offset, size)
 
+    places: Locator = ChunkLocator(
+        metadata,
+        part=part,
+        directory=files.url,
+        read_table=files.table if files.is_ours else None,
+        read_at=None if files.is_ours else read_at,
+    )
+    common = None if files.is_ours or part else find_common(storage, files.directory)
+    if common is not None:
+        places = MegatronLocator(metadata, places, common, place=name)
+        metadata = places.metadata
     return CheckpointPart(
         metadata=metadata,
         _original={},
-        _places=ChunkLocator(
-            metadata,
-            part=part,
-            directory=files.url,
-            read_table=files.table if files.is_ours else None,
-            read_at=None if files.is_ours else read_at,
-        ),
+        _places=places,
         _storage=storage,
         _files=files,
         _allow_pickle=allow_pickle,
+        _values={} if common is None else common.named_values(),
     )
 
 
 def _foreign(storage: Storage, files: CommittedFiles, layout: Layout) -> CheckpointPart:
     """Open what others wrote as one part."""
     metadata = layout.metadata()
-    values = {".".join(map(str, path)): value for path, value in layout.values.items()}
+    values = layout.named_values()
     tensors = {name: entry for name, entry in metadata.state_dict_metadata.items() if name not in values}
     check_metadata(replace(metadata, state_dict_metadata=tensors), f"{files.url} ({layout.kind})", files.size)
     return CheckpointPart(

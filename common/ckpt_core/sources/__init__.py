@@ -13,6 +13,8 @@ from typing import Final
 from ckpt_core.sources._dcp_safetensors import find_dcp_safetensors
 from ckpt_core.sources._deepspeed import find_deepspeed
 from ckpt_core.sources._layout import Layout, LayoutLocator, StoredChunk, StoredTensor
+from ckpt_core.sources._megatron import Locator, MegatronLocator, find_common
+from ckpt_core.sources._names import NameTable
 from ckpt_core.sources._safetensors import StoredRange, find_safetensors, read_header
 from ckpt_core.sources._torch_save import find_torch_save
 from ckpt_core.sources._training_folders import find_training_folder
@@ -22,17 +24,21 @@ from ckpt_core.storage import Storage
 __all__ = [
     "Layout",
     "LayoutLocator",
+    "Locator",
+    "MegatronLocator",
+    "NameTable",
     "StoredChunk",
     "StoredRange",
     "StoredTensor",
+    "find_common",
     "read_header",
     "recognise",
 ]
 
 _FORMATS: Final[Sequence[Callable[[Storage, str, str], Layout | None]]] = (
+    find_deepspeed,  # first: the Trainer's and Accelerate's folders may have one in them
     find_training_folder,
     find_dcp_safetensors,
-    find_deepspeed,
     find_safetensors,
     find_torch_save,
 )

@@ -65,7 +65,8 @@ class _Kept(Namespace):
         super().__init__({"arguments": arguments} if arguments else {})
 
 
-def _find(module: str, name: str) -> Any:
+def find_data(module: str, name: str) -> Any:
+    """Return what stands for a name: as `find_plain` does, and data for objects of these trainings."""
     package = module.partition(".")[0]
     if name == "ZeroStageEnum" and package == "deepspeed":
         return int
@@ -262,7 +263,7 @@ class _Step:
 
         def read(name: str) -> None:
             try:
-                found[name] = read_tree(self.storage, self.directory, self._below(name), find=_find)
+                found[name] = read_tree(self.storage, self.directory, self._below(name), find=find_data)
             except FileNotFoundError as error:
                 raise damage(self.place, f"lacks {name}") from error
 

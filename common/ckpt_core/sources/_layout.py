@@ -82,6 +82,10 @@ class Layout:
     values: Mapping[Path, Any] = field(default_factory=dict[Path, Any])
     step: int | None = None
 
+    def named_values(self) -> dict[str, Any]:
+        """Return the values by the names that `metadata` gives them."""
+        return {".".join(map(str, path)): value for path, value in self.values.items()}
+
     def metadata(self) -> Metadata:
         """Return it as DCP's metadata.
 

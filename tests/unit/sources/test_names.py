@@ -1,0 +1,66 @@
+"""Tables of names rename every entry once, and back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ckpt_core.errors import ConfigError
+from ckpt_core.sources import NameTable
+
+MEGATRON = NameTable(
+    (
+        ("decoder.layers.*.self_attention.linear_proj", "layers.*.self_attn.o_proj"),
+        ("decoder.layers.*.mlp.experts.*.fc", "layers.*.experts.*.up"),
+        ("decoder.layers", "layers"),
+        ("embedding.word_embeddings", "embed_tokens"),
+        ("output_layer", "lm_head"),
+    )
+)
+NAMES = {
+    "decoder.layers.0.self_attention.linear_proj.weight": "layers.0.self_attn.o_proj.weight",
+    "decoder.layers.17.mlp.experts.3.fc.weight": "layers.17.experts.3.up.weight",
+    "decoder.layers.2.input_layernorm.bias": "layers.2.input_layernorm.bias",
+    "embedding.word_embeddings.weight": "embed_tokens.weight",
+    "output_layer.weight": "lm_head.weight",
+    "output_layer_norm.weight": "output_layer_norm.weight",
+}
+
+
+def test_names_go_there_and_back() -> None:
+    assert MEGATRON.of_all(NAMES) == NAMES
+    assert MEGATRON.inverse.of_all(NAMES.values()) == {new: old for old, new in NAMES.items()}
+
+
+def test_a_module_is_put_below_another_and_taken_out() -> None:
+    below = NameTable((("", "net"),))
+    assert below.renamed("a.weight") == "net.a.weight"
+    assert below.inverse.renamed("net.a.weight") == "a.weight"
+
+
+def test_two_entries_never_get_one_name() -> None:
+    with pytest.raises(ConfigError, match=r"a.x and b.x would be called 'c.x'"):
+        NameTable((("a", "c"), ("b", "c"))).of_all(["a.x", "b.x"])
+    with pytest.raises(ConfigError, match="would be called ''"):
+        NameTable((("a", ""),)).of_all(["a"])
+
+
+def test_wildcards_must_be_on_both_sides() -> None:
+    with pytest.raises(ConfigError, match=r"layers\.\* -> layers"):
+        NameTable((("layers.*", "layers"),))
+
+
+@pytest.mark.parametrize("suffix", ["json", "yaml"])
+def test_a_table_is_read_from_a_file(tmp_path: Path, suffix: str) -> None:
+    file = tmp_path / f"names.{suffix}"
+    file.write_text(json.dumps(dict(MEGATRON.pairs)))
+    assert NameTable.read(file) == MEGATRON
+
+
+def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "names.json"
+    file.write_text('{"a": 1}')
+    with pytest.raises(ConfigError, match="not a mapping of names"):
+        NameTable.read(file)
