@@ -40,6 +40,7 @@ def test_the_names_users_meet_are_these() -> None:
     assert set(ckpt_core.__all__) == {
         *("CheckpointManager", "CheckpointOptions", "CheckpointInfo", "SaveHandle", "TrainState", "Counters"),
         *("Upload", "UploadError"),
+        "import_checkpoint",
         *(
             "SavePolicy",
             "EverySteps",

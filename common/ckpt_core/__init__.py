@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         Optimal,
         SavePolicy,
     )
+    from ckpt_core.convert import import_checkpoint
     from ckpt_core.errors import (
         ArchivedError,
         CheckpointError,
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "cadence": "AtSteps Continuous EveryEpochs EveryFraction EverySeconds EverySteps EveryTokens "
     "MaxOverhead OnPreemption Optimal SavePolicy",
+    "convert": "import_checkpoint",
     "errors": "ArchivedError CheckpointError CheckpointExistsError CheckpointNotFoundError ConfigError "
     "CoordinationError CorruptCheckpointError DeadlineError IncompatibleCheckpointError LoadError "
     "NoRoomError RootBusyError SaveError StagingMemoryError UnsafeCheckpointError UntrustedCheckpointError "
@@ -129,6 +131,7 @@ __all__ = [
     "UploadError",
     "__version__",
     "annotate",
+    "import_checkpoint",
     "watch",
 ]
 

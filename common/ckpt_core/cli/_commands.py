@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeAlias, final
 
 from ckpt_core._version import __version__
-from ckpt_core.cli import _completion, _cp, _plan
+from ckpt_core.cli import _completion, _cp, _import, _plan
 from ckpt_core.cli._arguments import OPTIONS_VARIABLE, ROOT_OR_CHECKPOINT, Commands
 from ckpt_core.cli._outcome import Outcome
 from ckpt_core.cli.inspection import _diff, _du, _ls, _report, _show
@@ -147,6 +147,19 @@ _COPYING: Final[Sequence[_Addable]] = (
         "Copies checkpoints as they are, between any two places, and compares every byte with "
         "their manifests before it commits them. After an interruption the same command continues: what is "
         "there is not sent again. Files that a manifest does not list are not copied.",
+    ),
+    _Command(
+        "import",
+        _import.run,
+        "make a checkpoint of ours out of what another program wrote",
+        (
+            _one("place", "PLACE", "path or URL of the folder or file"),
+            _one("root", "ROOT", "path or URL of the run that gets it"),
+            _one("--step", None, "its step, where it does not say it", type=int),
+            _flag("--take-over", "import although writer.json names a job in ROOT"),
+        ),
+        "Reads, verifies, writes and commits 128 MiB at a time, without loading the model. A load from the "
+        "checkpoint gives what a load from PLACE gives. Interrupted, it leaves nothing that counts.",
     ),
     _Command(
         "upload",

@@ -5,6 +5,19 @@ A sink is a function that lays out the files of a format as `OutFile`s; one engi
 
 from ckpt_core.convert._files import Computed, Late, OutFile, OutPiece, Span, Wanted
 from ckpt_core.convert._fill import size_of
+from ckpt_core.convert._importing import import_checkpoint, import_into, open_source
 from ckpt_core.convert._output import write
 
-__all__ = ["Computed", "Late", "OutFile", "OutPiece", "Span", "Wanted", "size_of", "write"]
+__all__ = [
+    "Computed",
+    "Late",
+    "OutFile",
+    "OutPiece",
+    "Span",
+    "Wanted",
+    "import_checkpoint",
+    "import_into",
+    "open_source",
+    "size_of",
+    "write",
+]

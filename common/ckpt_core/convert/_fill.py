@@ -92,7 +92,7 @@ class FileFill:
             yield window[:at]
 
     def read_into(self, ranges: Iterable[tuple[str, int, torch.Tensor]]) -> None:
-        """Fill memory, flat and uint8, each with the bytes of a tensor, row-major, from an offset on."""
+        """Fill flat memory, uint8, with a tensor's bytes, row-major, from an offset on."""
         for name, start, into in ranges:
             self._plan(name, start, start + len(into), into)
         self._read()
@@ -181,7 +181,9 @@ class FileFill:
                 self._engines[key] = self._closing.enter_context(part.engine())
             engine, ranges = self._engines[key], [each for read in reads for each in read.ranges()]
             twin_of = files.twin if files.has_twins else None
-            failures = engine.verify(self._unverified(ranges, is_ours=files.is_ours), twin_of=twin_of, on_arrival=True)
+            failures = engine.verify(
+                self._unverified(ranges, is_ours=files.is_ours), twin_of=twin_of, on_arrival=True
+            )
             if failures := files.without_mended(failures):
                 more = f" and {len(failures) - 1} more" if len(failures) > 1 else ""
                 raise CorruptCheckpointError(f"{files.url}/{failures[0]}{more}", failures=tuple(failures))

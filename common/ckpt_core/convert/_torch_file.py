@@ -1,4 +1,4 @@
-"""Zips of `torch.save`, laid out before their tensors are read: one file, and the entries of DCP."""
+"""Zips of `torch.save`, laid out ahead: one file, and the entries of DCP."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from ckpt_core.convert._files import Late, OutFile, OutPiece, Wanted
 from ckpt_core.dcp import TensorForm, build_archive, bytes_of, encode_metadata, pickled_state, tensor_pickle
 from ckpt_core.formats.checksums import crc32
 from ckpt_core.names import METADATA, data_name
+from ckpt_core.sources import Path
 
 _ALIGNMENT: Final = 64
 """That of torch's own zips, which `mmap=True` relies on."""
@@ -46,12 +47,12 @@ class Leaf:
 
 
 def torch_file(path: str, state: Any) -> OutFile:
-    """Lay out what `torch.save(state, path)` writes; read by `torch.load`, also with `mmap=True`.
+    """Lay out what `torch.save(state, path)` writes.
 
     Args:
         path: of the file.
-        state: nested dicts, lists and tuples of plain values, tensors, arrays and `Leaf`s. Equal leaves are
-            one storage, as tied tensors are.
+        state: nested dicts, lists and tuples of plain values, tensors, arrays and `Leaf`s. Equal
+            leaves are one storage, as tied tensors are.
     """
     payloads: list[Leaf | bytes] = []
     keys: dict[Leaf, str] = {}
@@ -64,7 +65,7 @@ def torch_file(path: str, state: Any) -> OutFile:
         if isinstance(value, np.ndarray):
             value = torch.from_numpy(value)
         if not isinstance(value, Leaf | torch.Tensor):
-            return value
+            return value.item() if isinstance(value, np.generic) else value
         key = str(len(payloads))
         if isinstance(value, Leaf):
             key = keys.setdefault(value, key)
@@ -76,27 +77,27 @@ def torch_file(path: str, state: Any) -> OutFile:
 
 
 def dcp_files(
-    leaves: Mapping[str, Leaf], values: Mapping[str, bytes], paths: Mapping[str, Any]
+    leaves: Mapping[str, tuple[Path, Leaf]], values: Mapping[str, tuple[Path, bytes]]
 ) -> list[OutFile]:
     """Lay out a checkpoint of stock DCP.
 
     Args:
-        leaves: by DCP's name.
-        values: entries of plain values, as `torch.save` writes them, by DCP's name.
-        paths: name -> path in the nested state.
+        leaves: by DCP's name: paths in the nested state, and tensors.
+        values: likewise plain values, as `torch.save` writes them.
 
     Returns:
         Data files, and `.metadata` last.
     """
     entries: dict[str, Any] = {name: BytesStorageMetadata() for name in values}
+    paths = {name: path for name, (path, _) in (*values.items(), *leaves.items())}
     places: dict[MetadataIndex, StorageInfo] = {}
     files: list[list[OutPiece]] = [[]]
     size = first = 0
-    for name, content in values.items():
+    for name, (_, content) in values.items():
         places[MetadataIndex(name)] = StorageInfo(data_name(0, 0), size, len(content))
         files[0].append(content)
         size += len(content)
-    for name, leaf in leaves.items():
+    for name, (_, leaf) in leaves.items():
         if size >= FILE_BYTES:
             files.append([])
             size = first = 0
@@ -110,7 +111,7 @@ def dcp_files(
         places[MetadataIndex(name, offsets)] = StorageInfo(data_name(0, len(files) - 1), size, length)
         files[-1] += pieces
         size, first = size + length, first + 1
-    metadata = encode_metadata(Metadata(entries, planner_data=dict(paths)), places)
+    metadata = encode_metadata(Metadata(entries, planner_data=paths), places)
     data = [
         OutFile(path=data_name(0, number), pieces=pieces) for number, pieces in enumerate(files) if pieces
     ]

@@ -1,21 +1,25 @@
-"""A whole training state, and the files of others that hold one: `torch.save`, Lightning, DCP."""
+"""A whole training state, in files of torch, Lightning and stock DCP."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Self, final
 
+import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from ckpt_core.convert._files import OutFile, Wanted
 from ckpt_core.convert._torch_file import Leaf, dcp_files, torch_file
 from ckpt_core.dcp import load_value
-from ckpt_core.errors import IncompatibleCheckpointError
-from ckpt_core.loading import CheckpointPart, CommittedFiles, located, values_beside
+from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
+from ckpt_core.loading import CheckpointPart, CommittedFiles, LocatedTensor, located, values_beside
 from ckpt_core.names import KEPT, SHARED, shared_rank
+from ckpt_core.sources import OURS, Path
 from ckpt_core.state import PICKLED, put
+from ckpt_core.types import matches_any
 
+_MODEL: Final = "model"
 _OF_LIGHTNING: Final = "lightning."
 """In front of the keys of Lightning's own dictionary in a checkpoint of ours."""
 _NOT_LIGHTNINGS: Final = frozenset({"positions", "prefetched", "training"})
@@ -27,7 +31,7 @@ _MARK: Final = "$tensor"
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WholeState:
-    """Everything that a checkpoint holds; its large tensors as leaves, located and not read.
+    """Everything that a checkpoint holds; its large tensors are not read.
 
     Attributes:
         url: of the checkpoint, for messages.
@@ -35,6 +39,9 @@ class WholeState:
         shared: the values that all ranks have in common, by item.
         per_rank: the values of each rank, by item.
         small: the files of both, as they are.
+        step: optimizer steps done; None if that is not known.
+        dtype: of the floating tensors of models in the output; None for their own.
+        include: patterns of what is wanted of it, as by `matches_any`.
     """
 
     url: str
@@ -42,9 +49,12 @@ class WholeState:
     shared: Mapping[str, Any]
     per_rank: Mapping[str, Mapping[str, Any]]
     small: Mapping[str, bytes]
+    step: int | None = None
+    dtype: torch.dtype | None = None
+    include: Sequence[str] = ()
 
     @classmethod
-    def of(cls, files: CommittedFiles, parts: Mapping[str, CheckpointPart]) -> Self:
+    def of(cls, files: CommittedFiles, parts: Mapping[str, CheckpointPart], step: int | None = None) -> Self:
         """Read the small values of an open checkpoint.
 
         Raises:
@@ -54,48 +64,58 @@ class WholeState:
         shared, per_rank = values_beside(files, parts)
         others = [path for path in files.paths if shared_rank(path) is not None]
         small = {name: files.read(name) for name in (SHARED, *others, *per_rank) if files.has(name)}
-        return cls(url=files.url, parts=parts, shared=shared, per_rank=per_rank, small=small)
+        return cls(url=files.url, parts=parts, shared=shared, per_rank=per_rank, small=small, step=step)
 
-    def entries(self, part: CheckpointPart) -> dict[str, bytes]:
-        """Read the plain values of a part, as `torch.save` has written each."""
-        names = [
-            name
+    def entries(self, part: CheckpointPart) -> dict[str, tuple[Path, bytes]]:
+        """Read the plain values of a part: key -> path, and bytes of `torch.save`."""
+        paths = part.metadata.planner_data or {}
+        names = {
+            name: tuple(paths.get(name, (name,)))
             for name, entry in part.metadata.state_dict_metadata.items()
             if isinstance(entry, BytesStorageMetadata)
-        ]
-        places = part.find(map(MetadataIndex, names))
-        return {name: part.read_entry(places[MetadataIndex(name)]) for name in names}
+        }
+        wanted = {name: path for name, path in names.items() if matches_any(path, self.include)}
+        places = part.find(map(MetadataIndex, wanted))
+        return {name: (path, part.read_entry(places[MetadataIndex(name)])) for name, path in wanted.items()}
+
+    def leaves(self, directory: str) -> Iterator[tuple[LocatedTensor, Leaf]]:
+        """Yield the tensors of a part, as they will be in the output."""
+        for name, each in located({directory: self.parts[directory]}).items():
+            if matches_any(each.path, self.include):
+                cast = self.dtype if each.path[0] == _MODEL and each.dtype.is_floating_point else None
+                yield each, Leaf(Wanted(name, cast), cast or each.dtype, each.shape)
 
     def tree(self) -> dict[str, Any]:
-        """Return item -> nested state; of several parts with an item of one name, by part.
-
-        Optimizers are in the form of `torch.optim.Optimizer.state_dict`, with the names of their parameters
-        as `param_names`.
-        """
+        """Return item -> nested state; of several parts with an item of one name, by part."""
         found: dict[str, Any] = {}
         first: dict[Any, Leaf] = {}  # tensors that lie in one place are one
         for directory, part in self.parts.items():
             inner: dict[str, Any] = {}
-            for name, tensor in located({directory: part}).items():
+            for tensor, leaf in self.leaves(directory):
                 place = tuple((box, each.path, each.offset) for box, each in tensor.boxes.items())
-                leaf = Leaf(Wanted(name), tensor.dtype, tensor.shape)
-                put(inner, tensor.path, first.setdefault((place, tensor.dtype, tensor.shape), leaf))
-            paths = part.metadata.planner_data or {}
-            for key, content in self.entries(part).items():
-                if (path := tuple(paths.get(key, (key,))))[0] != PICKLED:
+                put(inner, tensor.path, first.setdefault((place, leaf.dtype, leaf.shape), leaf))
+            for key, (path, content) in self.entries(part).items():
+                if path[0] != PICKLED:
                     put(inner, path, load_value(content, key, allow_pickle=False))
             inner.pop(KEPT, None)
             taken = directory and not found.keys().isdisjoint(inner)
             found |= {directory: inner} if taken else inner
-        return {name: numbered(each) for name, each in found.items()}
+        return found
+
+    def ours(self, tree: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what restores a checkpoint of ours: the same tensors by our names."""
+        if self.parts.keys() != {""} or self.include or self.dtype:
+            return {}
+        files = {name: each.decode() for name, each in self.small.items()}
+        return {OURS: {"state": tree, "files": files, "step": self.step}}
 
 
-def numbered(tree: Any) -> Any:
+def _numbered(tree: Any) -> Any:
     """Return nested state with its optimizers in the form of torch, by number."""
     if not isinstance(tree, Mapping):
         return tree
     if not isinstance(groups := tree.get("param_groups"), list):
-        return {key: numbered(each) for key, each in tree.items()}
+        return {key: _numbered(each) for key, each in tree.items()}
     names = [name for group in groups for name in group["params"]]
     number = {str(name): index for index, name in enumerate(names)}
     state = {number.get(name, name): each for name, each in tree.get("state", {}).items()}
@@ -108,15 +128,17 @@ def numbered(tree: Any) -> Any:
 
 
 def torch_files(state: WholeState, name: str) -> list[OutFile]:
-    """Lay out one file with every key of the state, as `torch.save` would write it.
+    """Lay out one file with every item of the state, as `torch.save` would write it.
 
-    Its keys are the items. A shared value of an item that has tensors, too, is under `NAME.values`, and what
-    each rank has of its own under `per_rank`.
+    Optimizers are in the form of `torch.optim.Optimizer.state_dict`, with the names of their parameters as
+    `param_names`. What the ranks have of their own is under `OURS`, with all else that a load by us needs; it
+    refers to the same tensors.
     """
     tree = state.tree()
-    shared = {f"{key}.values" if key in tree else key: value for key, value in state.shared.items()}
-    of_ranks = {"per_rank": dict(state.per_rank)} if any(state.per_rank.values()) else {}
-    return [torch_file(name, {**tree, **shared, **of_ranks})]
+    shared = {key: value for key, value in state.shared.items() if matches_any((key,), state.include)}
+    if not shared and not tree:
+        raise ConfigError(f"nothing in {state.url} matches {', '.join(state.include)}")
+    return [torch_file(name, {**shared, **_numbered(tree), **state.ours(tree)})]
 
 
 def lightning_files(state: WholeState, name: str) -> list[OutFile]:
@@ -137,13 +159,13 @@ def lightning_files(state: WholeState, name: str) -> list[OutFile]:
             f"loops nor callbacks (it holds {', '.join(sorted({*tree, *state.shared}))}). Use --to torch for "
             "one file, or --to hf for its weights"
         )
-    optimizer = tree.get("optimizer", {})
+    optimizer = _numbered(tree.get("optimizer", {}))
     several = [] if not optimizer else [optimizer]
     if several and "param_groups" not in optimizer:
         several = [optimizer[number] for number in sorted(optimizer, key=int)]
     rest = {key: value for key, value in own.items() if key not in _NOT_LIGHTNINGS}
-    checkpoint = {**rest, "state_dict": tree["model"], "optimizer_states": several}
-    return [torch_file(name, {"lr_schedulers": [], **checkpoint})]
+    checkpoint = {"lr_schedulers": [], **rest, "state_dict": tree["model"], "optimizer_states": several}
+    return [torch_file(name, {**checkpoint, **state.ours(tree)})]
 
 
 def _with_tensors(value: Any, tensors: Mapping[str, Any]) -> Any:
@@ -165,12 +187,8 @@ def stock_files(state: WholeState) -> list[OutFile]:
     files = [OutFile(path=name, pieces=[content]) for name, content in state.small.items()]
     for directory, part in state.parts.items():
         prefix = f"{directory}: " if directory else ""
-        leaves = {
-            name.removeprefix(prefix): Leaf(Wanted(name), each.dtype, each.shape)
-            for name, each in located({directory: part}).items()
-        }
-        paths = part.metadata.planner_data or {name: (name,) for name in part.metadata.state_dict_metadata}
-        for file in dcp_files(leaves, state.entries(part), paths):
+        leaves = {each.name.removeprefix(prefix): (each.path, leaf) for each, leaf in state.leaves(directory)}
+        for file in dcp_files(leaves, state.entries(part)):
             path = f"{directory}/{file.path}" if directory else file.path
             files.append(replace(file, path=path))
     return files

@@ -38,6 +38,7 @@ from ckpt_core.formats.zips import ZipError
 from ckpt_core.loading._committed_files import CommittedFiles
 from ckpt_core.loading._selection import Selection
 from ckpt_core.names import (
+    IMPORTED,
     KEPT,
     MANIFEST,
     MARKER,
@@ -225,7 +226,7 @@ def open_checkpoint(  # noqa: PLR0913 - what a request says, but without its cla
         per_rank=read_items(rank_name(rank)),
         shared=_shared(files, read_items, rank if same_ranks else None),
         name=directory,
-        world_size=None if manifest is None else manifest.world_size,
+        world_size=None if manifest is None or IMPORTED in manifest.annotations else manifest.world_size,
         step=parts[next(iter(parts))].step if manifest is None else manifest.step,
         annotations={} if manifest is None else manifest.annotations,
     )
@@ -267,6 +268,7 @@ def open_parts(
     else:
         names = [] if file else _parts(storage, directory)
     if not names and (layout := recognise(storage, directory, file)) is not None:
+        files.inside = layout.files
         return manifest, files, {"": _foreign(storage, files, layout)}
     if not names:
         raise CheckpointNotFoundError(
@@ -383,7 +385,7 @@ def _items(
 def values_beside(
     files: CommittedFiles, parts: Mapping[str, CheckpointPart]
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Read the values that are in small files: the shared ones, and of each rank's file its own.
+    """Read the values in small files: the shared ones, and those of each rank.
 
     Raises:
         CorruptCheckpointError: a file is damaged.

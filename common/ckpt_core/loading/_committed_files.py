@@ -34,9 +34,14 @@ _BUFFER_BYTES: Final = 4 << 20
 
 @final
 class CommittedFiles:
-    """The files of one checkpoint directory, read whole."""
+    """The files of one checkpoint directory, read whole.
+
+    Attributes:
+        inside: small files that are not in the directory, but inside one of others.
+    """
 
     def __init__(self, storage: Storage, directory: str, manifest: Manifest | None) -> None:
+        self.inside: Mapping[str, bytes] = {}
         self._storage = storage
         self.directory = directory
         self._manifest = manifest
@@ -79,7 +84,7 @@ class CommittedFiles:
         """Return whether the checkpoint has that file; an uncommitted one does not count."""
         if self.is_ours:
             return path in self._entries
-        return self._storage.exists(f"{self.directory}/{path}")
+        return path in self.inside or self._storage.exists(f"{self.directory}/{path}")
 
     def size(self, path: str) -> int:
         """Return the committed size of a file; without a manifest, its actual size."""
@@ -94,6 +99,8 @@ class CommittedFiles:
 
     def read(self, path: str) -> bytes:
         """Read a file, or else its twin, and compare it with the manifest."""
+        if path in self.inside:
+            return self.inside[path]
         return self.whole_of(path, lambda found: self._read(found, path))
 
     def whole_of(self, path: str, read: Callable[[str], T]) -> T:

@@ -1,7 +1,8 @@
 """Saves: prepared on the main thread, written and committed in the background."""
 
+from ckpt_core.saving._files import RankFiles
 from ckpt_core.saving._handle import SaveHandle, SaveRequest
 from ckpt_core.saving._in_flight import SaveThread
 from ckpt_core.saving._saver import Saver
 
-__all__ = ["SaveHandle", "SaveRequest", "SaveThread", "Saver"]
+__all__ = ["RankFiles", "SaveHandle", "SaveRequest", "SaveThread", "Saver"]

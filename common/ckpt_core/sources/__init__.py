@@ -12,7 +12,7 @@ from typing import Final
 
 from ckpt_core.sources._dcp_safetensors import find_dcp_safetensors
 from ckpt_core.sources._deepspeed import find_deepspeed
-from ckpt_core.sources._layout import Layout, LayoutLocator, StoredChunk, StoredTensor
+from ckpt_core.sources._layout import OURS, Layout, LayoutLocator, Path, StoredChunk, StoredTensor
 from ckpt_core.sources._megatron import Locator, MegatronLocator, find_common
 from ckpt_core.sources._names import NameTable
 from ckpt_core.sources._safetensors import StoredRange, find_safetensors, read_header
@@ -22,11 +22,13 @@ from ckpt_core.sources._unread import refuse_unread
 from ckpt_core.storage import Storage
 
 __all__ = [
+    "OURS",
     "Layout",
     "LayoutLocator",
     "Locator",
     "MegatronLocator",
     "NameTable",
+    "Path",
     "StoredChunk",
     "StoredRange",
     "StoredTensor",

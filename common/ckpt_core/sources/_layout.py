@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -24,6 +24,8 @@ from ckpt_core.reading import Payload
 
 Path: TypeAlias = tuple[str | int, ...]
 """Of an entry in the nested state, as a checkpoint of ours has it: ("model", "layers.0.weight")."""
+OURS: Final = "ckpt_suite"
+"""Key of a file of others that was made of a checkpoint of ours: that checkpoint's `state` and `files`."""
 
 
 @final
@@ -75,12 +77,14 @@ class Layout:
         tensors: by the path that a checkpoint of ours would give them.
         values: everything else: plain values, by path.
         step: the training's, where the format says it.
+        files: small files of a checkpoint of ours that it was made of, by name.
     """
 
     kind: str
     tensors: Mapping[Path, StoredTensor]
     values: Mapping[Path, Any] = field(default_factory=dict[Path, Any])
     step: int | None = None
+    files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
 
     def named_values(self) -> dict[str, Any]:
         """Return the values by the names that `metadata` gives them."""

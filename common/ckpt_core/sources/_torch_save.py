@@ -7,6 +7,7 @@ numbers and arrays of NumPy, paths and namespaces.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from math import prod
@@ -24,7 +25,7 @@ from ckpt_core.formats.codec import damage
 from ckpt_core.formats.consistency import MAX_DIMS
 from ckpt_core.formats.pickles import PickleError, Sealed, read_pickle
 from ckpt_core.formats.zips import Directory, ReadAt, ZipError, payload_offset, read_directory
-from ckpt_core.sources._layout import Layout, Path, StoredChunk, StoredTensor
+from ckpt_core.sources._layout import OURS, Layout, Path, StoredChunk, StoredTensor
 from ckpt_core.storage import Storage
 
 Find: TypeAlias = Callable[[str, str], Any]
@@ -492,6 +493,12 @@ def find_torch_save(storage: Storage, directory: str, file: str) -> Layout | Non
         raise IncompatibleCheckpointError(
             f"{storage.url}/{directory}/{file} holds a {type(tree).__name__}, not a dict by names: save "
             "model.state_dict(), or a dict of state_dicts"
+        )
+    if isinstance(ours := tree.get(OURS), dict) and isinstance(ours.get("state"), dict):
+        found = layout_of("a file made of a checkpoint of ours", ours["state"], step=ours.get("step"))
+        files = entries(ours.get("files", {}))
+        return replace(
+            found, files={str(path[0]): str(text).encode(errors="replace") for path, text in files if path}
         )
     if _LIGHTNING in tree and isinstance(tree.get("state_dict"), dict):
         return layout_of("a checkpoint of Lightning", _of_lightning(tree), step=tree.get("global_step"))

@@ -32,6 +32,7 @@ def place(tmp_path_factory):
     train(place / "runs" / "b", 4)
     data = next((place / "runs" / "b" / "step-000000002").glob("*.distcp"))
     data.write_bytes(b"other" + data.read_bytes()[5:])
+    torch.save({"model": {"weight": torch.ones(4, 4)}}, place / "weights.pt")
     return place
 
 
@@ -45,6 +46,7 @@ CALLS = [
     "ls runs/a", "unpin runs/a@4", "mark runs/a@4 bad --reason r", "ls runs/a", "mark runs/a@4 good",
     "prune copy --keep-latest 1 --dry-run", "prune copy --keep-latest 1", "prune runs/b --damaged",
     "plan 7B --ranks 8 --storage s3", "plan 7B --ranks 16 --tp 2 --optimizer sgd --mtbf 6h",
+    "import weights.pt imported --step 3",
     "completion bash",
 ]  # fmt: skip
 

@@ -75,7 +75,12 @@ def test_one_file_is_read_by_torch_and_by_python_with_every_kind_of_tensor(tmp_p
     tensors = {str(dtype): torch.arange(35).reshape(5, 7).to(dtype) for dtype in DTYPES}
     tensors |= {"scalar": torch.tensor(3.5), "empty": torch.empty(0, 3), "long": torch.randn(300_000)}
     leaves = {name: Leaf(Wanted(name), each.dtype, tuple(each.shape)) for name, each in tensors.items()}
-    plain = {"list": [1, (2.5, None, "x")], "array": np.arange(3, dtype=np.uint32), "tensor": torch.ones(2)}
+    plain = {
+        "list": [1, (2.5, None, "x")],
+        "array": np.arange(3, dtype=np.uint32),
+        "one": np.float32(2),
+        "tensor": torch.ones(2),
+    }
     state = {
         "model": {**leaves, "tied": leaves["long"]},
         "optimizer": {"state": {0: leaves["scalar"]}},
@@ -92,7 +97,7 @@ def test_one_file_is_read_by_torch_and_by_python_with_every_kind_of_tensor(tmp_p
         assert own.reshape(-1).view(torch.uint8).equal(each.reshape(-1).view(torch.uint8))
     assert found["optimizer"] == {"state": {0: tensors["scalar"]}}
     assert found["list"] == plain["list"]
-    assert found["array"].tolist() == [0, 1, 2]
+    assert (found["array"].tolist(), found["one"]) == ([0, 1, 2], 2.0)
     assert found["tensor"].equal(torch.ones(2))
     assert zipfile.ZipFile(tmp_path / "x.pt").testzip() is None
 
@@ -107,8 +112,9 @@ def test_one_file_has_every_key_and_gives_a_plain_loop_its_state_back(tmp_path, 
     run, root = saved
     write_out(torch_files(state_at(root), "ckpt.pt"), state_at(root), tmp_path)
     found = torch.load(tmp_path / "ckpt.pt", weights_only=True)
-    assert found.keys() == {"model", "optimizer", "scheduler", "rng_seed", "per_rank"}
-    assert found["per_rank"].keys() == {"rank-00000.json"}
+    assert found.keys() == {"model", "optimizer", "scheduler", "rng_seed", "ckpt_suite"}
+    ours = found["ckpt_suite"]["state"]["model"]
+    assert all(each.data_ptr() == ours[name].data_ptr() for name, each in found["model"].items())
     new = Run.make(5)
     new.model.load_state_dict(found["model"])
     new.optimizer.load_state_dict(found["optimizer"])
