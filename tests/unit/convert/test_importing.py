@@ -30,8 +30,10 @@ from ckpt_core.errors import (
 from ckpt_core.loading import located, open_parts
 from ckpt_core.storage import LocalStorage, Space, open_storage
 from ckpt_core.testing import Fault, FaultyStorage
+from ckpt_core.types import CapturedState
 from lightning_ckpt import ShardedCheckpoint
 from tests.kit.faults import kill_process
+from tests.unit.convert.test_engine import bucket
 from tests.unit.convert.test_whole_state import Module, trainer
 from tests.unit.training import Run, assert_equal
 
@@ -129,6 +131,36 @@ def test_tensors_are_cut_and_gathered_into_files_of_bounded_size(tmp_path, monke
     again = {"model": {name: torch.zeros_like(each) for name, each in tensors.items()}}
     stock.load(again, checkpoint_id=step, no_dist=True)
     assert_equal(again["model"], tensors)
+
+
+def test_parts_come_back_as_parts_from_dcp_and_as_one_from_a_file(tmp_path):
+    parts = {
+        "": {"n": 1},
+        "model_0": {"model": {"w": torch.ones(3)}},
+        "model_1": {"model": {"w": torch.zeros(2)}},
+    }
+    with CheckpointManager(tmp_path / "ours") as manager:
+        manager.save(8, CapturedState(sharded=parts, shared={"epoch": 2}))
+    export(tmp_path / "ours", "dcp", tmp_path / "dcp")
+    import_checkpoint(tmp_path / "dcp", tmp_path / "root", step=8)
+    assert equal(tmp_path / "ours", tmp_path / "root")
+    export(tmp_path / "ours", "torch", tmp_path / "x.pt")
+    found = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert found.keys() == {"epoch", "n", "model", "model_1"}
+    assert found["model_1"]["model"]["w"].equal(torch.zeros(2))
+
+
+def test_a_bucket_gets_it_too_and_nothing_of_a_torn_one_counts(tmp_path):
+    torch.save({"model": {"w": torch.ones(5)}, "global_step": 4}, tmp_path / "x.pt")
+    inner = bucket()
+    with pytest.raises(OSError, match="gone"):
+        import_checkpoint(
+            tmp_path / "x.pt",
+            FaultyStorage(inner, [Fault(method="create", key="*/.metadata", error=OSError("gone"))]),
+        )
+    assert Catalog(inner).committed() == []
+    assert import_checkpoint(tmp_path / "x.pt", inner).step == 4
+    assert verify(inner, "step-000000004") == []
 
 
 def test_several_steps_are_of_one_run_and_training_goes_on_from_the_last(tmp_path, ours):
