@@ -46,7 +46,6 @@ from ckpt_core.options import bytes_text
 from ckpt_core.provenance import software_versions
 from ckpt_core.reading import page_memory
 from ckpt_core.saving import RankFiles
-from ckpt_core.sources import recognise
 from ckpt_core.state import PICKLED
 from ckpt_core.storage import Storage, open_around, open_storage
 from ckpt_core.types import CheckpointInfo, FileEntry, Lineage
@@ -130,8 +129,8 @@ def open_source(
     ours = not file and (storage.exists(f"{directory}/{MARKER}") or _holds_ours(place, storage_options))
     if ours:
         raise ConfigError(f"{shown} is a checkpoint or a run of ours: copy it, `ckpt cp {shown} ROOT`")
-    layout = recognise(storage, directory, file)
     _, files, parts = open_parts(storage, directory, allow_pickle=True, file=file)
+    layout = files.layout
     known = step if step is not None or layout is None else layout.step
     if known is None or known < 0:
         raise ConfigError(f"{shown} does not say at which step it was saved: give its number, --step N")
