@@ -41,6 +41,7 @@ def test_the_names_users_meet_are_these() -> None:
         *("CheckpointManager", "CheckpointOptions", "CheckpointInfo", "SaveHandle", "TrainState", "Counters"),
         *("Upload", "UploadError"),
         "import_checkpoint",
+        *("watch", "annotate", "PinnedCheckpoint"),
         *(
             "SavePolicy",
             "EverySteps",

@@ -1,4 +1,4 @@
-"""Wait for checkpoints of a run that another process writes, and write numbers back to it."""
+"""Wait for checkpoints that another process saves, and write numbers back."""
 
 from __future__ import annotations
 
@@ -11,25 +11,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from ckpt_core.commit import (
-    Catalog,
-    in_use,
-    is_same,
-    note_measured,
-    refuse_as_root,
-    verify,
-)
+from ckpt_core.commit import Catalog, Inventory, forget_notes, in_use, note_measured, refuse_as_root, verify
 from ckpt_core.disclosure import logger_of
-from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, ConfigError, lost
+from ckpt_core.errors import CheckpointNotFoundError, ConfigError, lost
 from ckpt_core.hosting import CheckpointPath, root_of
-from ckpt_core.names import MARKER
 from ckpt_core.storage import Storage, open_storage
 from ckpt_core.types import CheckpointInfo, Lineage
 from ckpt_core.validation import boolean, integer, mapping, positive, require, text
 
 _logger = logger_of(__name__)
 _MOST_FAILURES: Final = 20
-"""Of storage, one after another, before a watch ends with its error."""
 _MOST_NAMED: Final = 3
 
 
@@ -41,7 +32,7 @@ class PinnedCheckpoint:
     Attributes:
         path: path or URL of its directory.
         step: optimizer steps done.
-        info: as listings see it.
+        info: as listings see it, with its metrics.
     """
 
     path: str
@@ -60,10 +51,10 @@ def watch(
 ) -> Generator[PinnedCheckpoint]:
     """Yield the checkpoints of a run as they are committed, each verified and pinned.
 
-    One is pinned until the next is asked for, or the generator is closed. The pin is a lease that a thread
-    renews: if this process dies, it ends within 15 minutes. Only checkpoints of the present lineage come:
-    once training went back to an earlier step, those saved since. What is marked as bad or damaged, does not
-    verify or is pruned before its turn is passed over.
+    One is pinned until the next is asked for, or the generator is closed. The pin is a lease, which a thread
+    renews: it ends within 15 minutes if this process dies. Only checkpoints of the present lineage come: once
+    training went back to an earlier step, those saved since. What is marked, does not verify or is pruned
+    before its turn is passed over.
 
     Args:
         root: path, URL or `Storage` of the run; it need not exist yet.
@@ -86,7 +77,8 @@ def watch(
     )
     storage = root if isinstance(root, Storage) else open_storage(root_of(root), storage_options)
     refuse_as_root(storage)
-    return _watched(_Watcher(storage, after, each=each), poll, math.inf if timeout is None else timeout)
+    watcher = _Watcher(storage, -1 if after is None else after, each=each)
+    return _watched(watcher, poll, math.inf if timeout is None else timeout)
 
 
 def _watched(watcher: _Watcher, poll: float, timeout: float) -> Generator[PinnedCheckpoint]:
@@ -115,10 +107,9 @@ def _watched(watcher: _Watcher, poll: float, timeout: float) -> Generator[Pinned
 class _Watcher:
     """What was handed out of a root, and what comes next."""
 
-    def __init__(self, storage: Storage, after: int | None, *, each: bool) -> None:
-        self.storage = storage
+    def __init__(self, storage: Storage, after: int, *, each: bool) -> None:
+        self.storage, self._after, self._each = storage, after, each
         self._catalog = Catalog(storage)
-        self._after, self._each = -1 if after is None else after, each
         self._last: CheckpointInfo | None = None
         self._passed_over: set[str] = set()
         self._known: dict[str, CheckpointInfo] = {}
@@ -126,45 +117,37 @@ class _Watcher:
     def next(self, pin: ExitStack) -> PinnedCheckpoint | None:
         """Return the next checkpoint, pinned in `pin`; None if there is none yet."""
         while (info := self._candidate()) is not None:
+            place = CheckpointPath(self.storage.url, info.name)
             try:
                 pin.enter_context(in_use(self.storage, info.step))
             except OSError as error:
                 if not isinstance(error, PermissionError) and error.errno != errno.EROFS:
                     raise
-                raise ConfigError(
-                    f"{self.storage.url} cannot be watched: what is handed out is pinned there, and this "
-                    f"user may not write: {error}"
-                ) from error
+                raise ConfigError(f"{place} cannot be pinned for who watches the run: {error}") from error
             failures = lost(verify(self.storage, info.name))
-            there = self._is_there(info)
+            there = Inventory(self.storage).still_there(info)
             if there and not failures:
                 self._last = info
-                path = CheckpointPath(self.storage.url, info.name)
-                return PinnedCheckpoint(path=str(path), step=info.step, info=info)
+                return PinnedCheckpoint(path=str(place), step=info.step, info=info)
             pin.close()
             self._passed_over.add(info.save_id)
             if there:
                 problems = "; ".join(map(str, failures[:_MOST_NAMED]))
-                _logger.warning("%s/%s is passed over: %s", self.storage.url, info.name, problems)
+                _logger.warning("%s is passed over: %s", place, problems)
         return None
 
     def _candidate(self) -> CheckpointInfo | None:
         survey = self._catalog.survey(self._read)
-        names = {info.name for info in survey.everything}
-        self._known = {name: info for name, info in self._known.items() if name in names}
+        there = self._known.keys() & {info.name for info in survey.everything}
+        self._known = {name: self._known[name] for name in there}
         floor = self._floor(survey.lineage)
-        found = [
-            info
-            for info in survey.committed
-            if info.usable and info.step > floor and info.save_id not in self._passed_over
-        ]
+        new = [info for info in survey.committed if info.step > floor and info.usable]
+        found = [info for info in new if info.save_id not in self._passed_over]
         return next(iter(found if self._each else reversed(found)), None)
 
     def _read(self, name: str) -> CheckpointInfo:
         """Read a marker; in a bucket, where nothing is replaced, once."""
-        if self.storage.supports_rename:
-            return self._catalog.info(name)
-        if name not in self._known:
+        if self.storage.supports_rename or name not in self._known:
             self._known[name] = self._catalog.info(name)
         return self._known[name]
 
@@ -178,14 +161,6 @@ class _Watcher:
         before, now = self._last.lineage.limits(), present.limits()
         shared = [min(before[each], now[each]) for each in before.keys() & now.keys()]
         return min(self._last.step, max(shared, default=-1.0))
-
-    def _is_there(self, info: CheckpointInfo) -> bool:
-        try:
-            return is_same(self._catalog.marker(info.name).info(info.name), info)
-        except CheckpointNotFoundError:
-            return False
-        except CheckpointError:
-            return True
 
 
 def annotate(
@@ -209,36 +184,26 @@ def annotate(
         ConfigError: `place` names no checkpoint, or a value is not a finite number.
         OSError: nothing can be written there.
     """
-    numbers = _numbers(metrics)
-    storage, info = _located(place, storage_options)
-    key = note_measured(storage, info.save_id, numbers)
-    try:
-        is_there = is_same(Catalog(storage).marker(info.name).info(info.name), info)
-    except CheckpointNotFoundError:
-        is_there = False
-    if not is_there:
-        storage.delete(key)
-        raise CheckpointNotFoundError(f"{storage.url}/{info.name} was pruned or replaced meanwhile{_KEEP_IT}")
-
-
-_KEEP_IT: Final = (
-    "; nothing was written. What is to be measured must stay until then: keep more (keep=), or let `watch` "
-    "pin it"
-)
-
-
-def _numbers(metrics: Mapping[str, float]) -> dict[str, float]:
     require("annotate", mapping("metrics", metrics) if metrics else "metrics must name at least one number")
     require("annotate", *(text("the name of a metric", name) for name in metrics))
     numbers = {name: _number(value) for name, value in metrics.items()}
-    if wrong := [
-        f"{name!r:.80}: {metrics[name]!r:.40}" for name in numbers if not math.isfinite(numbers[name])
-    ]:
+    if wrong := [name for name, value in numbers.items() if not math.isfinite(value)]:
         raise ConfigError(
-            f"metrics must be finite numbers by name, not {', '.join(wrong)}; a checkpoint that is no good "
-            "is marked instead: `ckpt mark`"
+            f"metrics must be finite numbers, not {wrong[0]!r:.80}: {metrics[wrong[0]]!r:.40}; a checkpoint "
+            "that is no good is marked instead: `ckpt mark`"
         )
-    return numbers
+    root, _, digits = os.fspath(place).rpartition("@")
+    step = int(digits) if root and digits.isascii() and digits.isdecimal() else None
+    path = CheckpointPath.of(place) if step is None else CheckpointPath(root_of(root))
+    storage = open_storage(path.root, storage_options)
+    info = Catalog(storage).find(step=step, name=path.name or None)
+    note_measured(storage, info.save_id, numbers)
+    if not Inventory(storage).still_there(info):
+        forget_notes(storage, info.save_id)
+        raise CheckpointNotFoundError(
+            f"{storage.url}/{info.name} was pruned or replaced meanwhile, and nothing is noted of it: keep "
+            "more (keep=), or let `watch` pin what is measured"
+        )
 
 
 def _number(value: Any) -> float:
@@ -247,25 +212,3 @@ def _number(value: Any) -> float:
         return math.nan if isinstance(value, str | bytes | bool) else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         return math.nan
-
-
-def _located(
-    place: str | os.PathLike[str], options: Mapping[str, Any] | None
-) -> tuple[Storage, CheckpointInfo]:
-    """Find the checkpoint that ROOT@STEP or a path names."""
-    root, _, digits = os.fspath(place).rpartition("@")
-    is_step = bool(root) and digits.isascii() and digits.isdecimal()
-    try:
-        path = CheckpointPath.of(place)
-    except ConfigError:  # a bucket has nothing above it
-        if not is_step:
-            raise
-    else:
-        storage = open_storage(path.root, options)
-        if not is_step or storage.exists(f"{path.name}/{MARKER}"):
-            return storage, Catalog(storage).find(name=path.name)
-    storage = open_storage(root_of(root), options)
-    try:
-        return storage, Catalog(storage).find(step=int(digits))
-    except CheckpointNotFoundError as error:
-        raise CheckpointNotFoundError(f"{error}{_KEEP_IT}") from None

@@ -50,6 +50,7 @@ MUST_BE_THE_SAME: dict[str, Any] = {
     "reject_non_finite": True,
     "on_error": "warn",
     "on_divergence": "warn",
+    "on_stale": "refuse",
     "checksum": "sha256",
     "replicas": 2,
     "verify": "full",

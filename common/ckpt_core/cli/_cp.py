@@ -379,9 +379,12 @@ def _copied(
 def _carry_marks(
     selection: _CopySource, info: CheckpointInfo, found: CheckpointInfo, target: Storage
 ) -> None:
-    """Mark what is bad, pin what a run has pinned, write numbers back; damage is of one place."""
-    measured = read_notes(selection.source).measured.get(info.save_id, {})
-    if measured and measured != read_notes(target).measured.get(found.save_id):
+    """Mark what is bad, note what was measured, and pin what a run has pinned.
+
+    Damage, and who uses a checkpoint, is of one place.
+    """
+    measured = read_notes(selection.source).measured(info.save_id)
+    if measured != read_notes(target).measured(found.save_id):
         note_measured(target, found.save_id, measured)
     if info.bad is not None and found.bad is None:
         Catalog(target).mark_bad(found.name, info.bad)

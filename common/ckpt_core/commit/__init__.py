@@ -17,7 +17,7 @@ from ckpt_core.commit._manifest import (
     on_present_line,
     present_lineage,
 )
-from ckpt_core.commit._notes import in_use, note_measured, read_notes
+from ckpt_core.commit._notes import forget_notes, in_use, note_measured, read_notes
 from ckpt_core.commit._occupant import (
     Occupant,
     Surroundings,
@@ -65,6 +65,7 @@ __all__ = [
     "content_of",
     "describe",
     "file_as_root",
+    "forget_notes",
     "in_use",
     "is_name",
     "is_same",

@@ -564,7 +564,7 @@ def arranged(
     infos: Sequence[CheckpointInfo],
     unreadable: Mapping[str, CheckpointError | OSError],
 ) -> Survey:
-    """Arrange checkpoints along the present lineage, with the present pins, marks and notes."""
+    """Arrange checkpoints along the present lineage, as pinned, marked and noted."""
     others = [lineage for name in unreadable if (lineage := lineage_in_manifest(storage, name)) is not None]
     present = present_lineage(infos, others)
     names = {info.name for info in infos}
@@ -575,11 +575,10 @@ def arranged(
     def remarked(info: CheckpointInfo) -> CheckpointInfo:
         pinned = _PINS_UNREADABLE if pins is None else pins.get(info.step, notes.in_use.get(info.step))
         damaged, bad = (problem_of(kind, info.name, info.save_id) for kind in (marks.damaged, marks.bad))
-        metrics = notes.measured.get(info.save_id)
-        if pinned is None and damaged is None and bad is None and metrics is None:
-            return info
-        metrics = {**info.metrics, **(metrics or {})}
-        return replace(info, pinned=pinned, damaged=damaged, bad=bad, metrics=metrics)
+        measured = notes.measured(info.save_id)
+        plain = pinned is None and damaged is None and bad is None and not measured
+        metrics = {**info.metrics, **measured}
+        return info if plain else replace(info, pinned=pinned, damaged=damaged, bad=bad, metrics=metrics)
 
     def parts() -> Iterator[CheckpointInfo]:
         for name, error in unreadable.items():
@@ -587,8 +586,7 @@ def arranged(
                 with suppress(CheckpointNotFoundError):  # the job that owns the root prunes parts, too
                     yield Catalog(storage).marker(name).info(name)
 
-    if pins != {} or marks.damaged or marks.bad or notes.in_use or notes.measured:
-        found = list(map(remarked, found))
+    found = list(map(remarked, found))
     return Survey(
         lineage=present,
         committed=[info for info in found if not info.abandoned],

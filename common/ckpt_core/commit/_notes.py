@@ -1,13 +1,14 @@
-"""What others note of committed checkpoints: that one is in use, and what was measured.
+"""Notes of others on committed checkpoints: one is in use, a number was measured.
 
-Each note is a file of its own, which nobody else changes: where storage cannot lock, none is lost either. Its
-writer need not own the root.
+Each is a file that says everything by its name: it appears as a whole, is read by a listing, and belongs to
+its writer alone. So nobody needs the root, or a lock, and where storage cannot lock nothing is lost either.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import secrets
@@ -18,13 +19,11 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final, final
-from weakref import WeakKeyDictionary
 
 from ckpt_core.disclosure import logger_of
-from ckpt_core.errors import CheckpointError
-from ckpt_core.formats import codec
-from ckpt_core.names import FORMAT_VERSION, NOTES, drafted
-from ckpt_core.storage import Storage, read_small
+from ckpt_core.errors import ConfigError
+from ckpt_core.names import NOTES
+from ckpt_core.storage import Storage
 
 _logger = logger_of(__name__)
 
@@ -32,159 +31,110 @@ LEASE_SECONDS: Final = 900
 """How long a pin outlives its process, and how far clocks may be apart."""
 _RENEW_SECONDS: Final = LEASE_SECONDS / 5
 _IN_USE: Final = re.compile(r"in-use-(?P<step>[0-9]{9,18})-(?P<until>[0-9]{1,12})-[0-9a-f]{16}")
-_MEASURED: Final = re.compile(r"measured-[0-9a-f]{32}-[0-9a-f]{16}\.json")
-_MAX_BYTES: Final = 1 << 20
+_MEASURED: Final = re.compile(r"measured-(?P<of>[0-9a-f]{32})-[0-9a-f]{16}-(?P<name>[0-9a-f]+)=(?P<value>.+)")
+_LONGEST_NAME: Final = 80
+"""In bytes: a file has at most 255."""
 
 
 @final
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Notes:
     """All notes of a root.
 
     Attributes:
         in_use: step -> until when somebody uses it, in words.
-        measured: save id -> metric -> the number written back last.
     """
 
     in_use: Mapping[int, str]
-    measured: Mapping[str, Mapping[str, float]]
+    _measured: Mapping[str, Mapping[str, float]]
 
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Measurement:
-    save_id: str = ""
-    written: float = 0.0
-    metrics: Mapping[str, float]
-
-
-_known: Final[WeakKeyDictionary[Storage, dict[str, _Measurement]]] = WeakKeyDictionary()
-"""They never change: each is read once."""
+    def measured(self, save_id: str) -> Mapping[str, float]:
+        """Return the numbers written back last of the checkpoint that a save wrote."""
+        return self._measured.get(_key(save_id), {})
 
 
 def read_notes(storage: Storage) -> Notes:
-    """Read all notes; one that cannot be read is a warning."""
-    names = [entry.name for entry in storage.list(NOTES)]
-    known, before = dict[str, _Measurement](), _known.get(storage, {})
-    for name in filter(_MEASURED.fullmatch, names):
-        with suppress(FileNotFoundError):  # its checkpoint was pruned meanwhile
-            known[name] = before.get(name) or _read(storage, name)
-    _known[storage] = known
-    measured: dict[str, dict[str, float]] = {}
-    for each in sorted(known.values(), key=lambda each: each.written):
-        measured.setdefault(each.save_id, {}).update(each.metrics)
-    now, until = time.time(), dict[int, int]()
-    for pin in filter(None, map(_IN_USE.fullmatch, names)):
-        if now < (end := int(pin["until"])):
-            until[int(pin["step"])] = max(end, until.get(int(pin["step"]), 0))
-    words = "in use, at least until %Y-%m-%d %H:%M:%S UTC"
-    in_use = {step: time.strftime(words, time.gmtime(end)) for step, end in until.items()}
-    return Notes(in_use=in_use, measured=measured)
+    """Read all notes, by one listing."""
+    now, in_use, measured = time.time(), dict[int, str](), dict[str, dict[str, float]]()
+    for name in sorted(entry.name for entry in storage.list(NOTES)):  # later ones last
+        if (pin := _IN_USE.fullmatch(name)) is not None and now < int(pin["until"]):
+            words = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(int(pin["until"])))
+            in_use[int(pin["step"])] = f"in use, at least until {words}"
+        with suppress(ValueError):
+            if (found := _MEASURED.fullmatch(name)) is not None and math.isfinite(float(found["value"])):
+                of_save = measured.setdefault(found["of"], {})
+                of_save[bytes.fromhex(found["name"]).decode()] = float(found["value"])
+    return Notes(in_use, measured)
 
 
-def _read(storage: Storage, name: str) -> _Measurement:
-    key = f"{NOTES}/{name}"
-    try:
-        content = read_small(storage, key, _MAX_BYTES)
-        is_whole = codec.has_checksum(content, source=key)
-        with codec.Fields.parse(content, source=key) as fields:
-            if not is_whole:
-                raise ValueError("it does not name its checksum")
-            values = fields.numbers("metrics")
-            return _Measurement(
-                save_id=fields.get("save_id", str), written=fields.number("written"), metrics=values
-            )
-    except CheckpointError as error:
-        _logger.warning("%s/%s is left out: %s", storage.url, key, error)
-        return _Measurement(metrics={})
+def note_measured(storage: Storage, save_id: str, metrics: Mapping[str, float]) -> None:
+    """Write finite numbers measured of the checkpoint that a save wrote.
+
+    Raises:
+        ConfigError: a name is too long.
+    """
+    names = {name: name.encode().hex() for name in metrics}
+    if long := [name for name, digits in names.items() if len(digits) > 2 * _LONGEST_NAME]:
+        raise ConfigError(f"the name of a metric has at most {_LONGEST_NAME} bytes: {long[0]!r:.100}")
+    for name, value in metrics.items():
+        moment = int(time.time() * 1e6)
+        with suppress(FileExistsError):  # the same number at the same moment
+            key = f"{NOTES}/measured-{_key(save_id)}-{moment:016x}-{names[name]}={float(value)!r}"
+            storage.write_bytes(key, _who())
 
 
-def _prefix(save_id: str) -> str:
-    return f"measured-{hashlib.sha256(save_id.encode(errors='replace')).hexdigest()[:32]}-"
-
-
-def note_measured(storage: Storage, save_id: str, metrics: Mapping[str, float]) -> str:
-    """Write numbers measured of the checkpoint that a save wrote; return the key."""
-    content = codec.encode(
-        {
-            "format_version": FORMAT_VERSION,
-            "save_id": save_id,
-            "written": time.time(),
-            "metrics": dict(metrics),
-        }
-    )
-    key = f"{NOTES}/{_prefix(save_id)}{secrets.token_hex(8)}.json"
-    storage.replace(key, codec.add_checksum(content))
-    return key
-
-
-def forget_measured(storage: Storage, save_id: str) -> None:
-    """Delete what was measured of a checkpoint that is about to be removed."""
-    prefix = _prefix(save_id)
-    for entry in storage.list(NOTES):
-        if (drafted(entry.name) or entry.name).startswith(prefix):
-            storage.delete(f"{NOTES}/{entry.name}")
-
-
-@final
-class _Pin:
-    """A lease on one step, as a file whose name says until when; renewed by a thread."""
-
-    def __init__(self, storage: Storage, step: int) -> None:
-        self._storage, self._step = storage, step
-        self._token = secrets.token_hex(8)
-        self._key = ""
-        self.over = threading.Event()
-
-    def renew(self) -> None:
-        """Write the name with a later end, then delete the one before."""
-        until = int(time.time()) + LEASE_SECONDS
-        before, key = self._key, f"{NOTES}/in-use-{self._step:09d}-{until}-{self._token}"
-        if key != before:
-            who = {"host": socket.gethostname(), "pid": os.getpid()}
-            self._storage.write_bytes(key, json.dumps(who).encode())
-            self._key = key
-            if before:
-                self._storage.delete(before)
-
-    def keep(self) -> None:
-        """Renew the lease until it is over; on the thread."""
-        while not self.over.wait(_RENEW_SECONDS):
-            try:
-                self.renew()
-            except OSError as error:  # there is time for another try
-                _logger.warning(
-                    "the pin of step %d in %s was not renewed: %s", self._step, self._storage.url, error
-                )
-
-    def release(self) -> None:
-        """Delete the lease; one that cannot be ends by itself."""
-        with suppress(OSError):
-            self._storage.delete(self._key)
+def forget_notes(storage: Storage, save_id: str) -> None:
+    """Delete what was measured of a checkpoint that is being removed, and pins that have ended."""
+    for name in [entry.name for entry in storage.list(NOTES)]:
+        pin = _IN_USE.fullmatch(name)
+        if name.startswith(f"measured-{_key(save_id)}-") or (pin and int(pin["until"]) < time.time()):
+            storage.delete(f"{NOTES}/{name}")
 
 
 @contextmanager
 def in_use(storage: Storage, step: int) -> Generator[None]:
     """Protect a step from pruning in this block, by a pin that ends with the process.
 
-    After a crash it counts for `LEASE_SECONDS` at most. A removal that was decided before may still come:
-    whoever relies on the checkpoint looks for its marker in this block.
+    A thread renews it; after a crash it counts for `LEASE_SECONDS` at most. A removal that was decided before
+    may still come: look for the checkpoint in this block.
 
     Raises:
         OSError: nothing can be written there.
     """
-    for entry in storage.list(NOTES):
-        left = _IN_USE.fullmatch(entry.name)
-        if left is not None and int(left["until"]) < time.time():
-            storage.delete(f"{NOTES}/{entry.name}")
-    pin = _Pin(storage, step)
-    pin.renew()
+    over, keys = threading.Event(), list[str]()
+
+    def renew() -> None:
+        until = int(time.time()) + LEASE_SECONDS
+        keys.append(f"{NOTES}/in-use-{step:09d}-{until}-{secrets.token_hex(8)}")
+        storage.write_bytes(keys[-1], _who())
+        while len(keys) > 1:
+            storage.delete(keys.pop(0))
+
+    def keep() -> None:
+        while not over.wait(_RENEW_SECONDS):
+            try:
+                renew()
+            except OSError as error:  # there is time for another try
+                _logger.warning("the pin of step %d in %s was not renewed: %s", step, storage.url, error)
+
+    renew()
     # A daemon: a process that ends need not wait for storage.
-    thread = threading.Thread(target=pin.keep, name="ckpt-pin", daemon=True)
+    thread = threading.Thread(target=keep, name="ckpt-pin", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        pin.over.set()
+        over.set()
         thread.join()
-        pin.release()
+        with suppress(OSError):  # it ends by itself
+            for key in keys:
+                storage.delete(key)
+
+
+def _key(save_id: str) -> str:
+    return hashlib.sha256(save_id.encode(errors="replace")).hexdigest()[:32]
+
+
+def _who() -> bytes:
+    """Describe this process, for people."""
+    return json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode()

@@ -28,7 +28,7 @@ from typing import Any, Final
 
 from ckpt_core.commit._catalog import Catalog
 from ckpt_core.commit._manifest import MAX_MANIFEST_BYTES, Manifest, join
-from ckpt_core.commit._notes import forget_measured
+from ckpt_core.commit._notes import forget_notes
 from ckpt_core.commit._occupant import Occupant, is_link, occupant, quarantine
 from ckpt_core.crew import run_all
 from ckpt_core.disclosure import logger_of
@@ -68,7 +68,7 @@ def remove(storage: Storage, info: CheckpointInfo) -> None:
 
     The caller owns the root. Without a manifest, only files with names of ours are removed.
     """
-    forget_measured(storage, info.save_id)
+    forget_notes(storage, info.save_id)
     if storage.supports_rename and (_manifest(storage, info.name) or is_link(storage, info.name)):
         _remove_directory(storage, info.name)
         return

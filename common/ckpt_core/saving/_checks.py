@@ -1,4 +1,4 @@
-"""Checks of a state to be saved: finite, changed by training, and the same after a load."""
+"""Checks of a state to be saved: finite, trained, and the same after a load."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import hashlib
 import math
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, Final, TypeAlias, final
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -187,34 +184,14 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     return all(map(math.isfinite, (extreme.item() for extreme in torch.aminmax(values))))
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Trained:
-    """What only training changes of this rank's share: the model, or optimizer state.
-
-    Attributes:
-        slots: part -> slots of the image.
-        names: their names.
-    """
-
-    slots: Mapping[str, npt.NDArray[np.int64]]
-    names: Sequence[str]
-
-    def digest(self, images: Mapping[str, Image]) -> str:
-        """Digest the checksums of these slots, once the images are written."""
-        hashed = hashlib.blake2b(digest_size=8)
-        for part, slots in self.slots.items():
-            hashed.update(np.array(images[part].chunk_crcs, dtype="<u4")[slots].tobytes())
-        return hashed.hexdigest()
-
-
-TrainedParts: TypeAlias = Mapping[str, Trained]
+TrainedSlots: TypeAlias = Mapping[str, Sequence[tuple[str, int, str]]]
+"""The model or the optimizer's state -> part, slot and name of what this rank writes of it."""
 _MODEL: Final = "the model"
 _OPTIMIZER: Final = "the optimizer's state"
 
 
-def trained_parts(plans: PlanCache, stable: Iterable[Any]) -> TrainedParts:
-    """Find what training changes, by its memory: once for each plan.
+def trained_slots(plans: PlanCache, stable: Iterable[Any]) -> TrainedSlots:
+    """Find what only training changes, by its memory, once for each plan.
 
     Args:
         plans: with the live state.
@@ -222,19 +199,21 @@ def trained_parts(plans: PlanCache, stable: Iterable[Any]) -> TrainedParts:
     """
     kinds = dict[int, str]()
     for tensor in stable:
-        is_parameter = isinstance(tensor, nn.Parameter)
-        if tensor.requires_grad or not is_parameter:
-            kinds |= dict.fromkeys(memory_of_own(tensor), _MODEL if is_parameter else _OPTIMIZER)
-    slots, names = dict[str, dict[str, list[int]]](), dict[str, list[str]]()
+        kind = _MODEL if isinstance(tensor, nn.Parameter) else _OPTIMIZER
+        if kind == _OPTIMIZER or tensor.requires_grad:
+            kinds |= dict.fromkeys(memory_of_own(tensor), kind)
+    found: dict[str, list[tuple[str, int, str]]] = {}
     for name, part in plans.parts.items():
-        for slot, (spec, shard) in enumerate(zip(part.specs, part.shards(), strict=True)):
-            if shard.numel() and (kind := kinds.get(memory_of(shard))) is not None:
-                slots.setdefault(kind, {}).setdefault(name, []).append(slot)
-                names.setdefault(kind, []).append(spec[0].fqn)
-    return {
-        kind: Trained({part: np.array(each) for part, each in found.items()}, names[kind])
-        for kind, found in slots.items()
-    }
+        for slot, ((index, _, _), shard) in enumerate(zip(part.specs, part.shards(), strict=True)):
+            if shard.numel() and (kind := kinds.get(memory_of(shard), "")):
+                found.setdefault(kind, []).append((name, slot, index.fqn))
+    return found
+
+
+def trained_digests(trained: TrainedSlots, images: Mapping[str, Image]) -> dict[str, str]:
+    """Digest the checksums of what is trained, by kind, once the images are written."""
+    crcs = {kind: [images[part].chunk_crcs[at] for part, at, _ in each] for kind, each in trained.items()}
+    return {kind: hashlib.sha256(repr(each).encode()).hexdigest()[:32] for kind, each in crcs.items()}
 
 
 @final
@@ -247,28 +226,26 @@ class StaleJudge:
         self._told = False
 
     def judge(
-        self, digests: Sequence[Mapping[str, str]], trained: TrainedParts, *, generation: int, step: int
+        self, digests: Sequence[Mapping[str, str]], trained: TrainedSlots, *, generation: int, step: int
     ) -> None:
-        """Compare the digests of all ranks, by rank, of the save of a later step.
+        """Compare the digests of all ranks, by rank; the plans have a `generation`.
 
         Raises:
-            SaveError: nothing of the model, or of the optimizer's state, has changed, and that is refused.
+            SaveError: steps have changed nothing of the model or the optimizer's state, which is refused.
         """
-        of_plans, before, known = self._last or (-1, step, digests)
+        of_plans, before, known = self._last or (-1, step, ())
         if self._policy == "ignore" or of_plans != generation or step <= before:
             return
-        kinds = dict.fromkeys(kind for found in digests for kind in found)
+        kinds = sorted({kind for found in digests for kind in found}, reverse=True)
         pairs = list(zip(digests, known, strict=True))
         stale = [kind for kind in kinds if all(new.get(kind) == old.get(kind) for new, old in pairs)]
         if not stale or (self._told and self._policy == "warn"):
             return
         self._told = True
-        named = " and of ".join(
-            f"{kind} ({_named(trained[kind])})" if kind in trained else kind for kind in stale
-        )
         text = (
-            f"nothing that is trained of {named} has changed since step {before}: look whether the optimizer "
-            "trains this model, whether a gradient scaler skips every step, and at the learning rate"
+            f"nothing that is trained of {' and of '.join(_named(kind, trained) for kind in stale)} has changed "
+            f"since step {before}: look whether the optimizer trains this model, whether a gradient scaler "
+            "skips every step, and at the learning rate"
         )
         if self._policy == "refuse":
             raise SaveError(f"step {step} was not saved: {text}", step=step, phase="commit")
@@ -279,6 +256,7 @@ class StaleJudge:
         self._last = generation, step, digests
 
 
-def _named(trained: Trained) -> str:
-    more = len(trained.names) - _MOST_NAMED
-    return ", ".join(trained.names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+def _named(kind: str, trained: TrainedSlots) -> str:
+    names = [name for _, _, name in trained.get(kind, ())]
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return f"{kind} ({', '.join(names[:_MOST_NAMED])}{more})"

@@ -18,7 +18,7 @@ from ckpt_core.names import SHARED, rank_name, shared_name
 from ckpt_core.options import CheckpointOptions
 from ckpt_core.provenance import configuration_digest
 from ckpt_core.root import Job, Ownership
-from ckpt_core.saving._checks import LoadNotes, TrainedParts, refuse_non_finite_in_files, trained_parts
+from ckpt_core.saving._checks import LoadNotes, TrainedSlots, refuse_non_finite_in_files, trained_slots
 from ckpt_core.saving._disk_space import SpaceNeeded
 from ckpt_core.saving._handle import SaveRequest, failed_in, save_error
 from ckpt_core.saving._plan_cache import KeepOwn, Offer, PlanCache
@@ -105,7 +105,7 @@ class Preparer:
         self._chosen = options.chosen
         self._configuration: str | None = None
         self._compares = options.on_stale != "ignore"
-        self._trained: tuple[int, TrainedParts] = (-1, {})
+        self._trained: tuple[int, TrainedSlots] = (-1, {})
         self.plans = PlanCache(options.on_divergence)
         self.stager = Stager(Arenas(options.arenas, options.staging_memory_bytes))
 
@@ -280,7 +280,7 @@ class Preparer:
             alike = {name: local.shared.digest(name) for name in state.alike}
             evidence = plans.evidence(alike) if self._coordinator.world_size > 1 else None
             if self._compares and self._trained[0] != plans.generation:
-                self._trained = plans.generation, trained_parts(plans, state.stable)
+                self._trained = plans.generation, trained_slots(plans, state.stable)
             kept = plans.keeping is not KeepOwn.NEVER or (prepared.rank == 0 and state.local)
             stable = state.stable if self._overlapped and state.optimizers else None
             # Last: from here on the arena is reserved, and only the prepared save can release it.

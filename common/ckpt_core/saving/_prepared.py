@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ckpt_core.dcp import Replicas
-from ckpt_core.saving._checks import Trained, TrainedParts
+from ckpt_core.saving._checks import TrainedSlots
 from ckpt_core.saving._disk_space import SpaceNeeded
 from ckpt_core.saving._handle import SaveRequest
 from ckpt_core.saving._plan_cache import KeepOwn
@@ -67,4 +67,4 @@ class PreparedSave:
     evidence: Evidence | None = None
     replicas: Mapping[str, Sequence[Replicas]] = field(default_factory=dict[str, Sequence[Replicas]])
     provenance: Provenance = field(default_factory=Provenance)
-    trained: TrainedParts = field(default_factory=dict[str, Trained])
+    trained: TrainedSlots = field(default_factory=dict[str, Any])

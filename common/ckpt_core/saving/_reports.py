@@ -38,7 +38,7 @@ class RankReport:
             report.
         evidence: fingerprints of the rank's replicas; None if they are not compared.
         place: the rank's root and machine.
-        trained: see `Trained.digest`.
+        trained: see `trained_digests`.
     """
 
     files: Sequence[Any]

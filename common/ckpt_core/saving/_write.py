@@ -19,7 +19,7 @@ from ckpt_core.groups import holders
 from ckpt_core.names import MANIFEST, METADATA, SIGNATURE, chunks_name, is_own_file, twin_name
 from ckpt_core.options import SignManifest
 from ckpt_core.provenance import software_versions
-from ckpt_core.saving._checks import StaleJudge
+from ckpt_core.saving._checks import StaleJudge, trained_digests
 from ckpt_core.saving._files import RankFiles
 from ckpt_core.saving._handle import failed_in
 from ckpt_core.saving._prepared import PreparedSave
@@ -66,7 +66,7 @@ def write_rank(
         storage.sync_directory(directory)
     if twins is not None:
         files += twins.finish(files, progress)
-    digests = {kind: each.digest(staged.images) for kind, each in prepared.trained.items()}
+    digests = trained_digests(prepared.trained, staged.images)
     place = storage.url, platform.node()
     report = replace(memory.report(files, written.tables), place=place, trained=digests)
     if prepared.evidence is not None:

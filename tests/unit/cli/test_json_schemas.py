@@ -45,6 +45,8 @@ CALLS = [
     "cp runs/a copy", "cp runs/a copy", "cp runs/b bad", "upload runs/a --to tier", "pin runs/a@4 --reason r",
     "ls runs/a", "unpin runs/a@4", "mark runs/a@4 bad --reason r", "ls runs/a", "mark runs/a@4 good",
     "prune copy --keep-latest 1 --dry-run", "prune copy --keep-latest 1", "prune runs/b --damaged",
+    "annotate runs/a@6 --metric val_loss=0.5", "show runs/a", "watch runs/a --timeout 0.01",
+    "watch runs/a --timeout 0.01 --exec true",
     "plan 7B --ranks 8 --storage s3", "plan 7B --ranks 16 --tp 2 --optimizer sgd --mtbf 6h",
     "import weights.pt imported --step 3",
     "completion bash",

@@ -85,7 +85,7 @@ def _shown(storage: Storage, name: str) -> Outcome:
     manifest, digest = Manifest.from_bytes(content), hashlib.sha256(content).hexdigest()
     notes = read_notes(storage)
     pinned = _pinned(catalog, manifest.step) or notes.in_use.get(manifest.step)
-    damaged, measured = catalog.known_damage(name), notes.measured.get(manifest.save_id, {})
+    damaged, measured = catalog.known_damage(name), notes.measured(manifest.save_id)
     listed = {field.name: getattr(manifest, field.name) for field in fields(manifest)}
     listed |= {
         "provenance": asdict(manifest.provenance),

@@ -43,7 +43,7 @@ def run(arguments: Namespace) -> Outcome:
             f"{public_url(arguments.root)}: no checkpoint came within {arguments.timeout:g} s"
         )
     failed = any(each["exit_code"] for each in seen)
-    return Outcome(fields={"root": arguments.root, "checkpoints": seen}, exit_code=int(failed))
+    return Outcome(fields={"root": public_url(arguments.root), "checkpoints": seen}, exit_code=int(failed))
 
 
 def _execute(words: Sequence[str], found: PinnedCheckpoint) -> int:
