@@ -3,18 +3,25 @@
 A sink is a function that lays out the files of a format as `OutFile`s; one engine fills them.
 """
 
+from ckpt_core.convert._conversion import Conversion, ExportOptions
+from ckpt_core.convert._export import SINKS, ExportSummary, export
 from ckpt_core.convert._files import Computed, Late, OutFile, OutPiece, Span, Wanted
 from ckpt_core.convert._fill import size_of
 from ckpt_core.convert._importing import import_checkpoint, import_into, open_source
 from ckpt_core.convert._output import write
 
 __all__ = [
+    "SINKS",
     "Computed",
+    "Conversion",
+    "ExportOptions",
+    "ExportSummary",
     "Late",
     "OutFile",
     "OutPiece",
     "Span",
     "Wanted",
+    "export",
     "import_checkpoint",
     "import_into",
     "open_source",

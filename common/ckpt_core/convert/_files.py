@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias, final
+from dataclasses import dataclass, replace
+from typing import Self, TypeAlias, final
 
 import torch
 
@@ -45,6 +45,43 @@ class Computed:
     dtype: torch.dtype
     spans: Callable[[int, int], Sequence[Span]]
     compute: Callable[[int, int, Sequence[torch.Tensor]], torch.Tensor]
+
+    @classmethod
+    def of(cls, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Self:
+        """Return a tensor of the source itself, cast to a dtype."""
+        return cls(
+            what="cast",
+            shape=shape,
+            dtype=dtype,
+            spans=lambda start, stop: [(name, start, stop)],
+            compute=lambda _start, _stop, origins: origins[0].to(dtype),
+        )
+
+    def cast(self, dtype: torch.dtype) -> Computed:
+        """Return it cast to another dtype."""
+        compute = self.compute
+        return replace(self, dtype=dtype, compute=lambda *window: compute(*window).to(dtype))
+
+    def part(self, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Computed:
+        """Return a part of it, by strides and offset in elements; one that is not contiguous needs all."""
+        end = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
+        spans, compute = self.spans, self.compute
+        if torch.empty(shape, device="meta").stride() == strides:
+            return replace(
+                self,
+                shape=shape,
+                spans=lambda start, stop: spans(offset + start, offset + stop),
+                compute=lambda start, stop, origins: compute(offset + start, offset + stop, origins),
+            )
+        return replace(
+            self,
+            what=f"{self.what} by {strides}",
+            shape=shape,
+            spans=lambda _start, _stop: spans(offset, end),
+            compute=lambda start, stop, origins: (
+                compute(offset, end, origins).as_strided(shape, strides).reshape(-1)[start:stop]
+            ),
+        )
 
 
 @final

@@ -113,7 +113,7 @@ class FileFill:
             if dtype == self._tensors[piece.name].dtype:
                 self._plan(piece.name, start, stop, torch.frombuffer(into, dtype=torch.uint8))
                 return
-            piece = _cast(piece.name, dtype, self._tensors[piece.name].shape)
+            piece = Computed.of(piece.name, self._tensors[piece.name].shape, dtype)
         first, last = start // piece.dtype.itemsize, -(-stop // piece.dtype.itemsize)
         origins: list[torch.Tensor] = []
         for name, begin, end in piece.spans(first, last):
@@ -208,13 +208,3 @@ class FileFill:
 
 def _fill_late(piece: Late, crcs: Sequence[int], start: int, into: memoryview) -> None:
     into[:] = piece.content(crcs)[start : start + len(into)]
-
-
-def _cast(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Computed:
-    return Computed(
-        what="cast",
-        shape=shape,
-        dtype=dtype,
-        spans=lambda start, stop: [(name, start, stop)],
-        compute=lambda _start, _stop, origins: origins[0].to(dtype),
-    )

@@ -136,6 +136,13 @@ def supplied(model: nn.Module, saved: SavedState, contents: Contents | None, *, 
     return frozenset(base.facts if saved.world_size is None else record)
 
 
+def recorded_base(shared: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return what shared items say of a base that was not saved: its name, and its tensors' `facts_of`."""
+    items = [value for item, value in shared.items() if is_of_base(item)]
+    facts = {name: fact for each in items for name, fact in each["tensors"].items()}
+    return next((str(each["source"]) for each in items), ""), facts
+
+
 def is_of_base(item: str) -> bool:
     """Return whether a shared item is a record of a base."""
     return item.startswith(_ITEM)
@@ -218,7 +225,7 @@ class _LiveBase:
             seen = names & now.keys() & self._seen.keys()
             changed = {name for name in seen if not now[name].is_that_of(self._seen[name], in_place=False)}
             names -= changed
-            self.facts = _facts({name: state[name] for name in names})
+            self.facts = facts_of({name: state[name] for name in names})
             self._measured = True
         else:
             self.facts = {
@@ -230,7 +237,7 @@ class _LiveBase:
             for name in self.facts.keys() & now.keys():
                 if name not in self._seen or not now[name].is_that_of(self._seen[name], in_place=True):
                     names.add(name)
-            measured = _facts({name: state[name] for name in names})
+            measured = facts_of({name: state[name] for name in names})
             changed = {name for name in names if measured[name] != self.facts.pop(name)}
             self.facts |= {name: measured[name] for name in names - changed}
         self._seen |= {name: now[name] for name in names & now.keys()}
@@ -247,7 +254,7 @@ class _LiveBase:
         """Return the live facts of tensors."""
         there = {name: state[name] for name in names if isinstance(state.get(name), torch.Tensor)}
         known = {name: self.facts[name] for name in there if name in self.facts}
-        return known | _facts({name: value for name, value in there.items() if name not in known})
+        return known | facts_of({name: value for name, value in there.items() if name not in known})
 
     def tell(self, model: nn.Module, state: Mapping[str, Any], *, given: bool) -> None:
         """Log once what checkpoints hold."""
@@ -376,7 +383,8 @@ def _is_packed(module: nn.Module) -> bool:
     )
 
 
-def _facts(tensors: Mapping[str, torch.Tensor]) -> dict[str, _Facts]:
+def facts_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, _Facts]:
+    """Return dtype, shape and checksum of tensors, by name."""
     sums = checksums(tensors)
     return {
         name: [dtype_name(each.dtype), list(shape_of(each)), sums[name]] for name, each in tensors.items()

@@ -1,0 +1,132 @@
+"""The form in which transformers itself would save a model, found without its weights.
+
+A model in memory may have other tensors than its files: experts are one tensor there, tied weights two. A
+model of the configuration on the meta device goes through the functions that `save_pretrained` calls; each
+tensor that comes out is a view of one that went in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple, final
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ckpt_core.disclosure import logger_of
+from ckpt_core.errors import ConfigError
+
+_logger = logger_of(__name__)
+
+
+class StateView(NamedTuple):
+    """A tensor of a file, in a tensor of the state: shape, strides and offset in elements."""
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether its elements lie one after another, row-major."""
+        return torch.empty(self.shape, device="meta").stride() == self.strides
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HubForm:
+    """What the files of a model hold.
+
+    Attributes:
+        shapes: of every tensor in the state of the model.
+        twins: name -> names of tensors that are tied to it, of those that are saved.
+        views: name in the files -> where it is in the state.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    twins: Mapping[str, Sequence[str]]
+    views: Mapping[str, StateView]
+
+
+def hub_form(config: Mapping[str, Any]) -> HubForm | None:
+    """Return the form of a configuration's model; None if transformers does not know it, or is missing.
+
+    Raises:
+        ConfigError: no model can be built of it.
+    """
+    try:
+        import transformers
+        from transformers.core_model_loading import revert_weight_conversion
+        from transformers.modeling_utils import remove_tied_weights_from_state_dict
+    except ImportError:
+        return None
+    names = config.get("architectures") or [None]
+    kind: Any = getattr(transformers, str(names[0]), None)
+    of_kind: Any = getattr(kind, "config_class", None)
+    if of_kind is None or "quantization_config" in config:
+        return None
+    try:
+        # No code of the model's own: the classes are those of transformers.
+        with torch.device("meta"):
+            model: Any = kind(of_kind.from_dict(dict(config)))
+    except Exception as error:  # a wrong value in a configuration raises nearly anything
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise ConfigError(
+            f"config.json: transformers cannot build {names[0]} of it: {reason:.300}"
+        ) from error
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    state = {name: value for name, value in model.state_dict().items() if name not in ignored}
+    kept = remove_tied_weights_from_state_dict(dict(state), model)
+    of_tensor: dict[int, list[str]] = {}
+    for name in state:
+        of_tensor.setdefault(id(model.get_parameter_or_buffer(name)), []).append(name)
+    tied = {name: names for names in of_tensor.values() for name in names if name in kept}
+    return HubForm(
+        shapes={name: tuple(value.shape) for name, value in state.items()},
+        twins={name: [each for each in names if each != name] for name, names in tied.items()},
+        views=_views(
+            {name: tuple(value.shape) for name, value in kept.items()},
+            lambda stand_ins: revert_weight_conversion(model, stand_ins),
+        ),
+    )
+
+
+def _views(
+    shapes: Mapping[str, tuple[int, ...]], convert: Callable[[dict[str, torch.Tensor]], Mapping[str, Any]]
+) -> dict[str, StateView]:
+    # Each has a storage of a size of its own, by which its views are known.
+    most = max((prod(shape) for shape in shapes.values()), default=0)
+    whole = {
+        name: torch.empty(most + place, dtype=torch.uint8, device="meta")[: prod(shape)].view(shape)
+        for place, (name, shape) in enumerate(shapes.items())
+    }
+    names = {each.untyped_storage().nbytes(): name for name, each in whole.items()}
+    with _WithoutCopies():
+        found = convert(dict(whole))
+    views: dict[str, StateView] = {}
+    for target, each in found.items():
+        name = names.get(each.untyped_storage().nbytes())
+        if name is None:
+            _logger.warning(
+                "the weights are written under their names in memory: transformers joins several into %s, "
+                "which an export does not",
+                target,
+            )
+            return {
+                name: StateView(name, tuple(each.shape), each.stride(), 0) for name, each in whole.items()
+            }
+        views[target] = StateView(name, tuple(each.shape), each.stride(), each.storage_offset())
+    return views
+
+
+@final
+class _WithoutCopies(TorchFunctionMode):
+    """Lets `contiguous` return the tensor itself, so that what it is a view of can be seen."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))

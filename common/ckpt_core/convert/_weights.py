@@ -1,0 +1,204 @@
+"""The weights of one model in a checkpoint, under the names of the model itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Final, Self, final
+
+from ckpt_core.commit import verify
+from ckpt_core.errors import ConfigError, CorruptCheckpointError, FileFailure, lost
+from ckpt_core.loading import CommittedFiles, LocatedTensor, located, open_parts, values_beside
+from ckpt_core.names import KEPT, is_own_file
+from ckpt_core.state import PICKLED
+from ckpt_core.storage import Storage, read_small
+
+_MODEL: Final = "model"
+_IN_FILES: Final = "model.in_files"
+"""Shared item of the Trainer: name of a tensor of the model -> file, and name in that file."""
+_OTHERS: Final = frozenset({"optimizer", "optimizers", "gradients", "lightning", PICKLED, KEPT})
+_WRAPPERS: Final = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_PARALLEL: Final = "module."
+_AVERAGED: Final = "n_averaged"
+_LIGHTNING: Final = "pytorch-lightning_version"
+_MOST_PREFIX: Final = 4
+_SMALL_BYTES: Final = 128 << 20
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Folder:
+    """The small files of a checkpoint, or of a folder that somebody wrote."""
+
+    storage: Storage
+    directory: str
+    committed: CommittedFiles | None = None
+
+    @property
+    def url(self) -> str:
+        """The folder, for messages."""
+        return f"{self.storage.url}/{self.directory}"
+
+    def names(self) -> Collection[str]:
+        """Return the files in it that are not ours."""
+        if self.committed is not None and self.committed.is_ours:
+            return [path for path in self.committed.paths if not is_own_file(path)]
+        return [entry.name for entry in self.storage.list(self.directory) if not entry.is_directory]
+
+    def read(self, name: str) -> bytes:
+        """Read a file; verified if the folder is a checkpoint of ours."""
+        if self.committed is not None and self.committed.is_ours:
+            return self.committed.read(name)
+        return read_small(self.storage, f"{self.directory}/{name}", _SMALL_BYTES)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weights:
+    """The weights of one model.
+
+    Attributes:
+        folder: with the files beside them.
+        tensors: of the checkpoint, by the names that an `OutFile` uses.
+        names: of the model -> in `tensors`.
+        shared: the plain values of the checkpoint.
+        step: the training's; None if it is not known.
+        of_lightning: whether the model is an attribute of a LightningModule.
+    """
+
+    folder: Folder
+    tensors: Mapping[str, LocatedTensor]
+    names: Mapping[str, str]
+    shared: Mapping[str, Any]
+    step: int | None
+    of_lightning: bool
+
+    @classmethod
+    def of(
+        cls,
+        storage: Storage,
+        directory: str,
+        file: str = "",
+        *,
+        item: str | None = None,
+        include: Sequence[str] = (),
+    ) -> Self:
+        """Find the weights in a checkpoint, or in a folder or file of others.
+
+        Args:
+            storage: that holds it.
+            directory: in it.
+            file: in the directory; "" for the directory itself.
+            item: dotted name of what holds them; None for the model.
+            include: patterns of names; all if empty.
+
+        Raises:
+            CheckpointError: there is no checkpoint, or it is damaged.
+            ConfigError: nothing is of that name, or several models are.
+        """
+        manifest, files, parts = open_parts(storage, directory, file=file)
+        tensors: dict[str, LocatedTensor] = {}
+        found: dict[tuple[str, str], dict[str, str]] = {}
+        for part, each in parts.items():
+            for name, tensor in located({part: each}).items():
+                tensors[name] = tensor
+                top, *rest = tensor.path if len(tensor.path) > 1 else ("", *tensor.path)
+                if item is not None:
+                    dotted = ".".join(map(str, tensor.path))
+                    top, rest = item if dotted.startswith(f"{item}.") else PICKLED, [dotted[len(item) + 1 :]]
+                if top not in _OTHERS:
+                    found.setdefault((part, str(top)), {})[".".join(map(str, rest))] = name
+        shared = values_beside(files, parts)[0] if files.is_ours else {}
+        if item is None:
+            if in_files := _in_files(storage, directory, shared.get(_IN_FILES, {}), tensors):
+                key = next((key for key in found if key[1] == _MODEL), ("", _MODEL))
+                found[key] = {**found.get(key, {}), **in_files}
+            found = {key: each for key, each in found.items() if key[1] == _MODEL} or found
+        bare = {key: chosen for key, each in found.items() if (chosen := _chosen(_bare(each), include))}
+        if len(bare) != 1:
+            there = ", ".join(f"{top} in {part}" if part else top for part, top in bare or found)
+            raise ConfigError(
+                f"{files.url} holds {there or 'no weights'}; {'several fit' if bare else 'nothing fits'}: "
+                "name the item with the weights (ema=, --ema), or patterns of names (include=, --include)"
+            )
+        values = {name for each in parts.values() for name in each.metadata.state_dict_metadata}
+        return cls(
+            folder=Folder(storage=storage, directory=directory, committed=files),
+            tensors=tensors,
+            names=next(iter(bare.values())),
+            shared=shared,
+            step=None if manifest is None else manifest.step,
+            of_lightning=_LIGHTNING in values or f"lightning.{_LIGHTNING}" in shared,
+        )
+
+
+def unwrapped(weights: Weights, wanted: Collection[str]) -> dict[str, str]:
+    """Return the names without the attribute that holds the model; names of others are left out.
+
+    Args:
+        weights: to name.
+        wanted: names that the model itself has; empty if they are not known.
+    """
+    names, counts = weights.names, Counter[str]()
+    for name in names:
+        parts = name.split(".")
+        for depth in range(min(_MOST_PREFIX, len(parts))):
+            if not wanted or ".".join(parts[depth:]) in wanted:
+                counts["".join(f"{part}." for part in parts[:depth])] += 1
+    if wanted:
+        prefix = max(counts, key=lambda each: (counts[each], -len(each)), default="")
+    else:
+        prefix = next((each for each in counts if each.count(".") == 1), "") if weights.of_lightning else ""
+        if counts[prefix] < len(names):
+            raise ConfigError(
+                f"{weights.folder.url} has several attributes of a LightningModule, such as {prefix!r} and "
+                f"{next(name for name in names if not name.startswith(prefix))!r:.200}: name the model's by "
+                f'include=["{prefix}*"] (--include), or give like= (--like)'
+            )
+    return {name[len(prefix) :]: found for name, found in names.items() if name.startswith(prefix)}
+
+
+def _bare(names: Mapping[str, str]) -> dict[str, str]:
+    """Return names without those of the wrappers of hosts and of torch."""
+    found = {
+        ".".join(part for part in name.split(".") if part not in _WRAPPERS): value
+        for name, value in names.items()
+    }
+    own = {name for name in found if name != _AVERAGED}
+    while own and all(name.startswith(_PARALLEL) for name in own):
+        found = {name[len(_PARALLEL) :]: found[name] for name in own}
+        own = set(found)
+    return found
+
+
+def _chosen(names: Mapping[str, str], include: Sequence[str]) -> dict[str, str]:
+    return {
+        name: value
+        for name, value in names.items()
+        if not include or any(fnmatchcase(each, pattern) for pattern in include for each in (name, value))
+    }
+
+
+def _in_files(
+    storage: Storage, directory: str, places: Mapping[str, Any], tensors: dict[str, LocatedTensor]
+) -> dict[str, str]:
+    """Locate the tensors that only the host's own files hold, which are verified first."""
+    files = sorted({file for file, _ in places.values()})
+    if failures := lost(verify(storage, directory, paths=files) if files else []):
+        raise CorruptCheckpointError(f"{storage.url}/{directory}/{failures[0]}", failures=tuple(failures))
+    inside: dict[tuple[str, str], str] = {}
+    for file in files:
+        for name, tensor in located(open_parts(storage, directory, file=file)[2]).items():
+            tensors[f"{file}: {name}"] = tensor
+            inside[file, ".".join(map(str, tensor.path[1:]))] = f"{file}: {name}"
+    found: dict[str, str] = {}
+    for name, (file, key) in places.items():
+        # Those of an adapter have their names in the model, not in the file.
+        place = inside.get((file, key)) or inside.get((file, name))
+        if place is None:
+            failure = FileFailure(path=file, problem=f"lacks {key!r:.200}")
+            raise CorruptCheckpointError(f"{storage.url}/{directory}/{failure}", failures=(failure,))
+        found[name] = place
+    return found
