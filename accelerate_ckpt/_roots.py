@@ -320,10 +320,12 @@ class Roots:
         return replace(self._options, keep=KeepAsAccelerate(limit), abandoned=abandoned)
 
     def _without_upload(self, root: str) -> CheckpointOptions:
-        """Return the options of a root that users name: it has no further tier."""
-        if self._options.uploads and self._automatic_root() is None:
-            raise ConfigError(f"upload= copies the checkpoints of one root, and {root} is none: {_NO_ROOT}")
-        return replace(self._options, upload=None)
+        """Return the options of a root that users name: nothing of it goes anywhere else."""
+        names = [name for name in ("upload", "export") if getattr(self._options, name) is not None]
+        if names and self._automatic_root() is None:
+            what = f"{names[0]}= is for the checkpoints of one root"
+            raise ConfigError(f"{what}, and {root} is none: {_NO_ROOT}")
+        return replace(self._options, upload=None, export=None)
 
 
 def _next_number(manager: CheckpointManager) -> int:

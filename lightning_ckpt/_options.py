@@ -19,7 +19,7 @@ from ckpt_core.coordination import Coordinator
 from ckpt_core.errors import ConfigError
 from ckpt_core.hosting import RunRoot, ranking
 from ckpt_core.manager import CheckpointManager
-from ckpt_core.options import CheckpointOptions, Upload, signature_with_options
+from ckpt_core.options import CheckpointOptions, Export, Upload, signature_with_options
 from ckpt_core.retention import KeepBest, RetentionPolicy
 from ckpt_core.state import Contents, Override, contents_problem
 from ckpt_core.storage import Storage, open_storage
@@ -100,7 +100,7 @@ class Settings:
         if not training or root != self.root:
             options = replace(options, save=None, back_pressure="wait")
         if root != self.root:
-            options = replace(options, keep=None, upload=None)
+            options = replace(options, keep=None, upload=None, export=None)
         return options if "://" in root else replace(options, storage_options={})
 
     def given(self, root: str) -> str | Storage:
@@ -179,8 +179,10 @@ class Configured:
             contents_problem(contents),
             _problem_of_tokens(tokens),
         )
-        if dirpath is None and any(options.get(name) is not None for name in ("save", "keep", "upload")):
-            raise ConfigError("save=, keep= and upload= need dirpath=, the run's directory or URL")
+        if dirpath is None and any(
+            options.get(name) is not None for name in ("save", "keep", "upload", "export")
+        ):
+            raise ConfigError("save=, keep=, upload= and export= need dirpath=, the run's directory or URL")
         change = Override.of(override)
         if dirpath is None and change:
             raise ConfigError("override= needs dirpath=, the directory or URL of the run that it changes")
@@ -219,6 +221,7 @@ def _show_options() -> None:
         "save": SavePolicy | plain,
         "keep": RetentionPolicy | plain,
         "upload": Upload | str | plain,
+        "export": Export | plain,
         "storage_options": dict[str, Any] | None,
     }
     defaults = {"storage_options": None}

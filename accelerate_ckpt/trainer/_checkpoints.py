@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, final
 
@@ -433,7 +434,9 @@ def _require_tokens(trainer: Trainer, policy: SavePolicy | None) -> None:
 def _check_supported(trainer: Trainer) -> None:
     args = trainer.args
     problems = {
-        "push_to_hub=True uploads a directory that is not there yet; push after training": args.push_to_hub,
+        f'push_to_hub=True with hub_strategy="{args.hub_strategy.value}" uploads a directory that is not '
+        f'there yet: write export=Export(to="hf", place="hf://{_hub_name(args)}", when={{"every": 1}}) instead, or '
+        'hub_strategy="end", and push after training': args.push_to_hub and args.hub_strategy.value != "end",
         "enable_jit_checkpoint=True occupies the name of the checkpoint; use save=OnPreemption() instead": (
             getattr(args, "enable_jit_checkpoint", False)
         ),
@@ -442,3 +445,9 @@ def _check_supported(trainer: Trainer) -> None:
     found = [text for text, wrong in problems.items() if wrong]
     if found:
         raise ConfigError(f"this Trainer's checkpoints cannot be taken over: {'; '.join(found)}")
+
+
+def _hub_name(args: Any) -> str:
+    """Return the repository that the Trainer itself would push to."""
+    name = args.hub_model_id or Path(args.output_dir or ".").resolve().name
+    return name if "/" in name else f"USER/{name}"

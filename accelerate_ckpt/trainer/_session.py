@@ -13,7 +13,7 @@ from typing import Any, Literal, final
 from transformers import Trainer, TrainingArguments
 
 from accelerate_ckpt._roots import Settings
-from ckpt_core import CheckpointManager, CheckpointOptions, ConfigError, KeepBest
+from ckpt_core import CheckpointManager, CheckpointOptions, ConfigError, KeepAll, KeepBest
 from ckpt_core.coordination import coordinator_for_job
 from ckpt_core.disclosure import logger_of
 from ckpt_core.hosting import CheckpointPath, Kind, RunRoot, kind_of, root_of
@@ -170,7 +170,7 @@ class TrainerSession:
         if place.root == root_of(manager.storage.url):
             manager.load(state, name=place.name, items=items, override=change)
             return True
-        options = replace(manager.options, save=None, keep=None)
+        options = replace(manager.options, save=None, keep=None, upload=None, export=None)
         storage = self.storage_at(place.root)
         with CheckpointManager(storage, coordinator=self.coordinator, options=options) as other:
             other.load(state, name=place.name, items=items)
@@ -266,6 +266,9 @@ class TrainerSession:
         keep = retention(options.keep, self._trainer.args)
         # `save_total_limit` is about what an earlier run has left in the output directory, too.
         prunes = keep is not None and not self.settings.given & {"keep", "abandoned"}
+        metric, mode = best_of(self._trainer.args)
+        if keep is None and metric is not None and options.exports:
+            keep = KeepAll() | KeepBest(metric, mode=mode)  # what the best is that is exported
         return replace(
             options,
             keep=keep,

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
         UploadError,
     )
     from ckpt_core.manager import CheckpointManager
-    from ckpt_core.options import CheckpointOptions, Upload
+    from ckpt_core.options import CheckpointOptions, Export, Upload
     from ckpt_core.retention import (
         KeepAll,
         KeepBest,
@@ -72,7 +72,7 @@ _HOMES = {
     "NoRoomError RootBusyError SaveError StagingMemoryError UnsafeCheckpointError UntrustedCheckpointError "
     "UploadError",
     "manager": "CheckpointManager",
-    "options": "CheckpointOptions Upload",
+    "options": "CheckpointOptions Export Upload",
     "retention": "KeepAll KeepBest KeepEvery KeepEverySeconds KeepFor KeepLatest KeepSteps "
     "KeepThinned KeepWithin RetentionPolicy",
     "saving": "SaveHandle",

@@ -22,7 +22,7 @@ from ckpt_core.saving import Saver, SaveThread
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Sink, Telemetry
 from ckpt_core.tiers import RunCatalog, open_tiers
-from ckpt_core.tiers.uploading import TierUploads
+from ckpt_core.tiers.uploading import RunExports, TierUploads
 
 
 @final
@@ -53,8 +53,11 @@ class Assembly:
         *,
         sinks: Sequence[Sink],
         listen: bool,
+        exporter: str,
     ) -> Self:
         """Make the parts; see `CheckpointManager`.
+
+        `exporter` is the "package.module:function" that writes an export, which only its process imports.
 
         Raises:
             ConfigError: an option is wrong, or the extra for the URL is not installed.
@@ -67,7 +70,7 @@ class Assembly:
         journal = Journal(storage, [tier.storage for tier in tiers[1:]], enabled=options.journal)
         telemetry = Telemetry(*sinks, *journal.sinks)
         job = Job(storage=storage, coordinator=coordinator, telemetry=telemetry)
-        uploads = TierUploads(job, options, tiers)
+        uploads = TierUploads(job, options, tiers, RunExports(job, options, exporter))
         thread = SaveThread(deadline)
         ownership = Ownership(
             storage,

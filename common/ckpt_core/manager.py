@@ -31,6 +31,7 @@ from ckpt_core.vocabulary import instead_of
 
 _logger = logger_of(__name__)
 _FAILED_SECONDS = 10.0
+_EXPORTER = "ckpt_core.convert:export"
 
 
 @final
@@ -71,7 +72,7 @@ class CheckpointManager:
             raise ConfigError(f"give options= or single options, not both: {', '.join(sorted(overrides))}")
         self._pid = os.getpid()
         self.options = options if options is not None else CheckpointOptions.from_mapping(overrides)
-        parts = Assembly.of(root, self.options, coordinator, sinks=sinks, listen=listen)
+        parts = Assembly.of(root, self.options, coordinator, sinks=sinks, listen=listen, exporter=_EXPORTER)
         self.storage = parts.job.storage
         self._coordinator = parts.job.coordinator
         self._owns_coordinator = coordinator is None
@@ -513,11 +514,11 @@ class CheckpointManager:
         self._coordinator.run_on_coordinator(lambda: self._catalog.unmark_bad(step))
 
     def close(self, *, wait_for_uploads: bool = True) -> None:
-        """Wait for saves and uploads and release the root; not in a forked child.
+        """Wait for saves, uploads and exports and release the root; not in a forked child.
 
         Args:
-            wait_for_uploads: whether to wait for uploads, up to the deadline of each; else the next run
-                uploads the rest.
+            wait_for_uploads: whether to wait for uploads and exports, up to the deadline of each; else the
+                next run uploads the rest.
 
         Raises:
             SaveError: the save in flight failed.

@@ -20,7 +20,7 @@ from typing import Final, Literal, TypeAlias, cast, final
 
 from ckpt_core.errors import ConfigError
 from ckpt_core.messages import message
-from ckpt_core.policies import AllOf, AnyOf, Not, RetentionPolicy, joined
+from ckpt_core.policies import AllOf, AnyOf, Not, RetentionPolicy, joined, leaves
 from ckpt_core.types import CheckpointInfo
 from ckpt_core.validation import integer, integers, one_of, parse_size, require, take_duration, text
 
@@ -466,6 +466,18 @@ def unknown_metrics(policy: RetentionPolicy, history: Sequence[CheckpointInfo]) 
     )
 
 
+def best_by(policy: RetentionPolicy | None) -> KeepBest | None:
+    """Return how a policy ranks, the first of several; None if by no metric.
+
+    Of a policy of a host, too, that has a `metric` and a `mode`.
+    """
+    for each in leaves(policy):
+        metric = getattr(each, "metric", None)
+        if isinstance(metric, str):
+            return KeepBest(metric, mode=getattr(each, "mode", "min"))
+    return None
+
+
 def _worst(policy: RetentionPolicy) -> dict[str, float]:
     """Map the metrics that the policy ranks by to their worst values."""
     match policy:
@@ -515,6 +527,7 @@ __all__ = [
     "PrunePlan",
     "RetentionPolicy",
     "any_of",
+    "best_by",
     "plan_prune",
     "unknown_metrics",
     "withheld",

@@ -6,6 +6,7 @@ import errno
 import functools
 import inspect
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers.training_args import HubStrategy
 
 import accelerate_ckpt
 from ckpt_core import (
@@ -290,8 +292,19 @@ def test_what_cannot_work_is_refused_and_disable_puts_everything_back(tmp_path: 
         assert getattr(made, name).__func__ is getattr(type(made), name)
     assert made.args.save_total_limit == 2
     made.args.push_to_hub = True
-    with pytest.raises(ConfigError, match="push_to_hub"):
-        accelerate_ckpt.enable_trainer(made)
+    for strategy in ("every_save", "checkpoint", "all_checkpoints"):
+        made.args.hub_strategy, made.args.hub_model_id = HubStrategy(strategy), "me/mine"
+        line = re.escape('export=Export(to="hf", place="hf://me/mine", when={"every": 1})')
+        with pytest.raises(ConfigError, match=f'push_to_hub=True with hub_strategy="{strategy}".*{line}'):
+            accelerate_ckpt.enable_trainer(made)
+
+
+def test_a_trainer_that_pushes_at_the_end_trains_and_saves_without_the_hub(tmp_path: Path) -> None:
+    made = trainer(TrainerJob(root=str(tmp_path), steps=3), enabled=False)
+    made.args.push_to_hub, made.args.hub_strategy = True, HubStrategy.END
+    accelerate_ckpt.enable_trainer(made)
+    made.train()
+    assert accelerate_ckpt.trainer_checkpoints(made).latest().step == 3
 
 
 @pytest.mark.slow

@@ -137,7 +137,7 @@ def test_a_copy_that_another_thread_ends_is_left_to_the_caller(tmp_path):
 
 
 def test_a_program_that_is_no_python_is_replaced_by_this_one(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("ckpt_core.tiers._copy_process.get_executable", lambda: "/bin/false")
+    monkeypatch.setattr("ckpt_core.tiers._work_process.get_executable", lambda: "/bin/false")
     with CheckpointManager(tmp_path / "root", upload=Upload(tmp_path / "tier")) as manager:
         manager.save(1, large(1)).uploaded.result(60)
     assert whole(tmp_path / "tier", 1)

@@ -104,6 +104,7 @@ _KINDS: Final[Mapping[str, Mapping[str, Check]]] = {
     },
     "load": _TRANSFER,
     "upload": _TRANSFER,
+    "export": _TRANSFER,
     "retention": {"kept": _steps_by_text, "tier": _text},
     "prune": {"names": _texts, "size_bytes": _count, "why": _text, "tier": _text},
     "cadence": {

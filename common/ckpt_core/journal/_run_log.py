@@ -24,7 +24,7 @@ _SAME_INTERVAL: Final = 0.1
 _KINDS: Final[Mapping[str, str]] = {
     "save.cost": "save",
     "upload.failed": "upload",
-    **{name: name for name in ("load", "upload", "prune", "retention", "cadence")},
+    **{name: name for name in ("load", "upload", "export", "prune", "retention", "cadence")},
 }
 """Name of the event -> kind of the record."""
 
@@ -120,7 +120,7 @@ class RunLog:
                 self._kept_at = self._clock()
             return
         kind, fields = _KINDS[event.name], dict(event.attributes)
-        if event.name in {"load", "upload", "upload.failed"}:
+        if event.name in {"load", "upload", "export", "upload.failed"}:
             failed = event.phase == "failed" or event.name == "upload.failed"
             fields |= {"seconds": event.duration_seconds, "outcome": "failed" if failed else "done"}
         # The place of the root is not written into it: it may be copied elsewhere.

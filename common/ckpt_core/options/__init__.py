@@ -8,6 +8,7 @@ A policy is written as a mapping whose entries are joined by "or"; `any`, `all_o
 
 from __future__ import annotations
 
+from ckpt_core.options._exports import Export, Exports, ExportWhen, export_from
 from ckpt_core.options._options import (
     SECTION,
     BackPressure,
@@ -33,6 +34,9 @@ __all__ = [
     "BackPressure",
     "CheckpointOptions",
     "Checksums",
+    "Export",
+    "ExportWhen",
+    "Exports",
     "Headroom",
     "OnDivergence",
     "OnError",
@@ -46,6 +50,7 @@ __all__ = [
     "WhenBusy",
     "bytes_text",
     "difference",
+    "export_from",
     "given_options",
     "parse_yaml",
     "policy_from",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, Self, TypeAlias, TypeVar, cast, final, get_args
 
 from ckpt_core.errors import ConfigError
+from ckpt_core.options._exports import Export, Exports, export_from, exports_problem
 from ckpt_core.options._parsing import (
     Headroom,
     Problems,
@@ -42,7 +43,7 @@ _MANNER: Final = frozenset(
     {
         *("back_pressure", "arenas", "staging", "staging_memory", "write_bandwidth", "headroom", "on_error"),
         *("sign_manifest", "verify_manifest", "verify", "deadline_seconds"),
-        *("storage_options", "replicas", "upload", "journal", "on_exception", "on_stale"),
+        *("storage_options", "replicas", "upload", "export", "journal", "on_exception", "on_stale"),
     }
 )
 """Options that say how saves and loads are done, not what they hold."""
@@ -67,6 +68,9 @@ class CheckpointOptions:
         upload: a further tier of the root, or several, where every n-th checkpoint is copied in the
             background: an `Upload`, or plain values such as `{to: "s3://bucket/run", every: 10, keep:
             {latest: 3}}`. None for the root alone.
+        export: weights in a format of others, written from committed checkpoints by a process beside the
+            training: an `Export`, or plain values such as `{to: hf, place: "s3://bucket/weights", when: best,
+            dtype: bf16}`, or several. None for none.
         abandoned: what a prune does with abandoned checkpoints, from which the present lineage does not
             continue because training restarted or went back: `keep` them, or `prune` the unpinned ones, the
             oldest first, as checkpoints of the present lineage take the places of the `keep` policy. With
@@ -129,6 +133,7 @@ class CheckpointOptions:
     save: SavePolicy | None = None
     keep: RetentionPolicy | None = None
     upload: Uploads | None = None
+    export: Exports | None = None
     abandoned: Abandoned = "keep"
     back_pressure: BackPressure = "wait"
     arenas: int = 1
@@ -158,6 +163,7 @@ class CheckpointOptions:
             policy_problem("save", self.save, SavePolicy),
             policy_problem("keep", self.keep, RetentionPolicy),
             uploads_problem(self.upload),
+            exports_problem(self.export),
             _no_upload(self.save, self.upload),
             one_of("abandoned", self.abandoned, get_args(Abandoned)),
             one_of("back_pressure", self.back_pressure, get_args(BackPressure)),
@@ -228,6 +234,12 @@ class CheckpointOptions:
         return (given,) if isinstance(given, Upload) else tuple(given)
 
     @property
+    def exports(self) -> tuple[Export, ...]:
+        """What is written in formats of others."""
+        given = () if self.export is None else self.export
+        return (given,) if isinstance(given, Export) else tuple(given)
+
+    @property
     def chosen(self) -> dict[str, Any]:
         """The options that decide what is saved and kept, if they are not the defaults."""
         own = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _MANNER}
@@ -269,8 +281,9 @@ class CheckpointOptions:
             value = values.pop(kind, None)
             if value is not None:
                 values[kind] = problems.collect(policy_from, value, kind)
-        if values.get("upload") is not None:
-            values["upload"] = problems.collect(upload_from, values["upload"])
+        for kind, read in (("upload", upload_from), ("export", export_from)):
+            if values.get(kind) is not None:
+                values[kind] = problems.collect(read, values[kind])
         options = problems.collect(partial(cls, **values))
         problems.raise_if_any()
         return cast("Self", options)

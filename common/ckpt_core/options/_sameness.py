@@ -52,6 +52,7 @@ def _all_given(options: CheckpointOptions) -> dict[str, str]:
     found["headroom"] = text_of(options.free_headroom)
     found["verify"] = text_of(None if options.verify is None else options.verification)
     found["upload"] = " and ".join(upload.url for upload in options.uploads) or "None"
+    found["export"] = " and ".join(map(text_of, options.exports)) or "None"
     for number, upload in enumerate(options.uploads):
         place = f"upload[{number}]" if len(options.uploads) > 1 else "upload"
         own = (each.name for each in fields(Upload) if each.init and each.name not in OF_EACH_UPLOAD | {"to"})

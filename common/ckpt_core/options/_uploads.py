@@ -82,7 +82,7 @@ class Upload:
             one_of("on_error", self.on_error, get_args(OnUploadError)),
             option_keys("storage_options", self.storage_options),
         )
-        object.__setattr__(self, "_url", _absolute(self.to))
+        object.__setattr__(self, "_url", absolute_place(self.to))
 
     def __repr__(self) -> str:
         # A URL may hold credentials.
@@ -140,7 +140,8 @@ def uploads_problem(value: Any) -> str | None:
     return None
 
 
-def _absolute(to: str | os.PathLike[str] | OpenedPlace) -> str:
+def absolute_place(to: str | os.PathLike[str] | OpenedPlace) -> str:
+    """Return a place without secrets; a directory by its absolute path."""
     if not isinstance(to, str | os.PathLike):
         return public_url(to.url)
     text = os.fspath(to)

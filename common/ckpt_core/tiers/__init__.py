@@ -5,16 +5,21 @@ Nothing in this package needs torch, so that a command line can copy.
 
 from ckpt_core.tiers._copy import CheckpointCopy, CopyTerms, copy_checkpoint
 from ckpt_core.tiers._copy_process import CopyProcess
+from ckpt_core.tiers._export_service import Exported, ExportTerms, read_exports
 from ckpt_core.tiers._reading import Reading
 from ckpt_core.tiers._tier import Asked, FurtherTier, Tier, ask, open_tiers, read_through
 from ckpt_core.tiers._tiers_file import TierRecord, Uploading, read_tiers, write_tiers
 from ckpt_core.tiers._union import Held, RunCatalog, TierCopy, United, unite
+from ckpt_core.tiers._work_process import EndedError, WorkProcess
 
 __all__ = [
     "Asked",
     "CheckpointCopy",
     "CopyProcess",
     "CopyTerms",
+    "EndedError",
+    "ExportTerms",
+    "Exported",
     "FurtherTier",
     "Held",
     "Reading",
@@ -24,9 +29,11 @@ __all__ = [
     "TierRecord",
     "United",
     "Uploading",
+    "WorkProcess",
     "ask",
     "copy_checkpoint",
     "open_tiers",
+    "read_exports",
     "read_through",
     "read_tiers",
     "unite",

@@ -50,6 +50,8 @@ class FsspecStorage(ObjectStorage):
         self.base = path.rstrip("/")
         self.bucket = path.strip("/").partition("/")[0]
         self._block_bytes = block_bytes or _BLOCK_BYTES
+        if url.startswith("hf:"):
+            self.delete_threads = 1  # each deletion is a commit, and the Hub refuses one beside another
         takes_limit = isinstance(self.filesystem, AsyncFileSystem) and not self.filesystem.asynchronous
         self._limit = {"timeout": request_seconds} if takes_limit else {}
 

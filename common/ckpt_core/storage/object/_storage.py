@@ -16,7 +16,6 @@ from ckpt_core.storage._putting import Pace, Progress, PutSource, ReadAt, nothin
 from ckpt_core.storage.local._locks import UnguardedLock
 from ckpt_core.storage.object._reader import ObjectRanges, open_object
 
-_DELETE_THREADS: Final = 16
 _PROBE: Final = ".probe"
 
 _logger = logger_of(__name__)
@@ -45,9 +44,11 @@ class ObjectStorage(Storage):
         redaction: replaces what is secret in messages.
         base: the path of the root.
         bucket: the name of the bucket, for messages.
+        delete_threads: how many objects are deleted at a time.
     """
 
     supports_rename = False
+    delete_threads = 16
 
     def __init__(self, url: str, storage_options: Mapping[str, Any]) -> None:
         """Note where the root is, without using the network."""
@@ -183,7 +184,7 @@ class ObjectStorage(Storage):
         found = self.below(path)
         doomed = [name for name in found if name == path or _is_key(name[len(path) + 1 :])]
         if doomed:
-            run_all(self.remove, doomed, _DELETE_THREADS, name="ckpt-delete")
+            run_all(self.remove, doomed, self.delete_threads, name="ckpt-delete")
 
     def make_directory(self, key: str) -> None:
         """Do nothing but check the key: prefixes need not be created.

@@ -1,6 +1,7 @@
-"""Uploads of a running job to further tiers, in the background."""
+"""Uploads and exports of a running job to further places, in the background."""
 
 from ckpt_core.tiers.uploading._due import SaveNumber
+from ckpt_core.tiers.uploading._run_exports import RunExports
 from ckpt_core.tiers.uploading._tier_uploads import TierUploads
 
-__all__ = ["SaveNumber", "TierUploads"]
+__all__ = ["RunExports", "SaveNumber", "TierUploads"]

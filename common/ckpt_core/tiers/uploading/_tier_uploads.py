@@ -1,4 +1,4 @@
-"""The uploads of a manager: what is due for which tier, and the end."""
+"""The uploads of a manager: what is due for which tier, and the end; its exports."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from ckpt_core.tiers import (
     write_tiers,
 )
 from ckpt_core.tiers.uploading._due import DueRule, SaveNumber, left_due
+from ckpt_core.tiers.uploading._run_exports import RunExports
 from ckpt_core.tiers.uploading._follower import Follower, TierThread, UploadJob, UploadListener
 from ckpt_core.tiers.uploading._line import AllTiers, DueCheckpoint, Outcome, settle
 from ckpt_core.tiers.uploading._places import refuse_one_place
@@ -60,7 +61,7 @@ class FollowedSave(Protocol):
 
 @final
 class TierUploads:
-    """The uploads of one manager; without an `Upload` every method returns at once.
+    """The uploads and exports of one manager; without, every method returns at once.
 
     The coordinator claims and lists every tier on a thread of its own when it takes the root. The first save
     waits a moment for the answers, because what cannot be right is refused before it. A resume waits longer,
@@ -77,20 +78,26 @@ class TierUploads:
         job: storage, ranks and telemetry.
         options: of the manager.
         tiers: of the run, its root first.
+        exports: of the manager.
 
     Raises:
         ConfigError: two tiers are one place.
     """
 
-    def __init__(self, job: Job, options: CheckpointOptions, tiers: Sequence[Tier]) -> None:
+    def __init__(
+        self, job: Job, options: CheckpointOptions, tiers: Sequence[Tier], exports: RunExports
+    ) -> None:
         refuse_one_place([tier.storage for tier in tiers], options)
         self._job = job
         self._options = options
         self._tiers = [tier for tier in tiers if isinstance(tier, FurtherTier)]
-        self.hooks = OwnerHooks(taken=self._begin, held=self._held) if self._tiers else OwnerHooks()
+        self._exports, used = exports, bool(self._tiers or options.exports)
+        self._annotates = used
+        self.hooks = OwnerHooks(taken=self._begin, held=self._held) if used else OwnerHooks()
         self.patient = False
         self._rule = DueRule.of(options.save)
         self._count = self._step = 0
+        self._followed: FollowedSave | None = None
         self._roots: list[TierRoot] = []
         self._threads: list[TierThread] = []
         self._settled = True
@@ -113,7 +120,7 @@ class TierUploads:
 
     def annotations(self, number: SaveNumber) -> dict[str, Any]:
         """Return what the manifest of a save notes for the next run."""
-        return number.annotations if self._tiers else {}
+        return number.annotations if self._annotates else {}
 
     def claim(self, nearest: Survey) -> tuple[Sequence[CheckpointInfo], Lineage]:
         """Claim the tiers, and list them.
@@ -189,14 +196,17 @@ class TierUploads:
             raise own or UploadError("an upload has failed; the log of another rank has the reason")
 
     def follow(self, save: FollowedSave, number: SaveNumber) -> None:
-        """Upload a save once it is committed, if it is due."""
-        if not self._threads or save.uploaded is not save.committed:
+        """Upload and export a save once it is committed, where it is due."""
+        if save is self._followed:
+            return
+        self._followed, self._count, self._step = save, number.number, save.step
+        self._exports.follow(save.committed, number)
+        if not self._threads:
             return
         for tier in self._tiers:
             tier.note(None)
         save.uploaded = Future()
         save.uploaded.set_running_or_notify_cancel()
-        self._count, self._step = number.number, save.step
         due = [
             (index, each)
             for index, each in enumerate(self._threads)
@@ -205,7 +215,7 @@ class TierUploads:
         save.committed.add_done_callback(partial(self._committed, save.uploaded, due))
 
     def close(self, *, leave: bool, preempted: bool, seconds_left: float = math.inf) -> None:
-        """Wait for uploads, each up to its deadline, and give the tiers back.
+        """Wait for exports and uploads, each up to its deadline, and give the tiers back.
 
         Args:
             leave: whether to leave what is not there to the next run.
@@ -215,6 +225,7 @@ class TierUploads:
         Raises:
             UploadError: one has failed, and is to stop training.
         """
+        self._exports.finish(leave=leave or preempted)
         began, threads = time.monotonic(), list(self._threads)
         deadlines = [began + min(each.upload.deadline_seconds, max(0.0, seconds_left)) for each in threads]
         for each in threads:
@@ -236,8 +247,9 @@ class TierUploads:
             raise failure
 
     def _begin(self) -> None:
-        """Begin to upload, also what an earlier run has left. Collective."""
-        if self._threads:
+        """Begin to upload and export, also what an earlier run has left. Collective."""
+        self._exports.begin()
+        if self._threads or not self._tiers:
             return
         job, coordinator, options = self._job, self._job.coordinator, self._options
         session, backlog, self._settled = coordinator.run_on_coordinator(
@@ -330,7 +342,7 @@ class TierUploads:
             outcomes.report(outcome)
 
     def _held(self) -> Collection[str]:
-        return self._left.union(*(each.line.held for each in self._threads))
+        return self._left.union(self._exports.held, *(each.line.held for each in self._threads))
 
     def _wait(self, thread: TierThread, deadline: float) -> None:
         """Wait until nothing is due; at the deadline, stop."""

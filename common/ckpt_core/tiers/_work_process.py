@@ -1,0 +1,203 @@
+"""A process of its own that works beside a training, and ends with it.
+
+A thread that works takes the interpreter lock again and again, and the training waits for it each time. A
+process takes a core that nobody uses, and nothing of the training's.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.spawn import get_executable
+from typing import Any, Final, TypeAlias, final
+
+from ckpt_core import messages
+from ckpt_core.crew import give_way
+from ckpt_core.errors import CheckpointError
+from ckpt_core.validation import imported
+
+_START_SECONDS: Final = 60.0
+_END_SECONDS: Final = 2.0
+_LOOK_SECONDS: Final = 0.1
+_PARENT_SECONDS: Final = 0.25
+
+# A scheduler may signal every process of a job; this one ends with its parent, which is asked to end.
+_PROGRAM: Final = """
+import signal, sys
+for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(each, signal.SIG_IGN)
+sys.path[:] = sys.argv[4:]
+from ckpt_core.tiers._work_process import serve
+serve(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+"""
+
+Reply: TypeAlias = int | CheckpointError | OSError | None
+"""How much more is done, then None or the error."""
+
+
+class EndedError(Exception):
+    """The process has ended, or has never answered; the message says how."""
+
+
+@final
+class WorkProcess:
+    """Does tasks in a process of its own, from the first one to the end of this one.
+
+    Concurrency: `close` on any thread, tasks one at a time.
+
+    Args:
+        service: "package.module:function"; see `serve`.
+        terms: a message, of which the function makes what does the tasks.
+    """
+
+    def __init__(self, service: str, terms: object) -> None:
+        self._service, self._terms = service, terms
+        self._guard = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection[bytes, bytes] | None = None
+
+    @staticmethod
+    def can_do(terms: object) -> bool:
+        """Return whether this system has such processes, and their terms can be sent."""
+        frozen = getattr(sys, "frozen", False)  # then the executable is not Python, but the training itself
+        if frozen or os.name != "posix":
+            return False
+        try:
+            messages.encode(terms)
+        except messages.MessageError:
+            return False  # such as a session, which this process alone has
+        return True
+
+    def replies(self, task: object, stop: Callable[[], None]) -> Iterator[Reply]:
+        """Do a task; yield how much more is done, then None or the error.
+
+        Args:
+            task: a message.
+            stop: called again and again; raises to leave the task.
+
+        Raises:
+            EndedError: the process is not there.
+            CheckpointError: from `stop`.
+        """
+        connection, awaited = self._started(), time.monotonic() + _START_SECONDS
+        try:
+            connection.send_bytes(messages.encode(task))
+            while True:
+                stop()
+                if connection.poll(_LOOK_SECONDS):
+                    yield messages.decode(connection.recv_bytes())
+                    awaited = math.inf
+                elif time.monotonic() > awaited:
+                    raise EndedError("has not answered")
+        except (EOFError, OSError) as error:
+            if isinstance(error, CheckpointError):
+                raise  # of `stop`
+            raise EndedError(self._end_text()) from error
+
+    def close(self) -> None:
+        """Kill the process, also in the middle of a task; the next task starts one."""
+        with self._guard:
+            process, self._process = self._process, None
+            connection, self._connection = self._connection, None
+        if process is not None:
+            process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_END_SECONDS)
+        if connection is not None:
+            connection.close()
+
+    def _end_text(self) -> str:
+        """Say how the process has ended."""
+        process = self._process
+        if process is None:
+            return "was closed"
+        try:
+            return f"has ended (exit code {process.wait(_END_SECONDS)})"
+        except subprocess.TimeoutExpired:
+            return "has hung up"
+
+    def _started(self) -> Connection[bytes, bytes]:
+        if self._connection is not None:
+            return self._connection
+        connection, inner = Pipe()
+        # What is relative, or was when this process began, may by now lead to modules of somebody else.
+        found = [each for each in map(str, sys.path) if each.startswith(os.sep)]
+        words = [str(inner.fileno()), str(os.getpid()), self._service, *found]
+        try:
+            process = subprocess.Popen(  # noqa: S603 - fixed words, and where this process finds modules
+                [get_executable() or sys.executable, "-P", "-c", _PROGRAM, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[inner.fileno()],
+                env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+                start_new_session=True,
+            )
+        except (OSError, RuntimeError) as error:  # no such program; or the interpreter is ending
+            connection.close()
+            raise EndedError(f"cannot be started ({error})") from error
+        finally:
+            inner.close()
+        with self._guard:
+            self._process, self._connection = process, connection
+        with suppress(ConnectionError):  # heard when the first reply is read
+            connection.send_bytes(messages.encode(self._terms))
+        return connection
+
+
+def serve(descriptor: int, parent: int, service: str) -> None:
+    """Do what the parent asks for, until it hangs up or dies.
+
+    Each task is answered by 0, then by numbers of what is done, then by None or by the error.
+
+    Args:
+        descriptor: of the connection.
+        parent: its process.
+        service: "package.module:function": terms -> a function of a task and of what is called with numbers
+            of what is done, on any thread.
+    """
+    give_way()
+    threading.Thread(target=_end_with, args=(parent,), name="ckpt-parent", daemon=True).start()
+    connection: Connection[bytes, bytes] = Connection(descriptor)
+    guard = threading.Lock()
+
+    def send(reply: Reply) -> None:
+        with guard:
+            connection.send_bytes(messages.encode(reply))
+
+    make: Callable[[Any], Callable[[Any, Callable[[int], None]], None]] = imported("service", service)
+    with connection:
+        try:
+            work = make(messages.decode(connection.recv_bytes()))
+            while True:
+                task, outcome = messages.decode(connection.recv_bytes()), None
+                send(0)
+                try:
+                    work(task, send)
+                except (CheckpointError, OSError) as error:
+                    outcome = error
+                send(outcome)
+        except (EOFError, ConnectionError):
+            return  # the parent has hung up, or died
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent has died."""
+    # The connection may outlive the parent, in a process that was forked from it.
+    if sys.platform == "linux":
+        with suppress(OSError):  # it is dead already, or the kernel is old
+            watched = os.pidfd_open(parent)
+            if os.getppid() == parent:
+                select.select([watched], [], [])
+    never = threading.Event()
+    while os.getppid() == parent:
+        never.wait(_PARENT_SECONDS)
+    os._exit(1)
