@@ -11,6 +11,7 @@ from typing import Any, final
 import torch
 from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME
+from transformers.trainer_utils import HubStrategy
 
 from accelerate_ckpt._checkpoints import ENDED, tell_restored
 from accelerate_ckpt._roots import Settings
@@ -433,10 +434,13 @@ def _require_tokens(trainer: Trainer, policy: SavePolicy | None) -> None:
 
 def _check_supported(trainer: Trainer) -> None:
     args = trainer.args
+    strategy = HubStrategy(args.hub_strategy).value
+    line = f'export=Export(to="hf", place="hf://{_hub_name(args)}", when={{"every": 1}})'
     problems = {
-        f'push_to_hub=True with hub_strategy="{args.hub_strategy.value}" uploads a directory that is not '
-        f'there yet: write export=Export(to="hf", place="hf://{_hub_name(args)}", when={{"every": 1}}) instead, or '
-        'hub_strategy="end", and push after training': args.push_to_hub and args.hub_strategy.value != "end",
+        f'push_to_hub=True with hub_strategy="{strategy}" uploads a directory that is not there yet: write '
+        f'{line} instead, or hub_strategy="end", and push after training': (
+            args.push_to_hub and strategy != "end"
+        ),
         "enable_jit_checkpoint=True occupies the name of the checkpoint; use save=OnPreemption() instead": (
             getattr(args, "enable_jit_checkpoint", False)
         ),

@@ -102,6 +102,7 @@ __all__ = [
     "EverySeconds",
     "EverySteps",
     "EveryTokens",
+    "Export",
     "IncompatibleCheckpointError",
     "KeepAll",
     "KeepBest",

@@ -123,6 +123,11 @@ def draft_name(name: str, draft_id: str) -> str:
     return f".{name}.{draft_id}.tmp"
 
 
+def export_draft(name: str) -> str:
+    """Return where an export lies beside its place until it is whole."""
+    return f".{name}.export~"
+
+
 def drafted(name: str) -> str | None:
     """Return the small file of a draft `name`; None for another name."""
     match = _DRAFT.fullmatch(name)

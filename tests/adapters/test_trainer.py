@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers.training_args import HubStrategy
+from transformers.trainer_utils import HubStrategy
 
 import accelerate_ckpt
 from ckpt_core import (
@@ -300,7 +300,7 @@ def test_what_cannot_work_is_refused_and_disable_puts_everything_back(tmp_path: 
 
 
 def test_a_trainer_that_pushes_at_the_end_trains_and_saves_without_the_hub(tmp_path: Path) -> None:
-    made = trainer(TrainerJob(root=str(tmp_path), steps=3), enabled=False)
+    made = trainer(TrainerJob(root=str(tmp_path), steps=3, enabled=False))
     made.args.push_to_hub, made.args.hub_strategy = True, HubStrategy.END
     accelerate_ckpt.enable_trainer(made)
     made.train()

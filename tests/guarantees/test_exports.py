@@ -21,6 +21,8 @@ from ckpt_core.commit import Catalog
 from ckpt_core.storage import LocalStorage, MemoryStorage
 from ckpt_core.telemetry import InMemorySink
 from ckpt_core.tiers import read_exports
+from tests.guarantees.export_jobs import job
+from tests.kit.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -102,7 +104,8 @@ def test_the_last_checkpoint_is_exported_at_the_end_by_a_process_with_the_words_
         assert not run.place.exists()
     assert run.steps == [3]
     assert run.begun == ["step-000000003"]
-    assert run.words(3) == {"to": "hf", "dtype": "bf16", "like": "some/dir", "adapters": "merge"}
+    words = {"to": "hf", "dtype": "bf16", "like": str(Path("some/dir").absolute()), "adapters": "merge"}
+    assert run.words(3) == words | {"storage_options": {}, "out_storage_options": {}}
     assert not exporting()
     (span,) = sink.finished("export")
     assert (span.attributes["step"], span.attributes["to"]) == (3, str(run.place))
@@ -298,6 +301,8 @@ def test_the_process_ends_with_a_killed_job_and_the_next_run_exports_what_was_du
         ("root", {"when": {"every": 0}}, "every must be"),
         ("root", {"when": {"each": 2}}, "when must be"),
         ("root", {"keep": 0}, "keep must be"),
+        ("root", {"dtype": "int8"}, "dtype must be"),
+        ("root", {"to": "onnx"}, "to must be one of"),
         ("root", {"place": "nowhere://there"}, "nowhere"),
     ],
 )
@@ -317,6 +322,16 @@ def test_a_list_of_exports_that_somebody_has_changed_is_refused_and_nothing_dele
         save(manager, 2)
     assert "exports.json" in caplog.text
     assert (run.place / "step-000000001").exists()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("victim", [None, 1])
+def test_all_ranks_wait_for_the_coordinator_which_waits_for_none(tmp_path, victim):
+    (tmp_path / "say" / "hold").touch()
+    dead = [] if victim is None else [victim]
+    found = run_ranks(job, 2, str(tmp_path), victim, timeout_seconds=100, expect_death=dead)
+    ended = (["step-000000001"], [])
+    assert found == [ended, None if dead else ended]
 
 
 def test_ranks_must_be_given_the_same_export():

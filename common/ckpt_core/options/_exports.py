@@ -27,10 +27,10 @@ class Export:
         when: `final`: the last checkpoint, when the training ends; `best`: each one that is the best when it
             is committed, by the metric of `keep`; or `{"every": 10}`: every tenth checkpoint of a run, as for
             an `Upload`. Where one becomes due while another is written, the newest is next.
-        dtype: of the weights, such as `bf16`; None for their own.
+        dtype: `bf16`, `fp16` or `fp32` for all floating weights; None for their own.
         keep: how many exports stay in `place`, the newest; None for all.
-        like: a directory with the configuration and tokenizer of the model; None for what the host saved.
-        adapters: what is written of a model with PEFT adapters, as `ckpt export` does.
+        like: a folder with `config.json` and tokenizer; None for what the host saved in the checkpoint.
+        adapters: what becomes of adapters of PEFT: `keep` writes them alone, `merge` the model with them.
         deadline_seconds: the longest wait of `close()`; what is not written by then is left to the next run.
             After a preemption nothing is waited for.
         storage_options: passed to the filesystem behind `place`. No repr, error or log shows their values.
@@ -54,10 +54,10 @@ class Export:
             text("to", self.to),
             location("place", self.place),
             _when_problem(self.when),
-            None if self.dtype is None else text("dtype", self.dtype),
+            None if self.dtype is None else one_of("dtype", self.dtype, ("bf16", "fp16", "fp32")),
             None if self.keep is None else integer("keep", self.keep, minimum=1),
             None if self.like is None else location("like", self.like),
-            None if self.adapters is None else text("adapters", self.adapters),
+            None if self.adapters is None else one_of("adapters", self.adapters, ("keep", "merge")),
             positive("deadline_seconds", self.deadline_seconds),
             option_keys("storage_options", self.storage_options),
         )

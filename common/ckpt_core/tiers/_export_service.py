@@ -14,7 +14,7 @@ from typing import Final, final
 from ckpt_core.errors import CheckpointError, CorruptCheckpointError, failure_text
 from ckpt_core.formats import codec
 from ckpt_core.messages import message
-from ckpt_core.names import FORMAT_VERSION, parse_step_name, step_name
+from ckpt_core.names import FORMAT_VERSION, export_draft, parse_step_name, step_name
 from ckpt_core.storage import Storage, open_storage, read_small
 from ckpt_core.types import CheckpointInfo
 from ckpt_core.validation import imported
@@ -35,17 +35,15 @@ class ExportTerms:
         source_options: of its storage.
         place: directory or URL that exports are written below.
         place_options: of its storage.
-        deadline_seconds: by which storages are opened; see `open_storage`.
         keep: how many exports stay; None for all.
         writer: "package.module:function" that writes one, as `ckpt_core.export` does.
-        words: its keyword arguments.
+        words: its keyword arguments, but for the options of storages.
     """
 
     source: str
     source_options: Mapping[str, object]
     place: str
     place_options: Mapping[str, object]
-    deadline_seconds: float
     keep: int | None
     writer: str
     words: Mapping[str, object]
@@ -69,7 +67,7 @@ class Exported:
 
 def exporting(terms: ExportTerms) -> Callable[[CheckpointInfo, Callable[[int], None]], None]:
     """Open the place; return what exports a checkpoint of the root; see `serve`."""
-    place = open_storage(terms.place, terms.place_options, deadline_seconds=terms.deadline_seconds)
+    place = open_storage(terms.place, terms.place_options)
 
     def export(info: CheckpointInfo, progress: Callable[[int], None]) -> None:
         del progress
@@ -84,10 +82,15 @@ def exporting(terms: ExportTerms) -> Callable[[CheckpointInfo, Callable[[int], N
             _write(place, [*whole, *(replace(each, whole=False) for each in gone)])
         for each in gone:
             place.delete(each.name)
+            place.delete(export_draft(each.name))
         _write(place, [*whole, begun])
         try:
             imported("export", terms.writer)(
-                f"{terms.source}/{info.name}", f"{terms.place}/{mine.name}", **terms.words
+                f"{terms.source}/{info.name}",
+                f"{terms.place}/{mine.name}",
+                storage_options=terms.source_options,
+                out_storage_options=terms.place_options,
+                **terms.words,
             )
         except (CheckpointError, OSError):
             raise

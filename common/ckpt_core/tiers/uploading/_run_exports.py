@@ -1,17 +1,19 @@
 """The exports of a manager: what is due for which place, and the end.
 
 A thread for each follows the root on the coordinator, and has a process of its own write what is due. The
-training takes no part and waits for none; a failure is told, and fails nothing else.
+training takes no part and waits for none; a failure is logged, and fails nothing else.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 import time
 from collections.abc import Collection
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from typing import Final, final
 
 from ckpt_core.commit import Catalog
@@ -39,7 +41,7 @@ class ExportThread:
     Attributes:
         export: the option.
         line: what is due.
-        last: the save that was exported last.
+        thread: that serves it.
 
     Args:
         export: the option.
@@ -48,27 +50,23 @@ class ExportThread:
     """
 
     def __init__(self, export: Export, terms: ExportTerms, job: Job) -> None:
-        self.export, self.line, self.last = export, UploadLine("overtake"), ""
-        self._job = job
+        self.export, self.line = export, UploadLine("overtake")
+        self._job, self._last = job, ""
         self._process = WorkProcess("ckpt_core.tiers._export_service:exporting", terms)
         self._left = threading.Event()
         # A daemon: the process must be able to end while storage hangs.
-        self._thread = threading.Thread(target=self._run, name="ckpt-export", daemon=True)
-
-    def start(self) -> None:
-        """Begin to serve the line."""
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="ckpt-export", daemon=True)
 
     def add(self, info: CheckpointInfo | None) -> None:
         """Let a checkpoint be exported, unless it was the last one."""
-        if info is not None and info.save_id != self.last:
+        if info is not None and info.save_id != self._last:
             self.line.add(DueCheckpoint(info))
 
     def finish(self, until: float) -> None:
         """Wait until nothing is due; leave the rest at `until`, monotonic seconds."""
         self.line.close()
-        while self._thread.is_alive() and (rest := until - time.monotonic()) > 0:
-            self._thread.join(min(_SAID_EVERY, rest))
+        while self.thread.is_alive() and (rest := until - time.monotonic()) > 0:
+            self.thread.join(min(_SAID_EVERY, rest))
             if steps := ", ".join(str(info.step) for info in self.line.unfinished):
                 _logger.info("waiting for the export of step %s to %s", steps, self.export.url)
         left = self.line.unfinished
@@ -99,13 +97,13 @@ class ExportThread:
                     if reply is None:
                         break
         except (CheckpointError, OSError, EndedError) as error:
-            if isinstance(error, EndedError):
+            if ended := isinstance(error, EndedError):
                 self._process.close()
             if not self._left.is_set():
-                what = f"its process {error}" if isinstance(error, EndedError) else failure_text(error)
+                what = f"its process {error}" if ended else failure_text(error)
                 _logger.error("step %d was not exported to %s: %s", info.step, url, what)  # noqa: TRY400
         else:
-            self.last = info.save_id
+            self._last = info.save_id
             _logger.info("step %d is exported to %s", info.step, url)
 
     def _raise_if_left(self) -> None:
@@ -131,29 +129,29 @@ class RunExports:
 
     def __init__(self, job: Job, options: CheckpointOptions, writer: str) -> None:
         self._job, self._rule, self._deadline = job, DueRule.of(options.save), options.deadline_seconds
-        self._best, self._running = best_by(options.keep), False
+        self._best, self._session = best_by(options.keep), ""
         self._threads = [
             ExportThread(each, self._terms(each, options, writer), job) for each in options.exports
         ]
 
     def begin(self) -> None:
-        """Begin to export, also what an earlier run has left; the root is taken.
+        """Begin to export, also what an earlier run has left. Collective.
 
         Raises:
             ConfigError: the nodes have disks of their own.
         """
-        if not self._threads or self._running:
+        if not self._threads or self._session:
             return
         if self._job.storage.num_disks > 1:
             raise ConfigError(
                 f"export= needs a root that all nodes share; {self._job.storage.url} is on a disk of each: "
                 "give upload= a place that they share, and export from there, by `ckpt export`"
             )
-        self._running = True
+        self._session = self._job.coordinator.broadcast(secrets.token_hex(4), what="beginning to export")
         if self._job.coordinator.is_coordinator:
             for each in self._threads:
                 each.add(None if each.export.when == "final" else self._due(each.export))
-                each.start()
+                each.thread.start()
 
     def follow(self, committed: Future[CheckpointInfo], number: SaveNumber) -> None:
         """Export a save once it is committed, where it is due."""
@@ -166,36 +164,36 @@ class RunExports:
         return set[str]().union(*(each.line.held for each in self._threads))
 
     def finish(self, *, leave: bool) -> None:
-        """Export the last one if due, and wait for exports. Collective, unless left.
+        """Export the last one if due, and wait for exports; on every rank.
 
         Other ranks wait for the coordinator, which may be at it for longer than a collective may last.
 
         Args:
             leave: whether to wait for nothing.
         """
-        if not self._running:
+        if not self._session:
             return
-        self._running = False
         if leave:
             for each in self._threads:
                 each.finish(0)
             return
         longest = max(each.export.deadline_seconds for each in self._threads) + self._deadline
+        # Not a collective: a rank that has died holds nothing up.
+        channel = self._job.coordinator.background_channel(f"export/{self._session}")
         try:
-            self._job.coordinator.gather_scatter(
-                None, self._last, what="waiting for exports", deadline_seconds=longest
-            )
+            channel.broadcast("end", self._last, longest)
         except CoordinationError as error:
             _logger.warning("how the exports have ended is not known here: %s", error)
+        finally:
+            channel.close()
 
-    def _last(self, ranks: list[None]) -> list[None]:
-        """Export what is due at the end; on the coordinator."""
+    def _last(self) -> None:
+        """Export what is due at the end, and wait; on the coordinator."""
         began = time.monotonic()
         for each in self._threads:
             each.add(None if each.export.every else self._due(each.export))
         for each in self._threads:
             each.finish(began + each.export.deadline_seconds)
-        return ranks
 
     def _committed(self, number: SaveNumber, done: Future[CheckpointInfo]) -> None:
         """Put a committed save in the lines that it is due for. On the save thread."""
@@ -228,18 +226,23 @@ class RunExports:
         return None
 
     def _terms(self, export: Export, options: CheckpointOptions, writer: str) -> ExportTerms:
-        """Return what its process is told; refuse what cannot work."""
+        """Return the terms of its process; refuse what cannot work."""
         root, url = self._job.storage.own, os.fspath(export.place)
+        like = None if export.like is None else os.fspath(export.like)
         local = isinstance(root, LocalStorage)
         terms = ExportTerms(
             source=root.url,
             source_options={} if local else dict(options.storage_options),
             place=url if "://" in url else export.url,
             place_options=dict(export.storage_options),
-            deadline_seconds=self._deadline,
             keep=export.keep,
             writer=writer,
-            words={"to": export.to, "dtype": export.dtype, "like": export.like, "adapters": export.adapters},
+            words={
+                "to": export.to,
+                "dtype": export.dtype,
+                "like": like if like is None or "://" in like else str(Path(like).absolute()),
+                "adapters": export.adapters,
+            },
         )
         place = open_storage(terms.place, terms.place_options)
         reached = (local or isinstance(root, ObjectStorage)) and WorkProcess.can_do(terms)

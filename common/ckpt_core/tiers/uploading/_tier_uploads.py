@@ -30,10 +30,10 @@ from ckpt_core.tiers import (
     write_tiers,
 )
 from ckpt_core.tiers.uploading._due import DueRule, SaveNumber, left_due
-from ckpt_core.tiers.uploading._run_exports import RunExports
 from ckpt_core.tiers.uploading._follower import Follower, TierThread, UploadJob, UploadListener
 from ckpt_core.tiers.uploading._line import AllTiers, DueCheckpoint, Outcome, settle
 from ckpt_core.tiers.uploading._places import refuse_one_place
+from ckpt_core.tiers.uploading._run_exports import RunExports
 from ckpt_core.tiers.uploading._tier_root import TierRoot
 from ckpt_core.types import CheckpointInfo, Lineage
 
