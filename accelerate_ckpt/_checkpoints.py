@@ -444,6 +444,9 @@ class AcceleratorCheckpoints:
         self._refuse_to_unpickle(arguments)
         manager.fetcher.fetch()
         state = self._state(manager, self._settings)
+        given = manager.options.init_from is not None
+        if given and self._roots.managers.once(lambda: newest_stock(manager.storage)):
+            manager.has_weights()
         if arguments.get("strict", True) is True:
             found = manager.resume(state, override=self._roots.override.values) is not None
         else:
@@ -460,6 +463,7 @@ class AcceleratorCheckpoints:
             self._load_stock(manager, name, arguments)
             self._tell(manager, name)
             return
+        manager.initialise(state)
         torn = self._roots.managers.once(lambda: torn_in(manager.storage))
         _logger.log(
             logging.WARNING if torn else logging.INFO,

@@ -152,6 +152,7 @@ def _options(value: Any, where: str) -> Mapping[str, Any]:
 
 _logger = logger_of(__name__)
 _AUTOMATIC = re.compile(r"checkpoint_(\d+)(?:\..*)?")
+_OF_ONE_ROOT = ("upload", "export", "init_from")
 _NO_ROOT = (
     "give save_state() an output_dir, or enable() a root, or ProjectConfiguration a project_dir with "
     "automatic_checkpoint_naming=True"
@@ -294,9 +295,10 @@ class Roots:
         return self._project[1]
 
     def _make(self, root: str, coordinator: Coordinator) -> CheckpointManager:
+        options = self._options_for(root)
         manager = CheckpointManager(
             root if self._given is None else self._given.opens(root),
-            options=self._options_for(root),
+            options=replace(options, init_from=None) if root in self._ended else options,
             coordinator=coordinator,
             sinks=self._sinks,
             listen=self._listen,
@@ -321,11 +323,11 @@ class Roots:
 
     def _without_upload(self, root: str) -> CheckpointOptions:
         """Return the options of a root that users name: nothing of it goes anywhere else."""
-        names = [name for name in ("upload", "export") if getattr(self._options, name) is not None]
+        names = [name for name in _OF_ONE_ROOT if getattr(self._options, name) is not None]
         if names and self._automatic_root() is None:
             what = f"{names[0]}= is for the checkpoints of one root"
             raise ConfigError(f"{what}, and {root} is none: {_NO_ROOT}")
-        return replace(self._options, upload=None, export=None)
+        return replace(self._options, **dict.fromkeys(_OF_ONE_ROOT))
 
 
 def _next_number(manager: CheckpointManager) -> int:

@@ -54,6 +54,7 @@ from ckpt_core.groups import local_part
 from ckpt_core.state import (
     Override,
     StateSource,
+    TrainState,
     check_groups,
     derive_rng,
     has_shards,
@@ -143,6 +144,11 @@ class AcceleratorState(StateSource):
         self._settings = settings
         self._window = Window(accelerator, gradients=settings.gradients)
         self.restored = ""
+
+    def weights(self) -> StateSource:
+        models = self._accelerator._models
+        model = models[0] if len(models) == 1 else models
+        return TrainState(model=model, contents=self._settings.contents).select({"model"})
 
     def capture(self) -> CapturedState:
         accelerator = self._accelerator

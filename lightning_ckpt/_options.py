@@ -31,6 +31,7 @@ from ckpt_core.vocabulary import OPTIONS, instead_of_option
 TokensInBatch: TypeAlias = Callable[[Any], int]
 """Returns the number of tokens in a batch of this rank."""
 
+_OF_ROOT = ("save", "keep", "upload", "export", "init_from")
 _NAMED_BY_STEP = "checkpoints are called step-000000500, and `ckpt ls` shows their metrics"
 _NOTHING = {
     "save_on_train_epoch_end": "KeepBest waits for its metric, and EveryEpochs(1) for the epoch's end",
@@ -101,6 +102,8 @@ class Settings:
             options = replace(options, save=None, back_pressure="wait")
         if root != self.root:
             options = replace(options, keep=None, upload=None, export=None)
+        if not training or root != self.root:
+            options = replace(options, init_from=None)
         return options if "://" in root else replace(options, storage_options={})
 
     def given(self, root: str) -> str | Storage:
@@ -179,10 +182,8 @@ class Configured:
             contents_problem(contents),
             _problem_of_tokens(tokens),
         )
-        if dirpath is None and any(
-            options.get(name) is not None for name in ("save", "keep", "upload", "export")
-        ):
-            raise ConfigError("save=, keep=, upload= and export= need dirpath=, the run's directory or URL")
+        if dirpath is None and any(options.get(name) is not None for name in _OF_ROOT):
+            raise ConfigError(f"{', '.join(_OF_ROOT)} need dirpath=, the run's directory or URL")
         change = Override.of(override)
         if dirpath is None and change:
             raise ConfigError("override= needs dirpath=, the directory or URL of the run that it changes")

@@ -16,7 +16,7 @@ from ckpt_core.errors import (
     IncompatibleCheckpointError,
 )
 from ckpt_core.hosting import CheckpointPath, Kind, shadow
-from ckpt_core.state import Gradients, unwrap_optimizer
+from ckpt_core.state import Gradients, TrainState, unwrap_optimizer
 from lightning_ckpt._ckpt_path import kind_at, load_stock, path_of, refuse_unjudged
 from lightning_ckpt._committed import AsModelCheckpoint
 from lightning_ckpt._options import Settings
@@ -107,6 +107,13 @@ class Session:
         same = self._module is module and ckpt_path is None
         self._roots.forget(beyond=trainer.global_step if same else -1)
         self._module = module
+        if self.pacing is not None:
+            manager = self._roots.at(str(self.settings.root))
+            if ckpt_path is None and not same:
+                _convert_early(trainer.strategy)
+                model = trainer.strategy.model or module
+                manager.initialise(TrainState(model=model, contents=self.settings.contents))
+            manager.has_weights()
 
     def save(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
         place = path_of(self._roots.once(lambda: os.fspath(path)))

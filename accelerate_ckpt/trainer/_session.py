@@ -19,7 +19,7 @@ from ckpt_core.disclosure import logger_of
 from ckpt_core.hosting import CheckpointPath, Kind, RunRoot, kind_of, root_of
 from ckpt_core.names import MARKER, run_name
 from ckpt_core.retention import RetentionPolicy
-from ckpt_core.state import StateSource
+from ckpt_core.state import StateSource, TrainState
 from ckpt_core.storage import Storage, open_storage
 from ckpt_core.telemetry import Sink
 from ckpt_core.types import CheckpointInfo
@@ -120,6 +120,7 @@ class TrainerSession:
         root = RunRoot.of(self.output if settings.root is None else settings.root)
         self._storage = root.storage or self._opened(root.path)
         self._closed, self._tells, self._begun_at = False, True, 0
+        self._begun = False
         self._there = frozenset[str]()
         self.best: str | None = None
         self.saved_step: int | None = None
@@ -149,6 +150,11 @@ class TrainerSession:
 
     def begin(self, step: int) -> None:
         """Begin, or begin again; from an earlier step than was saved, on a new lineage."""
+        if not self._begun and not step:
+            model, contents = self._trainer.model_wrapped, self.settings.contents
+            self.manager.initialise(TrainState(model=model, contents=contents))
+        self.manager.has_weights()
+        self._begun, self._options = True, replace(self._options, init_from=None)
         if self.saved_step is not None and step < self.saved_step:
             self._replace()
         self.saved_step, self._begun_at = None, step
@@ -274,4 +280,5 @@ class TrainerSession:
             keep=keep,
             abandoned="prune" if prunes else options.abandoned,
             save=options.save if saves else None,
+            init_from=options.init_from if saves and not self._begun else None,
         )

@@ -13,7 +13,7 @@ from ckpt_core.assembly import Assembly
 from ckpt_core.cadence import Counts, SaveCosts
 from ckpt_core.collective import agreed_place, agreed_step, agreed_values, checked_step
 from ckpt_core.coordination import Coordinator, require_same_process
-from ckpt_core.disclosure import logger_of
+from ckpt_core.disclosure import logger_of, public_url
 from ckpt_core.errors import CheckpointError, ConfigError, FileFailure, OverwrittenError
 from ckpt_core.loading import LoadRequest, Selection, narrowed
 from ckpt_core.names import step_name
@@ -82,6 +82,7 @@ class CheckpointManager:
         self._saver, self._loader, self._repairer = parts.saver, parts.loader, parts.repairer
         self.fetcher, self.same_options = parts.fetcher, parts.same_options
         self._in_force, self._closed = Override(), False
+        self._initial = self.options.initial_weights
         self._last_step = LastStep()
 
     if not TYPE_CHECKING:  # a checker knows what is there
@@ -221,6 +222,9 @@ class CheckpointManager:
                 raise
             # The other ranks may have called with valid arguments, and would wait for this one.
             request = SaveRequest(step=0, name=step_name(0), refusal=error)
+        if self._initial is not None:
+            _logger.warning("init_from= is given, and nothing has loaded it: call resume() or initialise()")
+            self._initial = None
         with self._meter.save(request.step, request.name, request.annotations) as measured:
             if self._cadence.pending:
                 self._saver.in_flight.settle()  # back-pressure must not leave out the last save
@@ -284,11 +288,41 @@ class CheckpointManager:
         self._loader.log_surroundings(loaded)
         if loaded is None:
             request.override.require_origin(self.storage.url)
+            self.initialise(state)
             return None
+        self.has_weights()
         self._continue_from(loaded.info, loaded.saved, request.override)
         self._cadence.saved(loaded.info.step)
         self._repairer.begin(loaded)
         return loaded.info.step
+
+    def initialise(self, state: State) -> None:
+        """Load the weights of the option `init_from` into the model of a state, if it is given. Collective.
+
+        `resume` does where there is nothing to resume, with its state; call it where nothing is resumed.
+        Raises the errors of `load`.
+        """
+        if (initial := self._initial) is None:
+            return
+        if (weights := as_source(state).weights()) is None:
+            raise ConfigError("init_from= loads the item `model`, and this state has none")
+        saved = self.load(
+            weights,
+            source=initial.place,
+            storage_options=initial.storage_options,
+            rename=initial.rename,
+            strict=initial.strict,
+            cast=True,
+        )
+        self._initial = None
+        if self._coordinator.is_coordinator:
+            _logger.info("training begins with %s: %s", public_url(initial.place), saved.report)
+
+    def has_weights(self) -> None:
+        """Note that the model has the weights of its run: `init_from` is ignored."""
+        if self._initial is not None and self._coordinator.is_coordinator:
+            _logger.info("init_from= is ignored: the model has the weights of this run")
+        self._initial = None
 
     # Every way to narrow a load is a separate keyword, as users would guess it.
     def load(  # noqa: PLR0913
@@ -365,6 +399,8 @@ class CheckpointManager:
         else:
             newest = self._loader.required(self._loader.newest(request, live))
             saved, info = newest.saved, newest.info
+        if info is not None:
+            self.has_weights()
         if selection.is_all and live.takes_all(saved):
             self._continue_from(info, saved, request.override)
         return saved
@@ -407,6 +443,7 @@ class CheckpointManager:
 
         info, changed, number = self._coordinator.run_on_coordinator(find, what="looking for a checkpoint")
         self._loader.overwritten.clear()
+        self.has_weights()
         self._root.line.continue_from(info)
         self._journal.resumed(info.step)
         self._uploads.count_from(number, info.step)

@@ -272,9 +272,24 @@ class SavedState:
     mismatched: Sequence[str] = ()
     annotations: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
+    @property
+    def report(self) -> str:
+        """What of the live state was loaded, with the first names of the rest."""
+        kinds = {"missing": self.missing, "unexpected": self.unexpected, "that differ": self.mismatched}
+        parts = [f"{self.matched} matched", *(_counted(kind, names) for kind, names in kinds.items())]
+        return "; ".join(parts)
+
     def wants(self, path: tuple[str | int, ...]) -> bool:
         """Return whether to load the live entry at `path`."""
         return matches_any(path, self.include)
+
+
+_SHOWN: Final = 5
+
+
+def _counted(kind: str, names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_SHOWN])
+    return f"{len(names)} {kind}" + (f": {shown}" if names else "") + (", …" if len(names) > _SHOWN else "")
 
 
 def matches_any(path: tuple[str | int, ...], patterns: Collection[str], used: set[str] | None = None) -> bool:

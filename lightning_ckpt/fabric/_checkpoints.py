@@ -239,7 +239,7 @@ class FabricCheckpoints:
         manager = self.manager
         if not self._once(lambda: bool(manager.checkpoints(abandoned=True))):
             # A resume says whether there is really nothing, and takes the root.
-            manager.resume(NewMemory())
+            manager.resume(self._target(state) if state else NewMemory())
             return {}
         return self._load(CheckpointPath(str(self._settings.root)), state, strict=strict)
 
@@ -332,6 +332,9 @@ class FabricCheckpoints:
         source.iterations = {key: count for key, count in counts.items() if count is not None}
         return source
 
+    def _target(self, state: Mapping[str, Any]) -> FabricState:
+        return FabricState(self._unwrap(dict(state)), rng=None, contents=self._settings.contents)
+
     def _step_of(self, state: Mapping[str, Any], root: str, manager: CheckpointManager) -> int:
         """Return the step in a state, else one more than that of the last save there."""
         given = state.get(self._step)
@@ -351,7 +354,7 @@ class FabricCheckpoints:
             memory = NewMemory()
             manager.load(memory, name=place.name or None)
             return everything(memory)
-        source = FabricState(self._unwrap(dict(state)), rng=None, contents=self._settings.contents)
+        source = self._target(state)
         if source.optimizers and strict and not place.name and place.root == self._settings.root:
             manager.resume(source)
         else:

@@ -134,6 +134,11 @@ class FabricState(StateSource):
         )
         self._rest = rest.select(rest.names - {"model"})
 
+    def weights(self) -> StateSource | None:
+        models = [*self._models.values()]
+        model = models[0] if len(models) == 1 else self._models
+        return TrainState(model=model, contents=self._contents).select({"model"}) if models else None
+
     def _checked(self, filters: Filters) -> Filters:
         """Check the `filter` of a save."""
         given: Any = filters

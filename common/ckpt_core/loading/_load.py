@@ -231,8 +231,8 @@ class Load:
                 self._place,
                 opened.saved.world_size,
             )
-        for line in opened.saved.left:
-            _logger.warning("%s: partial load: %s", self._place, line)
+        if opened.saved.left:
+            _logger.warning("%s: partial load: %s", self._place, opened.saved.report)
         return opened.saved
 
     def _phase(self, what: str, *, touched: bool = False) -> AbstractContextManager[Note]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -12,6 +13,7 @@ from typing import Any, Final, Literal, Self, TypeAlias, TypeVar, cast, final, g
 
 from ckpt_core.errors import ConfigError
 from ckpt_core.options._exports import Export, Exports, export_from, exports_problem
+from ckpt_core.options._initial import InitialWeights
 from ckpt_core.options._parsing import (
     Headroom,
     Problems,
@@ -44,6 +46,7 @@ _MANNER: Final = frozenset(
         *("back_pressure", "arenas", "staging", "staging_memory", "write_bandwidth", "headroom", "on_error"),
         *("sign_manifest", "verify_manifest", "verify", "deadline_seconds"),
         *("storage_options", "replicas", "upload", "export", "journal", "on_exception", "on_stale"),
+        "init_from",
     }
 )
 """Options that say how saves and loads are done, not what they hold."""
@@ -128,6 +131,9 @@ class CheckpointOptions:
             `conditional_writes` belong to `object_storage`. No repr, error or log shows their values.
         on_exception: `save` commits the last whole step when an exception ends the training on all ranks, at
             the cost of a capture of the state at every step; None leaves it to the last save before.
+        init_from: the weights with which the run begins where it resumes nothing, cast to the model's dtypes:
+            a folder or file as of `load(source=...)`, or `{place: ..., rename: {...}, strict: false,
+            storage_options: {...}}`. What was matched, missing and unexpected is logged once.
     """
 
     save: SavePolicy | None = None
@@ -156,6 +162,8 @@ class CheckpointOptions:
     journal: bool = True
     storage_options: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False)
     on_exception: Literal["save"] | None = None
+    # Not shown: a URL may hold credentials.
+    init_from: str | os.PathLike[str] | Mapping[str, Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         require(
@@ -186,6 +194,7 @@ class CheckpointOptions:
             boolean("journal", self.journal),
             option_keys("storage_options", self.storage_options),
             None if self.on_exception is None else one_of("on_exception", self.on_exception, ("save",)),
+            refused(InitialWeights.of, self.init_from),
         )
 
     @property
@@ -238,6 +247,11 @@ class CheckpointOptions:
         """What is written in formats of others."""
         given = () if self.export is None else self.export
         return (given,) if isinstance(given, Export) else tuple(given)
+
+    @property
+    def initial_weights(self) -> InitialWeights | None:
+        """`init_from` as a value."""
+        return InitialWeights.of(self.init_from)
 
     @property
     def chosen(self) -> dict[str, Any]:

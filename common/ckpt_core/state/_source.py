@@ -94,6 +94,10 @@ class StateSource(ABC):
         del saved
         return True
 
+    def weights(self) -> StateSource | None:
+        """Return the model alone, as the item `model`; by default there is none."""
+        return None
+
 
 _PART = ""
 
@@ -146,6 +150,9 @@ class DictState(StateSource):
             else:
                 container[key] = new
         return []
+
+    def weights(self) -> StateSource | None:
+        return DictState({"model": self._mapping["model"]}) if "model" in self._mapping else None
 
     def check_override(self, change: Override) -> None:
         del change

@@ -358,6 +358,9 @@ class TrainState(StateSource):
         """Return the optimizers to load: without `strict`, only those that were saved."""
         return [each for each in self._optimizers.items() if saved.strict or get(tree, _path(each[0]))]
 
+    def weights(self) -> StateSource | None:
+        return self.select({"model"}) if "model" in self._with else None
+
     def takes_all(self, saved: SavedState) -> bool:
         tops = {str(path[0]) for entries in saved.sharded.values() for path in entries}
         return tops & {"model", "optimizer"} <= self.names
