@@ -205,13 +205,15 @@ def open_checkpoint(  # noqa: PLR0913 - what a request says, but without its cla
     allow_pickle: bool,
     committed: bool | str = False,
     file: str = "",
+    whole: bool = False,
 ) -> OpenCheckpoint:
     """Open a checkpoint of ours or, unless known to be `committed`, one that others wrote.
 
-    If `committed` is a SHA-256, only the checkpoint with that manifest is accepted.
+    If `committed` is a SHA-256, only the checkpoint with that manifest is accepted. If `whole`, what others
+    wrote is one part.
     """
     manifest, files, parts = open_parts(
-        storage, directory, allow_pickle=allow_pickle, committed=committed, file=file
+        storage, directory, allow_pickle=allow_pickle, committed=committed, file=file, whole=whole
     )
     metadata = {part: each.metadata for part, each in parts.items()}
     read_items = partial(_items, files, parts.get(""), allow_pickle=allow_pickle)
@@ -254,8 +256,12 @@ def open_parts(
     allow_pickle: bool = False,
     committed: bool | str = False,
     file: str = "",
+    whole: bool = False,
 ) -> tuple[Manifest | None, CommittedFiles, dict[str, CheckpointPart]]:
-    """Open manifest, files and whole parts of a checkpoint, or of a `file` there that others wrote."""
+    """Open manifest, files and whole parts of a checkpoint, or of a `file` there that others wrote.
+
+    If `whole`, several folders of stock DCP, and what lies beside them, are one part.
+    """
     ours = not file and (bool(committed) or storage.exists(f"{directory}/{MARKER}"))
     digest = committed if isinstance(committed, str) else None
     manifest = Catalog(storage).manifest(directory, sha256=digest) if ours else None
@@ -276,7 +282,11 @@ def open_parts(
             f"nor one that torch.distributed.checkpoint wrote ({METADATA}), nor weights or a checkpoint of "
             "any other format that is read"
         )
-    return manifest, files, {part: _part(storage, files, part, allow_pickle=allow_pickle) for part in names}
+    parts = {part: _part(storage, files, part, allow_pickle=allow_pickle) for part in names}
+    if whole and not ours and "" not in parts:
+        beside = recognise(storage, directory) or Layout(kind="", tensors={})
+        parts = {"": _whole(files, parts, beside)}
+    return manifest, files, parts
 
 
 def _part(storage: Storage, files: CommittedFiles, part: str, *, allow_pickle: bool) -> CheckpointPart:
@@ -325,6 +335,46 @@ def _foreign(storage: Storage, files: CommittedFiles, layout: Layout) -> Checkpo
         _files=files,
         _allow_pickle=False,
         _values=values,
+        kind=layout.kind,
+        step=layout.step,
+    )
+
+
+def _whole(files: CommittedFiles, parts: Mapping[str, CheckpointPart], layout: Layout) -> CheckpointPart:
+    """Join what DCP wrote into folders, for the model and for the optimizer, with what lies beside them.
+
+    Raises:
+        IncompatibleCheckpointError: two folders have entries of one name.
+    """
+    first = next(iter(parts.values()))
+    found = Metadata({}, {}, {})
+
+    def read_at(path: str, offset: int, size: int) -> bytes:
+        return _read_at(first._storage, f"{files.directory}/{path}", offset, size)
+
+    for part, each in parts.items():
+        if both := found.state_dict_metadata.keys() & each.metadata.state_dict_metadata.keys():
+            raise IncompatibleCheckpointError(
+                f"{files.url} holds {min(both)!r:.200} in several of {', '.join(parts)}: give one of these"
+            )
+        found.state_dict_metadata |= each.metadata.state_dict_metadata
+        found.planner_data |= each.metadata.planner_data or {}
+        found.storage_data |= {
+            index: replace(info, relative_path=f"{part}/{info.relative_path}")
+            for index, info in each.metadata.storage_data.items()
+        }
+    locator = ChunkLocator(found, directory=files.url, read_at=read_at)
+    layout = layout.without({path[0] for path in found.planner_data.values()})
+    own = layout.metadata()
+    return replace(
+        first,
+        metadata=Metadata(
+            own.state_dict_metadata | found.state_dict_metadata,
+            own.planner_data | found.planner_data,
+            own.storage_data | found.storage_data,
+        ),
+        _places=LayoutLocator(layout, locator),
+        _values={".".join(map(str, path)): value for path, value in layout.values.items()},
         kind=layout.kind,
         step=layout.step,
     )

@@ -70,6 +70,7 @@ class LoadRequest:
         verification: the check before anything live changes.
         committed: the checkpoint found there; None if it may be what others wrote.
         file: in the directory, which is the checkpoint of others.
+        whole: whether what others wrote is one state, be it in several folders.
         manifest_sha256: of the trusted manifest; None if manifests are not judged.
         override: hyperparameters to change, unless the checkpoint says that they are changed already.
         replaces: whether to refuse a checkpoint that would leave what failed loads have overwritten.
@@ -84,6 +85,7 @@ class LoadRequest:
     override: Override = field(default_factory=Override)
     replaces: bool = False
     file: str = ""
+    whole: bool = False
 
     @classmethod
     def of(cls, options: CheckpointOptions, selection: Selection, override: Override | None = None) -> Self:
@@ -260,6 +262,7 @@ class Load:
                 allow_pickle=request.allow_pickle,
                 committed=request.manifest_sha256 or request.committed is not None,
                 file=request.file,
+                whole=request.whole,
             )
             parts, misfits = self._planned(opened)
             if unlike := {part: load.unlike for part, load in parts.items() if load.unlike}:

@@ -204,7 +204,7 @@ class Loader:
 
         root, directory, file = self._coordinator.run_on_coordinator(find, what="looking for a source")
         with _telling(self.overwritten):
-            one = replace(request, directory=directory, file=file)
+            one = replace(request, directory=directory, file=file, whole=True)
             return self._load_directory(one, source, open_storage(root, options))
 
     def _find(self, step: int | None, name: str | None) -> Held | tuple[int, str]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Final, TypeAlias, final
 
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckpt_core._torch_internals import StorageInfo
-from ckpt_core.dcp import ChunkLocation
+from ckpt_core.dcp import ChunkLocation, ChunkLocator
 from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.reading import Payload
 
@@ -90,6 +90,13 @@ class Layout:
         """Return the values by the names that `metadata` gives them."""
         return {".".join(map(str, path)): value for path, value in self.values.items()}
 
+    def without(self, items: Collection[str | int]) -> Layout:
+        """Return what it has beside these items."""
+        tensors = {path: each for path, each in self.tensors.items() if path[0] not in items}
+        return replace(
+            self, tensors=tensors, values={p: each for p, each in self.values.items() if p[0] not in items}
+        )
+
     def metadata(self) -> Metadata:
         """Return it as DCP's metadata.
 
@@ -124,15 +131,20 @@ class Layout:
 
 @final
 class LayoutLocator:
-    """Locator of the entries of a layout, as `ChunkLocator` is of a checkpoint of DCP."""
+    """Locator of the entries of a layout, and of a checkpoint of DCP that is a part of what was saved."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, beyond: ChunkLocator | None = None) -> None:
+        self._beyond = beyond
+        self._names = {".".join(map(str, path)) for path in (*layout.tensors, *layout.values)}
         self._tensors = {".".join(map(str, path)): each for path, each in layout.tensors.items()}
         self._chunks: dict[str, dict[tuple[int, ...], StoredChunk]] = {}
 
     def find(self, indices: Iterable[MetadataIndex]) -> dict[MetadataIndex, ChunkLocation]:
         """Locate these entries; of values, which a layout holds, there is no place."""
-        return {index: self._find(index) for index in indices}
+        wanted = list(indices)
+        others = [] if self._beyond is None else [each for each in wanted if each.fqn not in self._names]
+        found = {} if self._beyond is None else self._beyond.find(others)
+        return found | {index: self._find(index) for index in wanted if index not in found}
 
     def _find(self, index: MetadataIndex) -> ChunkLocation:
         key, tensor = index.fqn, self._tensors.get(index.fqn)

@@ -62,12 +62,12 @@ def _with_engine(layout: Layout, engine: Layout | None) -> Layout:
     """Add what DeepSpeed saved there, in place of the items that it has."""
     if engine is None:
         return layout
-    tops = {path[0] for path in (*engine.tensors, *engine.values)}
+    rest = layout.without({path[0] for path in (*engine.tensors, *engine.values)})
     return replace(
-        layout,
+        rest,
         kind=f"{layout.kind}, with {engine.kind}",
-        tensors={**{p: each for p, each in layout.tensors.items() if p[0] not in tops}, **engine.tensors},
-        values={**{p: each for p, each in layout.values.items() if p[0] not in tops}, **engine.values},
+        tensors={**rest.tensors, **engine.tensors},
+        values={**rest.values, **engine.values},
     )
 
 

@@ -12,9 +12,11 @@ from typing import Any
 import lightning
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -309,3 +311,22 @@ def test_state_that_does_not_fit_is_refused_before_anything_is_touched(lightning
     with pytest.raises(IncompatibleCheckpointError, match=r"net\.2\.weight"):
         taken_over(lightning_file[0], tmp_path, "a mapping", model)
     assert torch.equal(model["net"][0].weight, before)
+
+
+def test_shards_of_fsdp_and_what_lies_beside_them_are_one_state(accelerate_folder, tmp_path):
+    folder, expected = accelerate_folder
+    copy = tmp_path / "run"
+    shutil.copytree(folder, copy)
+    model, optimizer, scheduler = taken_over(folder, tmp_path, "a TrainState")
+    (copy / "optimizer.bin").unlink()  # as Accelerate writes SHARDED_STATE_DICT
+    dcp.save({"model": model.state_dict()}, checkpoint_id=copy / "pytorch_model_fsdp_0", no_dist=True)
+    named = get_optimizer_state_dict(model, optimizer)
+    dcp.save({"optimizer": named}, checkpoint_id=copy / "optimizer_0", no_dist=True)
+    torch.manual_seed(99)
+    live = taken_over(copy, tmp_path, "a TrainState")
+    assert live[2].state_dict() == scheduler.state_dict()
+    train(*live, range(TAKEN, TOTAL))
+    assert_same(live[0], expected)
+    shutil.copytree(copy / "pytorch_model_fsdp_0", copy / "pytorch_model_fsdp_1")
+    with pytest.raises(IncompatibleCheckpointError, match=r"several of.*give one of these"):
+        taken_over(copy, tmp_path, "a TrainState")
