@@ -1,4 +1,4 @@
-"""Stock DCP in its other forms: compressed by its zstd extension, and as shards of safetensors."""
+"""Stock DCP through its stream extensions, of which zstd is known."""
 
 from __future__ import annotations
 
@@ -7,20 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemWriter, HuggingFaceStorageWriter
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint._extension import StreamTransformExtension, ZStandard
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckpt_core import CheckpointManager
 from ckpt_core.commit import verify_stock
 from ckpt_core.errors import CorruptCheckpointError, IncompatibleCheckpointError
-from ckpt_core.sources import recognise
 from ckpt_core.storage import LocalStorage
-from tests.kit.ranks import run_ranks
-from tests.unit.sources.test_torch_save import bits, read_tensors
+from tests.unit.sources.test_torch_save import bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -111,32 +106,3 @@ def test_without_the_library_that_decompresses_the_error_names_it(tmp_path, monk
 def test_an_unknown_extension_is_refused_by_name(tmp_path):
     with pytest.raises(IncompatibleCheckpointError, match=r"stream\.rotated/1.*dcp\.load"):
         loaded(compressed(tmp_path, Rotated()))
-
-
-def whole() -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    return {"a.weight": torch.rand(7, 4), "b.weight": torch.rand(6, 2).bfloat16(), "bias": torch.rand(3)}
-
-
-def write_shards(folder: Path) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    sharded = {
-        name: distribute_tensor(each, mesh, [Shard(int(name[0] == "b" and each.dim() > 1))])
-        if each.dim() > 1
-        else each
-        for name, each in whole().items()
-    }
-    dcp.save(sharded, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
-
-
-def test_shards_of_dcps_hugging_face_writer_are_read_as_whole_tensors(tmp_path):
-    folder = tmp_path / "run"
-    run_ranks(write_shards, 2, folder)
-    assert len(list(folder.glob("shard-*.safetensors"))) == 2
-    found = read_tensors(folder)
-    assert {name: bits(each) for name, each in found.items()} == {
-        f"model.{name}": bits(each) for name, each in whole().items()
-    }
-    (folder / "shard-00001-model-00001-of-00001.safetensors").unlink()
-    with pytest.raises(CorruptCheckpointError, match="only 2"):
-        recognise(LocalStorage(tmp_path), "run")
