@@ -84,7 +84,7 @@ def note_measured(storage: Storage, save_id: str, metrics: Mapping[str, float]) 
 
 
 def forget_notes(storage: Storage, save_id: str) -> None:
-    """Delete what was measured of a checkpoint that is being removed, and pins that have ended."""
+    """Delete what was measured of a checkpoint, and pins that have ended."""
     for name in [entry.name for entry in storage.list(NOTES)]:
         pin = _IN_USE.fullmatch(name)
         if name.startswith(f"measured-{_key(save_id)}-") or (pin and int(pin["until"]) < time.time()):

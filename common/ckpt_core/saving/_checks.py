@@ -186,6 +186,7 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 TrainedSlots: TypeAlias = Mapping[str, Sequence[tuple[str, int, str]]]
 """The model or the optimizer's state -> part, slot and name of what this rank writes of it."""
+_Judged: TypeAlias = tuple[int, int, Sequence[Mapping[str, str]]]
 _MODEL: Final = "the model"
 _OPTIMIZER: Final = "the optimizer's state"
 
@@ -222,7 +223,8 @@ class StaleJudge:
 
     def __init__(self, policy: OnStale) -> None:
         self._policy = policy
-        self._last: tuple[int, int, Sequence[Mapping[str, str]]] | None = None
+        self._last: _Judged = (-1, -1, ())
+        self._next: _Judged = self._last
         self._told = False
 
     def judge(
@@ -233,27 +235,27 @@ class StaleJudge:
         Raises:
             SaveError: steps have changed nothing of the model or the optimizer's state, which is refused.
         """
-        of_plans, before, known = self._last or (-1, step, ())
+        (of_plans, before, known), self._next = self._last, (generation, step, digests)
         if self._policy == "ignore" or of_plans != generation or step <= before:
             return
-        kinds = sorted({kind for found in digests for kind in found}, reverse=True)
+        kinds = sorted({kind for found in digests for kind in found})
         pairs = list(zip(digests, known, strict=True))
         stale = [kind for kind in kinds if all(new.get(kind) == old.get(kind) for new, old in pairs)]
         if not stale or (self._told and self._policy == "warn"):
             return
         self._told = True
+        named = " and of ".join(_named(kind, trained) for kind in stale)
         text = (
-            f"nothing that is trained of {' and of '.join(_named(kind, trained) for kind in stale)} has changed "
-            f"since step {before}: look whether the optimizer trains this model, whether a gradient scaler "
-            "skips every step, and at the learning rate"
+            f"nothing that is trained of {named} has changed since step {before}: look whether the optimizer "
+            "trains this model, whether a gradient scaler skips every step, and at the learning rate"
         )
         if self._policy == "refuse":
             raise SaveError(f"step {step} was not saved: {text}", step=step, phase="commit")
         _logger.warning("step %d: %s. on_stale='ignore' says nothing of it", step, text)
 
-    def committed(self, digests: Sequence[Mapping[str, str]], *, generation: int, step: int) -> None:
-        """Remember what was committed, for the next save."""
-        self._last = generation, step, digests
+    def committed(self) -> None:
+        """Remember what was judged last, for the next save."""
+        self._last = self._next
 
 
 def _named(kind: str, trained: TrainedSlots) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
 from typing import Any, cast, final
@@ -114,7 +114,7 @@ class Terms:
 
     check: Callable[[], None] = lambda: None
     judge: Judge | None = None
-    stale: StaleJudge | None = None
+    stale: StaleJudge = field(default_factory=partial(StaleJudge, "ignore"))
     sign: SignManifest | None = None
     origin: Callable[[Provenance], Provenance] = lambda known: known
 
@@ -143,8 +143,7 @@ def commit_all(
             shown, prepared.replicas, generation=prepared.generation, step=prepared.request.step
         )
     found = [report.trained for report in reports]
-    if terms.stale is not None:
-        terms.stale.judge(found, prepared.trained, generation=prepared.generation, step=prepared.request.step)
+    terms.stale.judge(found, prepared.trained, generation=prepared.generation, step=prepared.request.step)
     memory.take(reports)
     working, request = prepared.working, prepared.request
     files = [entry for report in reports for entry in report.entries()]
@@ -184,8 +183,7 @@ def commit_all(
         if error.in_doubt or not (hint := _apart([report.place for report in reports], storage.num_disks)):
             raise
         raise error.retold(f"{error}. {hint}") from error
-    if terms.stale is not None:
-        terms.stale.committed(found, generation=prepared.generation, step=request.step)
+    terms.stale.committed()
     return info
 
 

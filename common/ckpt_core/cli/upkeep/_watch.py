@@ -9,7 +9,6 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import Any
 
 from ckpt_core.cli._outcome import Outcome, metrics_text
 from ckpt_core.disclosure import printable, public_url
@@ -18,49 +17,37 @@ from ckpt_core.watching import PinnedCheckpoint, annotate, watch
 
 
 def run(arguments: Namespace) -> Outcome:
-    words = shlex.split(arguments.exec or "")
+    words, root, given = shlex.split(arguments.exec or ""), public_url(arguments.root), vars(arguments)
     if arguments.exec is not None and (not words or shutil.which(words[0]) is None):
         raise ConfigError(f"--exec names no program: {arguments.exec!r}")
-    seen: list[dict[str, Any]] = []
-    for found in watch(
-        arguments.root,
-        after=arguments.after,
-        each=arguments.each,
-        poll=arguments.poll,
-        timeout=arguments.timeout,
-        storage_options=arguments.storage_options,
-    ):
+    options = {name: given[name] for name in ("after", "each", "poll", "timeout", "storage_options")}
+    seen = list[dict[str, str | int | None]]()
+    for found in watch(arguments.root, **options):
         code = _execute(words, found) if words else None
         seen.append({"step": found.step, "name": found.info.name, "path": found.path, "exit_code": code})
         if not arguments.json:
-            ended = "" if code is None else f"  exit code {code}"
-            sys.stdout.write(f"{printable(found.path)}{ended}\n")
+            sys.stdout.write(printable(found.path) + (f"  exit code {code}\n" if words else "\n"))
             sys.stdout.flush()
         if code and arguments.fail_fast:
             break
     if not seen:
-        raise CheckpointNotFoundError(
-            f"{public_url(arguments.root)}: no checkpoint came within {arguments.timeout:g} s"
-        )
+        raise CheckpointNotFoundError(f"{root}: no checkpoint came within {arguments.timeout:g} s")
     failed = any(each["exit_code"] for each in seen)
-    return Outcome(fields={"root": public_url(arguments.root), "checkpoints": seen}, exit_code=int(failed))
+    return Outcome(fields={"root": root, "checkpoints": seen}, exit_code=int(failed))
 
 
 def _execute(words: Sequence[str], found: PinnedCheckpoint) -> int:
     """Run the command without a shell; return its exit code, 128 + n for signal n."""
-    values = {"{path}": found.path, "{step}": str(found.step)}
-    command = list(words)
-    for name, value in values.items():
-        command = [word.replace(name, value) for word in command]
-    variables = {**os.environ, "CKPT_PATH": found.path, "CKPT_STEP": str(found.step)}
+    step = str(found.step)
+    command = [word.replace("{path}", found.path).replace("{step}", step) for word in words]
+    variables = {**os.environ, "CKPT_PATH": found.path, "CKPT_STEP": step}
     code = subprocess.run(command, env=variables, check=False).returncode  # noqa: S603 - the user's own
     return code if code >= 0 else 128 - code
 
 
 def write_back(arguments: Namespace) -> Outcome:
-    metrics = dict(map(_metric, arguments.metric))
+    metrics, place = dict(map(_metric, arguments.metric)), public_url(arguments.checkpoint)
     annotate(arguments.checkpoint, metrics, storage_options=arguments.storage_options)
-    place = public_url(arguments.checkpoint)
     return Outcome(
         fields={"checkpoint": place, "metrics": metrics}, parts=[f"{place}: {metrics_text(metrics)}"]
     )
