@@ -26,7 +26,7 @@ from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Sink
 from ckpt_core.tiers.uploading import SaveNumber
 from ckpt_core.types import CapturedState, CheckpointInfo, SavedState
-from ckpt_core.validation import location, require
+from ckpt_core.validation import location, one_of, require
 from ckpt_core.vocabulary import instead_of
 
 _logger = logger_of(__name__)
@@ -72,6 +72,10 @@ class CheckpointManager:
             raise ConfigError(f"give options= or single options, not both: {', '.join(sorted(overrides))}")
         self._pid = os.getpid()
         self.options = options if options is not None else CheckpointOptions.from_mapping(overrides)
+        if exports := self.options.exports:
+            from ckpt_core.convert import SINKS
+
+            require("export", *(one_of("to", each.to, SINKS) for each in exports))
         parts = Assembly.of(root, self.options, coordinator, sinks=sinks, listen=listen, exporter=_EXPORTER)
         self.storage = parts.job.storage
         self._coordinator = parts.job.coordinator

@@ -9,9 +9,11 @@ from typing import Any
 
 import lightning as pl
 import pytest
+import torch
 from lightning.fabric import Fabric
 from torch import nn
 from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
 
 import accelerate_ckpt
 from ckpt_core import CheckpointManager, CheckpointOptions, ConfigError, Export
@@ -20,7 +22,8 @@ from ckpt_core.tiers import read_exports
 from lightning_ckpt import ShardedCheckpoint, ShardedCheckpointIO, setup_fabric
 from tests.adapters.accelerate_jobs import Job, accelerator, prepared, step
 from tests.adapters.test_contents_in_hosts import ROWS, Tuned
-from tests.adapters.trainer_jobs import TrainerJob, run
+from tests.adapters.trainer_jobs import TrainerJob, run, trainer
+from tests.support.hub import running_hub
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("fresh_accelerate")]
 
@@ -127,6 +130,27 @@ def test_a_trainer_exports_its_best_by_its_own_metric(tmp_path: Path) -> None:
         )
     )
     assert exported(tmp_path / "place")
+
+
+def test_what_a_trainer_exports_to_the_hub_is_what_transformers_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckpt_core.manager._EXPORTER", "ckpt_core.convert:export")
+    with running_hub() as hub:
+        options = {"endpoint": hub.url, "token": False}
+        on_hub = {"place": "hf://user/repo/w", "when": {"every": 1}, "keep": 1, "storage_options": options}
+        job = TrainerJob(root=str(tmp_path / "run"), steps=6, options={"export": export(tmp_path, **on_hub)})
+        made = trainer(job)
+        made.train()
+        accelerate_ckpt.disable_trainer(made)
+    names = ("config.json", "generation_config.json", "model.safetensors")
+    assert sorted(hub.files) == ["w/exports.json", *(f"w/step-000000006/{name}" for name in names)]
+    for name in names:
+        (tmp_path / name).write_bytes(hub.files[f"w/step-000000006/{name}"])
+    state = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert {value.dtype for value in state.values()} == {torch.bfloat16}
+    for name, value in made.model.state_dict().items():
+        assert torch.equal(value.to(torch.bfloat16), state[name])
 
 
 def test_an_export_needs_a_root_of_the_run(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A rank of a job that exports at its end."""
+"""Jobs that export, by a writer of the tests."""
 
 from __future__ import annotations
 
@@ -10,16 +10,28 @@ from pathlib import Path
 
 import torch
 
+import ckpt_core.manager
 from ckpt_core import CheckpointManager, Export
 from ckpt_core.storage import LocalStorage
 from ckpt_core.tiers import read_exports
 
+_WRITER = "tests.guarantees.export_writers:write"
+
+
+def dies(home: str) -> None:
+    """Save, and die while that is exported."""
+    ckpt_core.manager._EXPORTER = _WRITER
+    export = Export(to="hf", place=Path(home, "place"), when={"every": 1})
+    manager = CheckpointManager(Path(home, "root"), export=export)
+    manager.save(1, {"w0": torch.ones(100)}).result(60)
+    while not Path(home, "say", "begun").exists():
+        threading.Event().wait(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
 
 def job(home: str, victim: int | None) -> tuple[list[str], list[str]]:
     """A rank that saves and ends; return what is exported when it has ended, and what it was told."""
-    import ckpt_core.manager
-
-    ckpt_core.manager._EXPORTER = "tests.guarantees.export_writers:write"
+    ckpt_core.manager._EXPORTER = _WRITER
     told: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]

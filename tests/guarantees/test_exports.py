@@ -7,7 +7,6 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -21,7 +20,7 @@ from ckpt_core.commit import Catalog
 from ckpt_core.storage import LocalStorage, MemoryStorage
 from ckpt_core.telemetry import InMemorySink
 from ckpt_core.tiers import read_exports
-from tests.guarantees.export_jobs import job
+from tests.guarantees.export_jobs import dies, job
 from tests.kit.ranks import run_ranks
 
 pytestmark = [
@@ -259,24 +258,11 @@ def test_after_an_exception_nothing_is_waited_for(run):
     assert run.steps == []
 
 
-_JOB = """
-import sys, time, torch
-import ckpt_core.manager
-ckpt_core.manager._EXPORTER = "tests.guarantees.export_writers:write"
-from ckpt_core import CheckpointManager, Export
-manager = CheckpointManager(sys.argv[1], export=Export(to="hf", place=sys.argv[2], when={"every": 1}))
-manager.save(1, {"w": torch.ones(100)}).result()
-time.sleep(600)
-"""
-
-
+@pytest.mark.distributed
 def test_the_process_ends_with_a_killed_job_and_the_next_run_exports_what_was_due_once(run):
     run.hold.touch()
-    with subprocess.Popen([sys.executable, "-c", _JOB, run.root, run.place]) as job:
-        try:
-            pid = run.await_begun(1)
-        finally:
-            job.kill()
+    run_ranks(dies, 1, str(run.root.parent), timeout_seconds=100, expect_death=[0])
+    pid = run.await_begun(1)
     until = time.monotonic() + 30
     while psutil.pid_exists(pid):
         assert time.monotonic() < until, "the process has outlived its parent"
@@ -285,7 +271,7 @@ def test_the_process_ends_with_a_killed_job_and_the_next_run_exports_what_was_du
     run.hold.unlink()
     for _ in range(2):
         with run.manager(when={"every": 1}) as manager:
-            manager.resume({"w": torch.zeros(100)})
+            manager.resume({"w0": torch.zeros(100)})
     assert run.steps == [1]
     assert run.begun == ["step-000000001"] * 2
 

@@ -35,6 +35,7 @@ from ckpt_core.errors import (
     RootBusyError,
 )
 from ckpt_core.loading import LocatedTensor
+from ckpt_core.names import export_draft
 from ckpt_core.options import bytes_text
 from ckpt_core.storage import Lock, Storage, is_full, read_small
 
@@ -169,7 +170,7 @@ class _OutPlace:
         self._directory = directory
         self._paths = [file.path for file in files]
         parent, _, name = directory.rpartition("/")
-        draft = f"{parent}/.{name}.export~" if parent else f".{name}.export~"
+        draft = "/".join(filter(None, (parent, export_draft(name))))
         self._home = draft if target.supports_rename else directory
         self._lock: Lock | None = None
 
