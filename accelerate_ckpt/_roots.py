@@ -327,7 +327,7 @@ class Roots:
         if names and self._automatic_root() is None:
             what = f"{names[0]}= is for the checkpoints of one root"
             raise ConfigError(f"{what}, and {root} is none: {_NO_ROOT}")
-        return replace(self._options, **dict.fromkeys(_OF_ONE_ROOT))
+        return replace(self._options, upload=None, export=None, init_from=None)
 
 
 def _next_number(manager: CheckpointManager) -> int:

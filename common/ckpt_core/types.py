@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 StateDict: TypeAlias = Mapping[str, Any]
 """Nested mapping whose leaves are tensors (of any kind DCP accepts) or plain Python values."""
