@@ -74,6 +74,16 @@ def load(root: str, folder: str, groups: int) -> int:
     return sum(each.bytes_read for each in engines)
 
 
+def begin(root: str, folder: str) -> None:
+    model = Model()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    state = TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters()))
+    with CheckpointManager(root, init_from=folder) as checkpoints:
+        assert checkpoints.resume(state) is None
+        assert torch.equal(model.layers[0].weight.full_tensor(), value("layers.0.weight"))
+        checkpoints.save(1, state)
+
+
 def refuse(root: str, folder: str) -> str:
     model = Model()
     mesh = init_device_mesh("cpu", (2,))
@@ -100,6 +110,10 @@ def test_a_folder_is_read_once_by_all_ranks_together(tmp_path, folder, ranks, gr
     asked = run_ranks(load, ranks, str(tmp_path / "run"), str(folder), groups)
     size = sum(path.stat().st_size for path in folder.iterdir())
     assert sum(asked) <= 1.05 * size
+
+
+def test_a_run_of_ranks_begins_with_a_folder(tmp_path, folder):
+    run_ranks(begin, 2, str(tmp_path / "run"), str(folder))
 
 
 def test_a_missing_shard_is_one_error_on_every_rank(tmp_path, folder):

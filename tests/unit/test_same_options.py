@@ -60,6 +60,7 @@ MUST_BE_THE_SAME: dict[str, Any] = {
     "deadline_seconds": 77.5,
     "journal": False,
     "on_exception": "save",
+    "init_from": "/weights",
 }
 MAY_DIFFER: dict[str, Any] = {
     "staging_memory": "1 GiB",

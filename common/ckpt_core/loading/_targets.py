@@ -222,7 +222,11 @@ class PartLoad:
     def leave_tied(self) -> None:
         """Exclude tensors that the checkpoint lacks, and that share memory with one that it has."""
         saved = self._metadata.state_dict_metadata
-        own = {key: _memory(value) for key, value in self.entries.items() if isinstance(value, torch.Tensor)}
+        own = {
+            key: _memory(value)
+            for key, value in self.entries.items()
+            if isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor)
+        }
         there = {memory for key, memory in own.items() if key in saved}
         self.leave([key for key, memory in own.items() if key not in saved and memory in there])
 

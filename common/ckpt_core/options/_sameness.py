@@ -15,6 +15,7 @@ from pathlib import PurePath
 from typing import Any, Final
 
 from ckpt_core.cadence import OnPreemption, SavePolicy
+from ckpt_core.disclosure import public_url
 from ckpt_core.options._options import CheckpointOptions
 from ckpt_core.options._uploads import Upload
 from ckpt_core.retention import RetentionPolicy
@@ -51,6 +52,8 @@ def _all_given(options: CheckpointOptions) -> dict[str, str]:
     # As they are used, not as they are written: "2 GiB" and 2147483648 are the same.
     found["headroom"] = text_of(options.free_headroom)
     found["verify"] = text_of(None if options.verify is None else options.verification)
+    initial = options.initial_weights  # whose storage options belong to one process
+    found["init_from"] = text_of(None if initial is None else (public_url(initial.place), initial))
     found["upload"] = " and ".join(upload.url for upload in options.uploads) or "None"
     found["export"] = " and ".join(map(text_of, options.exports)) or "None"
     for number, upload in enumerate(options.uploads):
