@@ -197,7 +197,7 @@ class FileFill:
         """Yield the ranges to verify; what has one checksum for all windows once, whole."""
         for each in ranges:
             payload = each.payload
-            if payload.crc32 is None and not payload.block_crcs and not is_ours:
+            if not (payload.has_checksum or is_ours):
                 continue  # what others wrote may have none
             if payload.block_crcs or payload.size_bytes <= REQUEST_BYTES:
                 yield each

@@ -130,11 +130,11 @@ def open_source(
     if ours:
         raise ConfigError(f"{shown} is a checkpoint or a run of ours: copy it, `ckpt cp {shown} ROOT`")
     _, files, parts = open_parts(storage, directory, allow_pickle=True, file=file)
-    layout = files.layout
-    known = step if step is not None or layout is None else layout.step
+    first = next(iter(parts.values()))
+    known = first.step if step is None else step
     if known is None or known < 0:
         raise ConfigError(f"{shown} does not say at which step it was saved: give its number, --step N")
-    kind = "a checkpoint of DCP" if layout is None else layout.kind
+    kind = first.kind or "a checkpoint of DCP"
     return ImportSource(url=shown, kind=kind, state=WholeState.of(files, parts), step=known)
 
 

@@ -274,7 +274,7 @@ def open_parts(
     else:
         names = [] if file else _parts(storage, directory)
     if not names and (layout := recognise(storage, directory, file)) is not None:
-        files.layout = layout
+        files.inside = layout.files
         return manifest, files, {"": _foreign(storage, files, layout)}
     if not names:
         raise CheckpointNotFoundError(

@@ -14,7 +14,6 @@ from ckpt_core.formats.checksums import Checksum, combine_crc32, crc32, crc32_te
 from ckpt_core.formats.chunks import ChunkTable, FileChunks
 from ckpt_core.names import chunks_name, data_rank, is_own_file
 from ckpt_core.reading import Payload, RangeRead
-from ckpt_core.sources import Layout
 from ckpt_core.storage import (
     BIGGEST_SMALL_FILE,
     ForeignFileError,
@@ -38,11 +37,11 @@ class CommittedFiles:
     """The files of one checkpoint directory, read whole.
 
     Attributes:
-        layout: what others wrote there, once that is known; small files of ours may be inside.
+        inside: small files that are not in the directory, but inside one of others.
     """
 
     def __init__(self, storage: Storage, directory: str, manifest: Manifest | None) -> None:
-        self.layout: Layout | None = None
+        self.inside: Mapping[str, bytes] = {}
         self._storage = storage
         self.directory = directory
         self._manifest = manifest
@@ -60,10 +59,6 @@ class CommittedFiles:
     def is_ours(self) -> bool:
         """Whether there is a manifest."""
         return self._manifest is not None
-
-    @property
-    def _inside(self) -> Mapping[str, bytes]:
-        return {} if self.layout is None else self.layout.files
 
     @property
     def paths(self) -> Iterable[str]:
@@ -89,7 +84,7 @@ class CommittedFiles:
         """Return whether the checkpoint has that file; an uncommitted one does not count."""
         if self.is_ours:
             return path in self._entries
-        return path in self._inside or self._storage.exists(f"{self.directory}/{path}")
+        return path in self.inside or self._storage.exists(f"{self.directory}/{path}")
 
     def size(self, path: str) -> int:
         """Return the committed size of a file; without a manifest, its actual size."""
@@ -104,8 +99,8 @@ class CommittedFiles:
 
     def read(self, path: str) -> bytes:
         """Read a file, or else its twin, and compare it with the manifest."""
-        if path in self._inside:
-            return self._inside[path]
+        if path in self.inside:
+            return self.inside[path]
         return self.whole_of(path, lambda found: self._read(found, path))
 
     def whole_of(self, path: str, read: Callable[[str], T]) -> T:
