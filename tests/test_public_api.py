@@ -56,7 +56,7 @@ def test_the_names_users_meet_are_these() -> None:
             "Continuous",
         ),
         *("RetentionPolicy", "KeepLatest", "KeepEvery", "KeepEverySeconds", "KeepBest", "KeepFor"),
-        *("KeepSteps", "KeepThinned", "KeepWithin", "KeepAll", "__version__"),
+        *("KeepSteps", "KeepThinned", "KeepWithin", "KeepAll", "__version__", "export", "ExportSummary"),
         *(
             "CheckpointError",
             "ConfigError",

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         Optimal,
         SavePolicy,
     )
-    from ckpt_core.convert import import_checkpoint
+    from ckpt_core.convert import ExportSummary, export, import_checkpoint
     from ckpt_core.errors import (
         ArchivedError,
         CheckpointError,
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "cadence": "AtSteps Continuous EveryEpochs EveryFraction EverySeconds EverySteps EveryTokens "
     "MaxOverhead OnPreemption Optimal SavePolicy",
-    "convert": "import_checkpoint",
+    "convert": "ExportSummary export import_checkpoint",
     "errors": "ArchivedError CheckpointError CheckpointExistsError CheckpointNotFoundError ConfigError "
     "CoordinationError CorruptCheckpointError DeadlineError IncompatibleCheckpointError LoadError "
     "NoRoomError RootBusyError SaveError StagingMemoryError UnsafeCheckpointError UntrustedCheckpointError "
@@ -103,6 +103,7 @@ __all__ = [
     "EverySteps",
     "EveryTokens",
     "Export",
+    "ExportSummary",
     "IncompatibleCheckpointError",
     "KeepAll",
     "KeepBest",
@@ -132,6 +133,7 @@ __all__ = [
     "UploadError",
     "__version__",
     "annotate",
+    "export",
     "import_checkpoint",
     "watch",
 ]

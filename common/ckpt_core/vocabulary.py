@@ -73,11 +73,7 @@ COMMANDS: Final = {
     **dict.fromkeys(("copy", "mv", "sync", "download", "pull"), "use `ckpt cp SRC DST`"),
     **dict.fromkeys(("push",), "use `ckpt upload ROOT --to URL`"),
     **dict.fromkeys(("compare",), "use `ckpt diff CHECKPOINT CHECKPOINT`"),
-    **dict.fromkeys(
-        ("export", "convert", "merge"),
-        "not yet; torch writes one file of all tensors of a CHECKPOINT, by its path: "
-        "torch.distributed.checkpoint.format_utils.dcp_to_torch_save(CHECKPOINT, FILE)",
-    ),
+    **dict.fromkeys(("convert", "merge"), "use `ckpt export CHECKPOINT OUT --to hf`"),
 }
 """Command that users guess -> the one to use."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeAlias, final
 
 from ckpt_core._version import __version__
-from ckpt_core.cli import _completion, _cp, _import, _plan
+from ckpt_core.cli import _completion, _cp, _export, _import, _plan
 from ckpt_core.cli._arguments import OPTIONS_VARIABLE, ROOT_OR_CHECKPOINT, Commands
 from ckpt_core.cli._outcome import Outcome
 from ckpt_core.cli.inspection import _diff, _du, _ls, _report, _show
@@ -68,6 +68,11 @@ _SHARED: Final = (
 _ROOT: Final = _one("root", "ROOT", "path or URL of a run")
 _CHECKPOINT: Final = _one("checkpoint", "CHECKPOINT", "ROOT@STEP, or the path or URL of a checkpoint")
 _PLACE: Final = ("place", ROOT_OR_CHECKPOINT)
+_OTHER_OPTIONS: Final = _many(
+    "--to-storage-option",
+    "KEY=VALUE",
+    "option of the filesystem behind the target, if others than for SRC are needed; may be repeated",
+)
 _OF_COPIES: Final = (
     _one("--bandwidth", "RATE", 'the most bytes per second to send, such as "100 MB/s"'),
     _flag(
@@ -136,11 +141,7 @@ _COPYING: Final[Sequence[_Addable]] = (
             ),
             _one("target", "DST", "path or URL of the root to copy to"),
             _flag("--all", "of a root also the abandoned checkpoints"),
-            _many(
-                "--to-storage-option",
-                "KEY=VALUE",
-                "option of the filesystem behind DST, if others than for SRC are needed; may be repeated",
-            ),
+            _OTHER_OPTIONS,
             _flag("--mixed", "copy into a root that holds another run; nothing resumes there"),
             *_OF_COPIES,
         ),
@@ -173,6 +174,32 @@ _COPYING: Final[Sequence[_Addable]] = (
         ),
         "Uploads what was due for a place and is not there, and the newest. Verified and "
         "resumable as `cp`. A live job uploads by itself.",
+    ),
+    _Command(
+        "export",
+        _export.run,
+        "write weights as Hugging Face and others read them",
+        (
+            _one(
+                "place",
+                "SRC",
+                "ROOT@STEP, a CHECKPOINT, a ROOT (its newest), or a folder or file that others wrote",
+            ),
+            _one("target", "OUT", "path or URL to write: a name that is free, or an empty directory"),
+            _one("--to", "FORMAT", "the format: hf, a folder that from_pretrained reads", default="hf"),
+            _one("--step", None, "export this step of the root", type=int),
+            _one("--like", "DIR", "folder with config.json and tokenizer; for adapters, with their base"),
+            _one("--dtype", None, "of all floating weights: bf16, fp16 or fp32"),
+            _flag("--merge-adapters", "write the model with the adapters of PEFT in it"),
+            _flag("--adapters", "write the adapters of PEFT alone, as PeftModel.from_pretrained reads them"),
+            _many("--include", "PATTERN", "only tensors of such names, e.g. 'model.*'; may be repeated"),
+            _one("--ema", "NAME", "the item that holds the weights, e.g. averaged ones"),
+            _one("--shard-size", "SIZE", "of the files of weights (5 GB)", default="5 GB"),
+            _OTHER_OPTIONS,
+        ),
+        "Writes a checkpoint in a format of others, in bounded memory. What has checksums is "
+        "verified on the way; OUT holds all of it in the end, or nothing. After an interruption the same "
+        "command continues.",
     ),
 )
 _KEEPING: Final[Sequence[_Addable]] = (

@@ -285,7 +285,7 @@ def _copy_all(
         return results
     _refuse_without_room(target, [info for _, info in todo])
     what, total = f"copying to {target.url}", sum(info.size_bytes for _, info in todo)
-    with claim() as lease, _interruptible() as stop, ProgressLine(what, total, plain=True) as line:
+    with claim() as lease, interruptible() as stop, ProgressLine(what, total, plain=True) as line:
         for result in results if target.supports_rename else ():
             abandon(target, working_name(target, result.info.name, result.info.save_id))
         terms = CopyTerms(pace=pace, progress=line.add, stop=stop)
@@ -447,7 +447,7 @@ def _fields(each: _CopyResult) -> dict[str, Any]:
 
 
 @contextmanager
-def _interruptible() -> Generator[Callable[[], None]]:
+def interruptible() -> Generator[Callable[[], None]]:
     """Let Ctrl-C end the threads of a copy, too; yields what they call."""
     interrupted = threading.Event()
 

@@ -182,7 +182,7 @@ class FileFill:
             engine, ranges = self._engines[key], [each for read in reads for each in read.ranges()]
             twin_of = files.twin if files.has_twins else None
             failures = engine.verify(
-                self._unverified(ranges, is_ours=files.is_ours), twin_of=twin_of, on_arrival=True
+                self._unverified(ranges), twin_of=twin_of, on_arrival=True
             )
             if failures := files.without_mended(failures):
                 more = f" and {len(failures) - 1} more" if len(failures) > 1 else ""
@@ -193,13 +193,11 @@ class FileFill:
             act()
         self._then.clear()
 
-    def _unverified(self, ranges: Sequence[RangeRead], *, is_ours: bool) -> Iterator[RangeRead]:
+    def _unverified(self, ranges: Sequence[RangeRead]) -> Iterator[RangeRead]:
         """Yield the ranges to verify; what has one checksum for all windows once, whole."""
         for each in ranges:
             payload = each.payload
-            if not (payload.has_checksum or is_ours):
-                continue  # what others wrote may have none
-            if payload.block_crcs or payload.size_bytes <= REQUEST_BYTES:
+            if payload.block_crcs or (payload.crc32 is not None and payload.size_bytes <= REQUEST_BYTES):
                 yield each
             elif payload.crc32 is not None and (payload.path, payload.offset) not in self._verified:
                 self._verified.add((payload.path, payload.offset))

@@ -1,0 +1,59 @@
+"""`export`: a checkpoint in a format of others."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from dataclasses import asdict
+
+from ckpt_core.cli._arguments import is_local, options_for, step_in, storage_options
+from ckpt_core.cli._cp import interruptible
+from ckpt_core.cli._outcome import Outcome
+from ckpt_core.cli._progress_line import ProgressLine
+from ckpt_core.errors import ConfigError
+from ckpt_core.options import bytes_text, parse_size
+
+
+def run(arguments: Namespace) -> Outcome:
+    """Export, with a line of progress."""
+    from ckpt_core.convert import export
+
+    if arguments.adapters and arguments.merge_adapters:
+        raise ConfigError("--adapters writes them alone, --merge-adapters the model with them: give one")
+    kept = "keep" if arguments.adapters else None
+    place, step = arguments.place, arguments.step
+    if step is None and (found := step_in(place)) and not (is_local(place) and os.path.lexists(place)):
+        place, step = found
+    given = options_for(arguments.target, arguments)
+    if arguments.to_storage_option and not is_local(arguments.target):
+        given = storage_options(arguments.to_storage_option, "")
+    with interruptible() as stop, ProgressLine("exporting", 0, plain=True) as line:
+
+        def progress(size_bytes: int) -> None:
+            stop()
+            line.add(size_bytes)
+
+        summary = export(
+            place,
+            arguments.target,
+            to=arguments.to,
+            step=step,
+            like=arguments.like,
+            dtype=arguments.dtype,
+            adapters="merge" if arguments.merge_adapters else kept,
+            include=arguments.include,
+            ema=arguments.ema,
+            shard_bytes=parse_size("--shard-size", arguments.shard_size) or 0,
+            storage_options=options_for(place, arguments),
+            out_storage_options=given,
+            progress=progress,
+            expect=line.expect,
+        )
+    step_text = "" if summary.step is None else f", step {summary.step}"
+    return Outcome(
+        fields=asdict(summary),
+        parts=[
+            f"{summary.url}: {len(summary.files)} files, {bytes_text(summary.size_bytes)}, of "
+            f"{summary.source}{step_text}"
+        ],
+    )
