@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias, final
 
 import torch
 
 from ckpt_core.commit import Catalog, Occupant, content_of
+from ckpt_core.convert._averaging import averaged
 from ckpt_core.convert._conversion import Adapters, Conversion, ExportOptions, Place
 from ckpt_core.convert._fill import size_of
 from ckpt_core.convert._huggingface import hugging_face
 from ckpt_core.convert._output import write
+from ckpt_core.convert._whole_state import lightning, stock_dcp, torch_save
 from ckpt_core.coordination import Coordinator
 from ckpt_core.disclosure import public_url
 from ckpt_core.errors import CheckpointNotFoundError, ConfigError
@@ -21,7 +23,12 @@ from ckpt_core.names import can_count
 from ckpt_core.storage import Storage, open_around, open_storage
 from ckpt_core.validation import integer, one_of, require
 
-SINKS: Final[Mapping[str, Callable[[Place, ExportOptions], Conversion]]] = {"hf": hugging_face}
+SINKS: Final[Mapping[str, Callable[[Place, ExportOptions], Conversion]]] = {
+    "hf": hugging_face,
+    "torch": torch_save,
+    "lightning": lightning,
+    "dcp": stock_dcp,
+}
 """The formats by name: each lays out files, which one engine fills."""
 _DTYPES: Final = {
     "bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16,
@@ -66,6 +73,8 @@ def export(  # noqa: PLR0913 - what the command line has
     include: Sequence[str] = (),
     ema: str | None = None,
     shard_bytes: int = 5_000_000_000,
+    average: int | None = None,
+    decay: float | None = None,
     storage_options: Mapping[str, Any] | None = None,
     out_storage_options: Mapping[str, Any] | None = None,
     coordinator: Coordinator | None = None,
@@ -82,7 +91,8 @@ def export(  # noqa: PLR0913 - what the command line has
     Args:
         place: path or URL of a run, of a checkpoint, or of a folder or file that others wrote.
         out: path or URL to write: a name that is free, or an empty directory.
-        to: the format: `hf` for a folder that `from_pretrained` reads.
+        to: the format: `hf` for a folder that `from_pretrained` reads; `torch` for one file of `torch.save`,
+            `lightning` for a `.ckpt`, `dcp` for a directory of stock DCP, each with the whole state.
         step: of the run; None for the newest that is not marked.
         like: a folder with `config.json` and tokenizer, and for adapters with their base; None for what the
             host saved in the checkpoint.
@@ -91,6 +101,8 @@ def export(  # noqa: PLR0913 - what the command line has
         include: patterns of names of tensors, as by `fnmatch`; all if empty.
         ema: dotted name of the item that holds the weights, such as averaged ones; None for the model.
         shard_bytes: size of the files of weights.
+        average: how many checkpoints to average, up to this one; None for none. See `averaged`.
+        decay: of an exponential average, between 0 and 1; None for the mean.
         storage_options: for URLs; see `CheckpointManager`.
         out_storage_options: for `out`, if others are needed there.
         coordinator: of the ranks that each write a share of the files; None for this process alone.
@@ -112,6 +124,8 @@ def export(  # noqa: PLR0913 - what the command line has
         None if dtype is None else one_of("dtype", dtype, _DTYPES),
         None if adapters is None else one_of("adapters", adapters, ("keep", "merge")),
         integer("shard_bytes", shard_bytes, minimum=1),
+        None if average is None else integer("average", average, minimum=2),
+        None if decay is None or (average and 0 < decay < 1) else "decay is between 0 and 1, with average=",
         "include must be a list of patterns, not a text" if isinstance(include, str) else None,
     )
     source = _found(place, step, storage_options)
@@ -125,6 +139,9 @@ def export(  # noqa: PLR0913 - what the command line has
         shard_bytes=shard_bytes,
     )
     found = SINKS[to](source, chosen)
+    if average is not None:
+        plain = replace(chosen, dtype=None)
+        found = averaged([SINKS[to](one, plain) for one in _before(source, average)], found, decay)
     size = sum(size_of(piece, found.tensors) for file in found.files for piece in file.pieces)
     expect(size)
     write(found.tensors, found.files, storage, directory, coordinator=coordinator, progress=progress)
@@ -156,6 +173,19 @@ def _found(place: _Path, step: int | None, options: Mapping[str, Any] | None) ->
         if (newest := Catalog(run).latest()) is not None:
             return run, newest.name, ""
     return storage, directory, ""
+
+
+def _before(source: Place, most: int) -> list[Place]:
+    """Return the last checkpoints of a run up to one of them, the oldest first."""
+    storage, directory, _ = source
+    names = [info.name for info in Catalog(storage).committed() if info.usable]
+    last = names.index(directory) + 1 if directory in names else 0
+    if last < most:
+        raise ConfigError(
+            f"{storage.url} has {last} checkpoint(s) of the present lineage up to {directory} that can be "
+            f"used, which is fewer than the {most} to average; nothing was written"
+        )
+    return [(storage, name, "") for name in names[last - most : last]]
 
 
 def _target(place: _Path, options: Mapping[str, Any] | None) -> tuple[Storage, str]:

@@ -129,7 +129,7 @@ def open_source(
     ours = not file and (storage.exists(f"{directory}/{MARKER}") or _holds_ours(place, storage_options))
     if ours:
         raise ConfigError(f"{shown} is a checkpoint or a run of ours: copy it, `ckpt cp {shown} ROOT`")
-    _, files, parts = open_parts(storage, directory, allow_pickle=True, file=file)
+    _, files, parts = open_parts(storage, directory, file=file)
     first = next(iter(parts.values()))
     known = first.step if step is None else step
     if known is None or known < 0:

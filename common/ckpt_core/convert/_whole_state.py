@@ -9,17 +9,26 @@ from typing import Any, Final, Self, final
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
+from ckpt_core.convert._conversion import Conversion, ExportOptions, Place
 from ckpt_core.convert._files import OutFile, Wanted
 from ckpt_core.convert._torch_file import Leaf, dcp_files, torch_file
 from ckpt_core.dcp import load_value
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
-from ckpt_core.loading import CheckpointPart, CommittedFiles, LocatedTensor, located, values_beside
+from ckpt_core.loading import (
+    CheckpointPart,
+    CommittedFiles,
+    LocatedTensor,
+    located,
+    open_parts,
+    values_beside,
+)
 from ckpt_core.names import KEPT, SHARED, shared_rank
 from ckpt_core.sources import OURS, Path
 from ckpt_core.state import PICKLED, put
 from ckpt_core.types import matches_any
 
 _MODEL: Final = "model"
+_GROUPS: Final = "param_groups"
 _OF_LIGHTNING: Final = "lightning."
 """In front of the keys of Lightning's own dictionary in a checkpoint of ours."""
 _NOT_LIGHTNINGS: Final = frozenset({"positions", "prefetched", "training"})
@@ -54,6 +63,21 @@ class WholeState:
     include: Sequence[str] = ()
 
     @classmethod
+    def at(cls, source: Place, options: ExportOptions) -> Self:
+        """Open a checkpoint to export.
+
+        Raises:
+            ConfigError: an option is for weights alone.
+        """
+        others = {"like": options.like, "adapters": options.adapters, "ema": options.ema}
+        if given := [name for name, value in others.items() if value is not None]:
+            raise ConfigError(f"{', '.join(given)} concerns weights alone, and this writes a whole state")
+        storage, directory, file = source
+        manifest, files, parts = open_parts(storage, directory, file=file)
+        step = next(iter(parts.values())).step if manifest is None else manifest.step
+        return replace(cls.of(files, parts, step), dtype=options.dtype, include=options.include)
+
+    @classmethod
     def of(cls, files: CommittedFiles, parts: Mapping[str, CheckpointPart], step: int | None = None) -> Self:
         """Read the small values of an open checkpoint.
 
@@ -65,6 +89,10 @@ class WholeState:
         others = [path for path in files.paths if shared_rank(path) is not None]
         small = {name: files.read(name) for name in (SHARED, *others, *per_rank) if files.has(name)}
         return cls(url=files.url, parts=parts, shared=shared, per_rank=per_rank, small=small, step=step)
+
+    def conversion(self, files: Sequence[OutFile]) -> Conversion:
+        """Return files that hold it."""
+        return Conversion(files=files, tensors=located(self.parts), step=self.step)
 
     def entries(self, part: CheckpointPart) -> dict[str, tuple[Path, bytes]]:
         """Read the plain values of a part: key -> path, and bytes of `torch.save`."""
@@ -114,7 +142,7 @@ def _numbered(tree: Any) -> Any:
     """Return nested state with its optimizers in the form of torch, by number."""
     if not isinstance(tree, Mapping):
         return tree
-    if not isinstance(groups := tree.get("param_groups"), list):
+    if not isinstance(groups := tree.get(_GROUPS), list):
         return {key: _numbered(each) for key, each in tree.items()}
     names = [name for group in groups for name in group["params"]]
     number = {str(name): index for index, name in enumerate(names)}
@@ -124,36 +152,43 @@ def _numbered(tree: Any) -> Any:
         own = [number[str(name)] for name in group["params"]]
         named = {} if own == group["params"] else {"param_names": list(group["params"])}
         packed.append({**group, **named, "params": own})
-    return {**tree, "state": state, "param_groups": packed}
+    return {**tree, "state": state, _GROUPS: packed}
 
 
-def torch_files(state: WholeState, name: str) -> list[OutFile]:
+def torch_save(source: Place, options: ExportOptions) -> Conversion:
     """Lay out one file with every item of the state, as `torch.save` would write it.
 
     Optimizers are in the form of `torch.optim.Optimizer.state_dict`, with the names of their parameters as
     `param_names`. What the ranks have of their own is under `OURS`, with all else that a load by us needs; it
     refers to the same tensors.
+
+    Raises:
+        ConfigError: nothing is included.
+        UnsafeCheckpointError: a value can only be rebuilt by code.
     """
+    state = WholeState.at(source, options)
     tree = state.tree()
     shared = {key: value for key, value in state.shared.items() if matches_any((key,), state.include)}
     if not shared and not tree:
         raise ConfigError(f"nothing in {state.url} matches {', '.join(state.include)}")
-    return [torch_file(name, {**shared, **_numbered(tree), **state.ours(tree)})]
+    return state.conversion([torch_file("", {**shared, **_numbered(tree), **state.ours(tree)})])
 
 
-def lightning_files(state: WholeState, name: str) -> list[OutFile]:
+def lightning(source: Place, options: ExportOptions) -> Conversion:
     """Lay out the `.ckpt` that Lightning itself would have saved.
 
     Raises:
         IncompatibleCheckpointError: no Trainer of Lightning saved the checkpoint.
+        UnsafeCheckpointError: a value can only be rebuilt by code.
     """
+    state = WholeState.at(source, options)
     tree = state.tree()
     own = {
         key.removeprefix(_OF_LIGHTNING): _with_tensors(value, tree.get(_LARGE, {}))
         for key, value in state.shared.items()
         if key.startswith(_OF_LIGHTNING)
     }
-    if "loops" not in own or "model" not in tree:
+    if "loops" not in own or _MODEL not in tree:
         raise IncompatibleCheckpointError(
             f"{state.url} cannot become a .ckpt of Lightning: no Trainer saved it, so that it has neither "
             f"loops nor callbacks (it holds {', '.join(sorted({*tree, *state.shared}))}). Use --to torch for "
@@ -161,11 +196,11 @@ def lightning_files(state: WholeState, name: str) -> list[OutFile]:
         )
     optimizer = _numbered(tree.get("optimizer", {}))
     several = [] if not optimizer else [optimizer]
-    if several and "param_groups" not in optimizer:
+    if several and _GROUPS not in optimizer:
         several = [optimizer[number] for number in sorted(optimizer, key=int)]
     rest = {key: value for key, value in own.items() if key not in _NOT_LIGHTNINGS}
-    checkpoint = {"lr_schedulers": [], **rest, "state_dict": tree["model"], "optimizer_states": several}
-    return [torch_file(name, {**checkpoint, **state.ours(tree)})]
+    checkpoint = {"lr_schedulers": [], **rest, "state_dict": tree[_MODEL], "optimizer_states": several}
+    return state.conversion([torch_file("", {**checkpoint, **state.ours(tree)})])
 
 
 def _with_tensors(value: Any, tensors: Mapping[str, Any]) -> Any:
@@ -178,12 +213,13 @@ def _with_tensors(value: Any, tensors: Mapping[str, Any]) -> Any:
     )
 
 
-def stock_files(state: WholeState) -> list[OutFile]:
+def stock_dcp(source: Place, options: ExportOptions) -> Conversion:
     """Lay out directories of stock DCP, as many as the checkpoint has parts.
 
     Values that lie beside DCP's data, such as the states of schedulers and random numbers, stay in the files
     that they are in: stock DCP passes over them, and our loads read them.
     """
+    state = WholeState.at(source, options)
     files = [OutFile(path=name, pieces=[content]) for name, content in state.small.items()]
     for directory, part in state.parts.items():
         prefix = f"{directory}: " if directory else ""
@@ -191,4 +227,4 @@ def stock_files(state: WholeState) -> list[OutFile]:
         for file in dcp_files(leaves, state.entries(part)):
             path = f"{directory}/{file.path}" if directory else file.path
             files.append(replace(file, path=path))
-    return files
+    return state.conversion(files)

@@ -16,8 +16,7 @@ from ckpt_core import CheckpointManager, EverySteps
 from ckpt_core.cli import main
 from ckpt_core.commit import Catalog, Lease, verify
 from ckpt_core.comparison import compare
-from ckpt_core.convert import _importing, import_checkpoint, write
-from ckpt_core.convert._whole_state import WholeState, lightning_files, stock_files, torch_files
+from ckpt_core.convert import _importing, export, import_checkpoint
 from ckpt_core.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -27,7 +26,6 @@ from ckpt_core.errors import (
     NoRoomError,
     RootBusyError,
 )
-from ckpt_core.loading import located, open_parts
 from ckpt_core.storage import LocalStorage, Space, open_storage
 from ckpt_core.testing import Fault, FaultyStorage
 from ckpt_core.types import CapturedState
@@ -36,8 +34,6 @@ from tests.kit.faults import kill_process
 from tests.unit.convert.test_engine import bucket
 from tests.unit.convert.test_whole_state import Module, trainer
 from tests.unit.training import Run, assert_equal
-
-SINKS = {"torch": torch_files, "lightning": lightning_files, "dcp": lambda state, _: stock_files(state)}
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +47,6 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lightning.seed_everything(0)
     trainer(ShardedCheckpoint(root / "lightning", save=EverySteps(8))).fit(Module(hidden=6))
     return root
-
-
-def export(root: Path, kind: str, out: Path) -> None:
-    manifest, files, parts = open_parts(open_storage(str(root)), "step-000000008")
-    assert manifest is not None
-    state = WholeState.of(files, parts, manifest.step)
-    path = "" if kind != "dcp" else "unused"
-    write(located(parts), SINKS[kind](state, path), open_storage(str(out.parent)), out.name)
 
 
 def equal(one: Path, other: Path) -> bool:
@@ -77,7 +65,7 @@ def equal(one: Path, other: Path) -> bool:
     ],
 )
 def test_what_was_written_for_others_comes_back_identical(tmp_path, ours, host, kind):
-    export(ours / host, kind, tmp_path / "out")
+    export(ours / host, tmp_path / "out", to=kind, step=8)
     info = import_checkpoint(tmp_path / "out", tmp_path / "root", step=8 if kind == "dcp" else None)
     assert (info.step, info.name) == (8, "step-000000008")
     assert equal(ours / host, tmp_path / "root")
@@ -85,7 +73,7 @@ def test_what_was_written_for_others_comes_back_identical(tmp_path, ours, host, 
 
 
 def test_a_lightning_run_is_taken_over_from_what_came_back(tmp_path, ours):
-    export(ours / "lightning", "lightning", tmp_path / "x.ckpt")
+    export(ours / "lightning", tmp_path / "x.ckpt", to="lightning", step=8)
     import_checkpoint(tmp_path / "x.ckpt", tmp_path / "root")
     weights = []
     for root in (ours / "lightning", tmp_path / "root"):
@@ -98,7 +86,7 @@ def test_a_lightning_run_is_taken_over_from_what_came_back(tmp_path, ours):
 
 
 def test_a_plain_loop_resumes_from_its_torch_file_with_its_random_numbers(tmp_path, ours):
-    export(ours / "plain", "torch", tmp_path / "x.pt")
+    export(ours / "plain", tmp_path / "x.pt", to="torch", step=8)
     import_checkpoint(tmp_path / "x.pt", tmp_path / "root")
     losses = []
     for root in (ours / "plain", tmp_path / "root"):
@@ -141,10 +129,10 @@ def test_parts_come_back_as_parts_from_dcp_and_as_one_from_a_file(tmp_path):
     }
     with CheckpointManager(tmp_path / "ours") as manager:
         manager.save(8, CapturedState(sharded=parts, shared={"epoch": 2}))
-    export(tmp_path / "ours", "dcp", tmp_path / "dcp")
+    export(tmp_path / "ours", tmp_path / "dcp", to="dcp", step=8)
     import_checkpoint(tmp_path / "dcp", tmp_path / "root", step=8)
     assert equal(tmp_path / "ours", tmp_path / "root")
-    export(tmp_path / "ours", "torch", tmp_path / "x.pt")
+    export(tmp_path / "ours", tmp_path / "x.pt", to="torch", step=8)
     found = torch.load(tmp_path / "x.pt", weights_only=True)
     assert found.keys() == {"epoch", "n", "model", "model_1"}
     assert found["model_1"]["model"]["w"].equal(torch.zeros(2))
@@ -164,7 +152,7 @@ def test_a_bucket_gets_it_too_and_nothing_of_a_torn_one_counts(tmp_path):
 
 
 def test_several_steps_are_of_one_run_and_training_goes_on_from_the_last(tmp_path, ours):
-    export(ours / "plain", "torch", tmp_path / "x.pt")
+    export(ours / "plain", tmp_path / "x.pt", to="torch", step=8)
     for step in (3, 9, 5):
         import_checkpoint(tmp_path / "x.pt", tmp_path / "root", step=step)
     with pytest.raises(CheckpointExistsError, match="step 5 already"):
@@ -181,8 +169,8 @@ def test_several_steps_are_of_one_run_and_training_goes_on_from_the_last(tmp_pat
 
 def test_what_cannot_be_imported_is_refused_before_anything_is_written(tmp_path, ours, monkeypatch):
     root = tmp_path / "root"
-    export(ours / "plain", "dcp", tmp_path / "dcp")
-    export(ours / "plain", "torch", tmp_path / "x.pt")
+    export(ours / "plain", tmp_path / "dcp", to="dcp", step=8)
+    export(ours / "plain", tmp_path / "x.pt", to="torch", step=8)
     (tmp_path / "junk").mkdir()
     for place, error, text in (
         (ours / "plain", ConfigError, "ckpt cp"),
@@ -202,7 +190,7 @@ def test_what_cannot_be_imported_is_refused_before_anything_is_written(tmp_path,
 
 
 def test_damage_is_found_and_leaves_nothing(tmp_path, ours):
-    export(ours / "plain", "torch", tmp_path / "x.pt")
+    export(ours / "plain", tmp_path / "x.pt", to="torch", step=8)
     content = bytearray((tmp_path / "x.pt").read_bytes())
     weight = Run.make().model.frozen.weight.detach().numpy().tobytes()
     content[content.index(weight)] ^= 1

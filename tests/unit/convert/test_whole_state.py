@@ -19,21 +19,14 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ckpt_core import CheckpointManager, EverySteps
 from ckpt_core.commit import verify_stock
-from ckpt_core.convert import OutFile, Wanted
+from ckpt_core.convert import OutFile, Wanted, export
 from ckpt_core.convert._torch_file import Leaf, torch_file
-from ckpt_core.convert._whole_state import WholeState, lightning_files, stock_files, torch_files
 from ckpt_core.dcp import build_archive
-from ckpt_core.errors import IncompatibleCheckpointError
+from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.formats.zips import read_directory
-from ckpt_core.loading import located, open_parts
 from ckpt_core.storage import open_storage
 from lightning_ckpt import ShardedCheckpoint
 from tests.unit.training import Run, assert_equal
-
-
-def state_at(root: Path, name: str = "step-000000003") -> WholeState:
-    _, files, parts = open_parts(open_storage(str(root)), name)
-    return WholeState.of(files, parts)
 
 
 def write(files: Sequence[OutFile], tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
@@ -48,11 +41,6 @@ def write(files: Sequence[OutFile], tensors: Mapping[str, torch.Tensor], folder:
                 raw = piece if isinstance(piece, bytes) else piece.content(crcs)
             content += raw
         (folder / file.path).write_bytes(content)
-
-
-def write_out(files: Sequence[OutFile], state: WholeState, folder: Path) -> None:
-    tensors = {name: each.read(lambda _: None) for name, each in located(state.parts).items()}
-    write(files, tensors, folder)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +98,7 @@ def test_a_file_of_more_tensors_than_16_bits_count_is_whole():
 
 def test_one_file_has_every_key_and_gives_a_plain_loop_its_state_back(tmp_path, saved):
     run, root = saved
-    write_out(torch_files(state_at(root), "ckpt.pt"), state_at(root), tmp_path)
+    assert export(root, tmp_path / "ckpt.pt", to="torch").step == 3
     found = torch.load(tmp_path / "ckpt.pt", weights_only=True)
     assert found.keys() == {"model", "optimizer", "scheduler", "rng_seed", "ckpt_suite"}
     ours = found["ckpt_suite"]["state"]["model"]
@@ -131,7 +119,7 @@ def test_several_optimizers_and_one_kept_as_an_item_are_in_the_form_of_torch(tmp
     with CheckpointManager(tmp_path / "root") as manager:
         state = {"a": one.model, "b": two.model, "first": one.optimizer, "inner": {"second": two.optimizer}}
         manager.save(3, state)
-    write_out(torch_files(state_at(tmp_path / "root"), "x.pt"), state_at(tmp_path / "root"), tmp_path)
+    export(tmp_path / "root", tmp_path / "x.pt", to="torch")
     found = torch.load(tmp_path / "x.pt", weights_only=True)
     new = Run.make(3), Run.make(4)
     for each, model, optimizer in zip(new, "ab", (found["first"], found["inner"]["second"]), strict=True):
@@ -143,7 +131,7 @@ def test_several_optimizers_and_one_kept_as_an_item_are_in_the_form_of_torch(tmp
 
 def test_stock_dcp_and_our_load_read_what_was_written_for_dcp(tmp_path, saved):
     run, root = saved
-    write_out(stock_files(state_at(root)), state_at(root), tmp_path / "dcp")
+    export(root, tmp_path / "dcp", to="dcp")
     assert verify_stock(open_storage(str(tmp_path)), "dcp") == []
     target = {"model": Run.make(5).model.state_dict()}
     stock.load(target, checkpoint_id=tmp_path / "dcp", no_dist=True)
@@ -189,8 +177,7 @@ def test_stock_lightning_loads_its_checkpoint_and_continues_to_the_same_weights(
     lightning.seed_everything(0)
     module = Module(hidden=6)
     trainer(ShardedCheckpoint(tmp_path / "root", save=EverySteps(8))).fit(module)
-    state = state_at(tmp_path / "root", "step-000000008")
-    write_out(lightning_files(state, "x.ckpt"), state, tmp_path)
+    export(tmp_path / "root", tmp_path / "x.ckpt", to="lightning", step=8)
     found = torch.load(tmp_path / "x.ckpt", weights_only=True)
     assert found["large"].equal(torch.arange(40_000))
     assert (found["global_step"], found["hyper_parameters"]["hidden"]) == (8, 6)
@@ -201,6 +188,25 @@ def test_stock_lightning_loads_its_checkpoint_and_continues_to_the_same_weights(
     assert_equal(new.state_dict(), module.state_dict())
 
 
-def test_what_no_trainer_of_lightning_saved_is_refused_with_what_it_is(saved):
+def test_what_no_trainer_of_lightning_saved_is_refused_with_what_it_is(tmp_path, saved):
     with pytest.raises(IncompatibleCheckpointError, match="holds model, optimizer, rng_seed, scheduler"):
-        lightning_files(state_at(saved[1]), "x.ckpt")
+        export(saved[1], tmp_path / "x.ckpt", to="lightning")
+    with pytest.raises(ConfigError, match="adapters concerns weights alone"):
+        export(saved[1], tmp_path / "x.pt", to="torch", adapters="merge")
+    with pytest.raises(ConfigError, match=r"nothing in .* matches modell"):
+        export(saved[1], tmp_path / "x.pt", to="torch", include=["modell.*"])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+def test_a_part_may_be_written_and_weights_in_another_dtype(tmp_path, saved, to):
+    run, root = saved
+    export(root, tmp_path / "out", to=to, include=["model.*"], dtype="bf16")
+    if to == "dcp":
+        dcp_to_torch_save(tmp_path / "out", tmp_path / "x.pt")
+    found = torch.load(tmp_path / ("x.pt" if to == "dcp" else "out"), weights_only=True)
+    assert found.keys() == {"model"}
+    for name, each in run.model.state_dict().items():
+        expected = each.bfloat16() if each.is_floating_point() else each
+        assert found["model"][name].dtype == expected.dtype
+        assert found["model"][name].equal(expected)
