@@ -79,6 +79,25 @@ _OF_COPIES: Final = (
         "--take-over", "copy although writer.json names a job there, where no lock shows whether it is alive"
     ),
 )
+_OF_EXPORTS: Final = (
+    _one("place", "SRC", "ROOT@STEP, a CHECKPOINT, a ROOT (its newest), or what others wrote"),
+    _one("target", "OUT", "path or URL to write: a name that is free, or an empty directory"),
+    _one(
+        "--to",
+        "FORMAT",
+        "hf (the default), a folder that from_pretrained reads; or the whole state: torch, one file of "
+        "torch.save; lightning, a .ckpt; dcp, a directory of stock DCP",
+        default="hf",
+    ),
+    _one("--step", None, "of the root, instead of the newest", type=int),
+    _one("--like", "DIR", "folder with config.json and tokenizer; for adapters, with their base"),
+    _one("--dtype", None, "of all floating weights: bf16, fp16 or fp32"),
+    _flag("--merge-adapters", "write the model with the adapters of PEFT in it"),
+    _flag("--adapters", "write the adapters of PEFT alone, as PeftModel.from_pretrained reads them"),
+    _many("--include", "PATTERN", "only tensors of such names, e.g. 'model.*'; may be repeated"),
+    _one("--shard-size", "SIZE", "of the files of weights (5 GB)", default="5 GB"),
+    _OTHER_OPTIONS,
+)
 _LOOKING: Final[Sequence[_Addable]] = (
     _Command(
         "ls",
@@ -178,28 +197,23 @@ _COPYING: Final[Sequence[_Addable]] = (
     _Command(
         "export",
         _export.run,
-        "write weights as Hugging Face and others read them",
-        (
-            _one(
-                "place",
-                "SRC",
-                "ROOT@STEP, a CHECKPOINT, a ROOT (its newest), or a folder or file that others wrote",
-            ),
-            _one("target", "OUT", "path or URL to write: a name that is free, or an empty directory"),
-            _one("--to", "FORMAT", "the format: hf, a folder that from_pretrained reads", default="hf"),
-            _one("--step", None, "export this step of the root", type=int),
-            _one("--like", "DIR", "folder with config.json and tokenizer; for adapters, with their base"),
-            _one("--dtype", None, "of all floating weights: bf16, fp16 or fp32"),
-            _flag("--merge-adapters", "write the model with the adapters of PEFT in it"),
-            _flag("--adapters", "write the adapters of PEFT alone, as PeftModel.from_pretrained reads them"),
-            _many("--include", "PATTERN", "only tensors of such names, e.g. 'model.*'; may be repeated"),
-            _one("--ema", "NAME", "the item that holds the weights, e.g. averaged ones"),
-            _one("--shard-size", "SIZE", "of the files of weights (5 GB)", default="5 GB"),
-            _OTHER_OPTIONS,
-        ),
+        "write a checkpoint as Hugging Face, torch, Lightning or DCP read it",
+        (*_OF_EXPORTS, _one("--ema", "NAME", "the item that holds the weights, e.g. averaged ones")),
         "Writes a checkpoint in a format of others, in bounded memory. What has checksums is "
         "verified on the way; OUT holds all of it in the end, or nothing. After an interruption the same "
         "command continues.",
+    ),
+    _Command(
+        "average",
+        _export.average,
+        "export the average of the last checkpoints of a run",
+        (
+            *_OF_EXPORTS,
+            _one("--last", "N", "how many, up to the newest or to --step (5)", type=int, default=5),
+            _one("--ema", "DECAY", "exponential: what stays with each, e.g. 0.9", type=float, dest="decay"),
+        ),
+        "Averages the weights in fp32, from the oldest to the newest, window by window, and writes them as "
+        "`export` does. Everything else is the newest's.",
     ),
 )
 _KEEPING: Final[Sequence[_Addable]] = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from dataclasses import asdict
+from typing import Any
 
 from ckpt_core.cli._arguments import is_local, options_for, step_in, storage_options
 from ckpt_core.cli._cp import interruptible
@@ -15,6 +16,16 @@ from ckpt_core.options import bytes_text, parse_size
 
 
 def run(arguments: Namespace) -> Outcome:
+    """Export one checkpoint."""
+    return _exported(arguments, ema=arguments.ema)
+
+
+def average(arguments: Namespace) -> Outcome:
+    """Export the average of several."""
+    return _exported(arguments, average=arguments.last, decay=arguments.decay)
+
+
+def _exported(arguments: Namespace, **options: Any) -> Outcome:
     """Export, with a line of progress."""
     from ckpt_core.convert import export
 
@@ -42,12 +53,12 @@ def run(arguments: Namespace) -> Outcome:
             dtype=arguments.dtype,
             adapters="merge" if arguments.merge_adapters else kept,
             include=arguments.include,
-            ema=arguments.ema,
             shard_bytes=parse_size("--shard-size", arguments.shard_size) or 0,
             storage_options=options_for(place, arguments),
             out_storage_options=given,
             progress=progress,
             expect=line.expect,
+            **options,
         )
     step_text = "" if summary.step is None else f", step {summary.step}"
     return Outcome(

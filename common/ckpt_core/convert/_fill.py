@@ -181,9 +181,7 @@ class FileFill:
                 self._engines[key] = self._closing.enter_context(part.engine())
             engine, ranges = self._engines[key], [each for read in reads for each in read.ranges()]
             twin_of = files.twin if files.has_twins else None
-            failures = engine.verify(
-                self._unverified(ranges), twin_of=twin_of, on_arrival=True
-            )
+            failures = engine.verify(self._unverified(ranges), twin_of=twin_of, on_arrival=True)
             if failures := files.without_mended(failures):
                 more = f" and {len(failures) - 1} more" if len(failures) > 1 else ""
                 raise CorruptCheckpointError(f"{files.url}/{failures[0]}{more}", failures=tuple(failures))

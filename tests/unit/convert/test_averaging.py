@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ckpt_core import CheckpointManager, TrainState
+from ckpt_core.cli import main
 from ckpt_core.convert import _fill, export
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 
@@ -88,6 +91,28 @@ def test_the_state_of_optimizers_is_that_of_the_newest(tmp_path):
     assert found["model"]["weight"].equal((weights[0] + weights[1]) / 2)
     newest = optimizer.state_dict()["state"]
     assert all(found["optimizer"]["state"][0][key].equal(value) for key, value in newest[0].items())
+
+
+def test_any_format_and_the_command_get_the_average(tmp_path, capsys):
+    weights = [torch.randn(5, 3) for _ in range(3)]
+    save(tmp_path / "root", [{"model": {"w": each}} for each in weights])
+    for to, out in (("hf", "hf"), ("dcp", "dcp"), ("torch", "x.pt")):
+        command = ["average", str(tmp_path / "root"), "--last", "2", "--to", to, str(tmp_path / out)]
+        assert main(command) == 0
+    assert "step 3" in capsys.readouterr().out
+    expected = (weights[1] + weights[2]) / 2
+    assert load_file(tmp_path / "hf" / "model.safetensors")["w"].equal(expected)
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "y.pt")
+    for name in ("x.pt", "y.pt"):
+        assert torch.load(tmp_path / name, weights_only=True)["model"]["w"].equal(expected)
+    smooth = str(tmp_path / "smooth")
+    assert (
+        main(["average", str(tmp_path / "root"), smooth, "--ema", "0.5", "--last", "3", "--dtype", "bf16"])
+        == 0
+    )
+    total = weights[0] * 0.5 + weights[1] * 0.5
+    found = load_file(tmp_path / "smooth" / "model.safetensors")["w"]
+    assert found.equal((total * 0.5 + weights[2] * 0.5).bfloat16())
 
 
 @pytest.mark.parametrize(
