@@ -115,7 +115,9 @@ def test_only_plain_lora_is_merged_and_the_field_that_is_in_the_way_is_named(tmp
     root = saved(tmp_path / "run", model)
     with pytest.raises(ConfigError, match="use_dora=True"):
         export(root, tmp_path / "out", adapters="merge", like=tmp_path / "config")
-    other = peft.get_peft_model(made("llama"), peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
+    other = peft.get_peft_model(
+        made("llama"), peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[])
+    )
     other.save_pretrained(tmp_path / "ia3")
     root = saved(tmp_path / "other", other)
     with pytest.raises(ConfigError, match="peft_type='IA3'"):

@@ -106,8 +106,11 @@ class Weights:
                 tensors[name] = tensor
                 top, *rest = tensor.path if len(tensor.path) > 1 else ("", *tensor.path)
                 if item is not None:
-                    dotted = ".".join(map(str, tensor.path))
-                    top, rest = item if dotted.startswith(f"{item}.") else PICKLED, [dotted[len(item) + 1 :]]
+                    dotted, inner = ".".join(map(str, tensor.path)), item.removeprefix(f"{part}.")
+                    top, rest = (
+                        item if dotted.startswith(f"{inner}.") else PICKLED,
+                        [dotted[len(inner) + 1 :]],
+                    )
                 if top not in _OTHERS:
                     found.setdefault((part, str(top)), {})[".".join(map(str, rest))] = name
         shared = values_beside(files, parts)[0] if files.is_ours else {}
@@ -118,7 +121,7 @@ class Weights:
             found = {key: each for key, each in found.items() if key[1] == _MODEL} or found
         bare = {key: chosen for key, each in found.items() if (chosen := _chosen(_bare(each), include))}
         if len(bare) != 1:
-            there = ", ".join(f"{top} in {part}" if part else top for part, top in bare or found)
+            there = ", ".join(f"{part}.{top}" if part else top for part, top in bare or found)
             raise ConfigError(
                 f"{files.url} holds {there or 'no weights'}; {'several fit' if bare else 'nothing fits'}: "
                 "name the item with the weights (ema=, --ema), or patterns of names (include=, --include)"
@@ -177,7 +180,7 @@ def _chosen(names: Mapping[str, str], include: Sequence[str]) -> dict[str, str]:
     return {
         name: value
         for name, value in names.items()
-        if not include or any(fnmatchcase(each, pattern) for pattern in include for each in (name, value))
+        if not include or any(fnmatchcase(name, pattern) for pattern in include)
     }
 
 
