@@ -9,7 +9,7 @@ import pytest
 
 from ckpt_core.cli import main
 from ckpt_core.commit import Catalog, verify
-from ckpt_core.names import DAMAGED, OWN, PINS
+from ckpt_core.names import DAMAGED, NOTES, OWN, PINS
 from ckpt_core.storage import LocalStorage
 from ckpt_core.tiers import TierRecord, write_tiers
 from tests.unit.commit.checkpoints import save
@@ -50,8 +50,12 @@ def test_every_command_takes_a_bucket_with_its_options(s3_endpoint, tmp_path, ca
     assert [each["ok"] for each in ckpt("verify", url, "--all")["checkpoints"]] == [True, True]
     ckpt("pin", f"{url}@2", "--reason", "paper")
     ckpt("mark", f"{url}@1", "bad", "--reason", "diverged")
+    assert ckpt("annotate", f"{url}@2", "--metric", "accuracy=0.5")["metrics"] == {"accuracy": 0.5}
+    (seen,) = ckpt("watch", url, "--each", "--timeout", "0.01", "--exec", "true")["checkpoints"]
+    assert (seen["step"], seen["path"], seen["exit_code"]) == (2, f"{url}/step-000000002", 0)
     ckpt("cp", url, tmp_path / "back")
     back = Catalog(LocalStorage(tmp_path / "back"))
+    assert back.find(step=2).metrics["accuracy"] == 0.5
     assert [(info.step, info.pinned, info.bad) for info in back.committed()] == [
         (1, None, "diverged"),
         (2, "paper", None),
@@ -60,4 +64,5 @@ def test_every_command_takes_a_bucket_with_its_options(s3_endpoint, tmp_path, ca
     assert [each["step"] for each in ckpt("prune", url, "--bad")["drop"]] == [1]
     left = [each["Key"] for each in client.list_objects_v2(Bucket=bucket)["Contents"]]
     assert {key.split("/")[1] for key in left} == {"step-000000002", OWN}
-    assert {key.partition("/")[2] for key in left if OWN in key} == {PINS, DAMAGED}
+    own = {key.partition("/")[2] for key in left if OWN in key}
+    assert {key for key in own if not key.startswith(f"{NOTES}/measured-")} == {PINS, DAMAGED}
