@@ -301,7 +301,7 @@ class CheckpointManager:
         return loaded.info.step
 
     def initialise(self, state: State) -> None:
-        """Load the weights of the option `init_from` into the model of a state, if it is given. Collective.
+        """Load the weights of `init_from` into the model of a state. Collective.
 
         `resume` does where there is nothing to resume, with its state; call it where nothing is resumed.
         Raises the errors of `load`.
@@ -410,7 +410,7 @@ class CheckpointManager:
         return saved
 
     def _options_for(self, place: str, given: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        """Return the storage options for a place: those given, or those of a root of its kind."""
+        """Return the options for a place: those given, or those of a root of its kind."""
         kind, separator, _ = place.partition("://")
         own = separator and self.storage.url.startswith(f"{kind}://")
         return given if given is not None else self.options.storage_options if own else {}

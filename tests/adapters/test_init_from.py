@@ -216,7 +216,7 @@ def test_a_host_without_one_root_refuses_the_option(tmp_path, weights):
     accelerator = Accelerator(cpu=True)
     accelerate_ckpt.enable(accelerator, init_from=str(weights[0]))
     accelerator.prepare(Net())
-    with pytest.raises(ConfigError, match="init_from= is of a run that begins in one root"):
+    with pytest.raises(ConfigError, match="init_from= is for the checkpoints of one root"):
         accelerator.save_state(str(tmp_path / "mine"))
 
 

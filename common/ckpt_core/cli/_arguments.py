@@ -230,7 +230,7 @@ def find_checkpoint(place: str, options: Mapping[str, Any], *, step: int | None)
 
 
 def find_any(place: str, options: Mapping[str, Any], *, step: int | None) -> tuple[Storage, str, str]:
-    """Find a checkpoint as `find_checkpoint` does, or the file or folder of others that a place is.
+    """Find a checkpoint as `find_checkpoint` does, or a file or folder of others.
 
     Returns the storage around it, the name of its directory, and that of a file there, or "".
     """
@@ -241,7 +241,7 @@ def find_any(place: str, options: Mapping[str, Any], *, step: int | None) -> tup
 
 
 def find_others(place: str, options: Mapping[str, Any]) -> tuple[Storage, str, str] | None:
-    """Open the storage around a folder or file, see `open_around`; None if there is neither."""
+    """Open what is around a folder or file, see `open_around`; None if there is none."""
     try:
         found = open_around(place, options)
     except (CheckpointNotFoundError, ConfigError):

@@ -28,7 +28,7 @@ _ZIP: Final = b"PK"
 
 @final
 class Contents:
-    """The contents of a checkpoint of ours, of a directory of stock DCP, or of what others wrote.
+    """The contents of a checkpoint of ours or of others.
 
     Attributes:
         tensors: by name, those of a further part with the part in front.

@@ -207,7 +207,7 @@ def open_checkpoint(  # noqa: PLR0913 - what a request says, but without its cla
     file: str = "",
     whole: bool = False,
 ) -> OpenCheckpoint:
-    """Open a checkpoint of ours or, unless known to be `committed`, one that others wrote.
+    """Open a checkpoint of ours or, unless known to be `committed`, of others.
 
     If `committed` is a SHA-256, only the checkpoint with that manifest is accepted. If `whole`, what others
     wrote is one part.
@@ -258,7 +258,7 @@ def open_parts(
     file: str = "",
     whole: bool = False,
 ) -> tuple[Manifest | None, CommittedFiles, dict[str, CheckpointPart]]:
-    """Open manifest, files and whole parts of a checkpoint, or of a `file` there that others wrote.
+    """Open manifest, files and whole parts of a checkpoint, or of a `file` of others.
 
     If `whole`, several folders of stock DCP, and what lies beside them, are one part.
     """

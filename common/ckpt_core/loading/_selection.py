@@ -126,7 +126,7 @@ class Selection:
         return (top, *(self._renamed_part(each, used, is_all=len(inner) == 1) for each in inner))
 
     def _renamed_part(self, name: str | int, used: set[str], *, is_all: bool = False) -> str | int:
-        """Rename a part of a path; by "", the name of the whole model, only if it is all below its item."""
+        """Rename a part of a path; by "" only what is all that is below an item."""
         if not isinstance(name, str):
             return name
         fits = (each for each in self.rename if name == each or name.startswith(f"{each}." if each else name))

@@ -220,7 +220,7 @@ class PartLoad:
         self._kept: set[str] = set()
 
     def leave_tied(self) -> None:
-        """Exclude tensors that the checkpoint lacks, and that share memory with one that it has."""
+        """Exclude what the checkpoint lacks if it has another name of the same tensor."""
         saved = self._metadata.state_dict_metadata
         own = {
             key: _memory(value)

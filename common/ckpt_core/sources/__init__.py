@@ -48,7 +48,7 @@ _FORMATS: Final[Sequence[Callable[[Storage, str, str], Layout | None]]] = (
 
 
 def recognise(storage: Storage, directory: str, file: str = "") -> Layout | None:
-    """Return what others wrote into a folder, or a file there; None if it is of no known format.
+    """Return what others wrote into a folder, or a file of it; None if it is unknown.
 
     Raises:
         CorruptCheckpointError: it is of a known format, and damaged or incomplete.

@@ -1,4 +1,4 @@
-"""Weights in files of safetensors: one file, a Hugging Face folder, an adapter of PEFT.
+"""Weights in safetensors: one file, a Hugging Face folder, an adapter of PEFT.
 
 Source of the format: the README of huggingface/safetensors, and what its own reader refuses. Of the folders:
 `save_pretrained` of transformers, diffusers and PEFT.
@@ -63,7 +63,7 @@ class StoredRange(NamedTuple):
 
 def find_safetensors(storage: Storage, directory: str, file: str) -> Layout | None:
     """Describe weights as the item `model`; None if there is no file of safetensors."""
-    folder = _Folder(storage, directory)
+    folder = _WeightSets(storage, directory)
     if file:
         if file.endswith(_INDEX):
             return folder.layout(file.removesuffix(_INDEX), {file})
@@ -118,7 +118,7 @@ def read_header(storage: Storage, directory: str, file: str) -> dict[str, Stored
 
 
 def _ranges(header: Mapping[str, Any], begin: int, size: int) -> dict[str, StoredRange]:
-    """Check that the tensors lie one after another and fill the file, as the format demands."""
+    """Check that the tensors fill the file one after another, as the format demands."""
     found = {name: _range(name, entry, begin) for name, entry in header.items()}
     end = begin
     for name, each in sorted(found.items(), key=lambda pair: (pair[1].offset, pair[1].size_bytes)):
@@ -156,7 +156,7 @@ def damaged(storage: Storage, directory: str, file: str, problem: str) -> Corrup
 
 
 @final
-class _Folder:
+class _WeightSets:
     """A folder with sets of weights, each of a file, or of an index and shards."""
 
     def __init__(self, storage: Storage, directory: str) -> None:
@@ -221,7 +221,7 @@ class _Folder:
         return [*found]
 
     def _live_names(self, names: Iterable[str]) -> dict[str, Path]:
-        """Return the path that each tensor of an adapter has in a checkpoint of a live model.
+        """Return the paths that an adapter's tensors have in a checkpoint of a live model.
 
         PEFT leaves out the adapter's name, which is `default` where one was loaded or made without a name.
         """

@@ -66,7 +66,7 @@ def open_storage(
 def open_around(
     place: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
 ) -> tuple[Storage, str, str]:
-    """Open the storage around a folder or file; return also folder and file: see `around`."""
+    """Open the storage around a folder or file; return both, too: see `around`."""
     root, directory, file = around(place, storage_options)
     return open_storage(root, storage_options), directory, file
 

@@ -141,7 +141,7 @@ def _uncommitted(arguments: Namespace, storage: Storage, name: str) -> Outcome:
 def _of_others(
     storage: Storage, name: str, file: str
 ) -> tuple[Outcome, Mapping[str, Sequence[TensorEntry]]] | None:
-    """Show what others wrote, and its tensors; None for stock DCP, and if it is of no known format."""
+    """Show what others wrote, and its tensors; None for stock DCP and unknown formats."""
     if not file and (kind_of(storage, name) is Kind.TORN or any(stock_parts(storage, name))):
         return None
     from ckpt_core.loading import located, open_parts

@@ -162,7 +162,7 @@ def _stock(storage: Storage, path: str) -> _Result:
 
 
 def _others(storage: Storage, directory: str, file: str, digest: str | None) -> _Result:
-    """Verify what others wrote: what it says of itself, and its checksums, if it has any."""
+    """Verify what others wrote: headers, sizes, and its checksums, if it has any."""
     from ckpt_core.loading import located, open_parts
 
     name = "/".join(filter(None, (directory, file)))
