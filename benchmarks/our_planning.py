@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, final
@@ -16,17 +15,19 @@ import torch
 from benchmarks.planning import Planning, PlanningCost, Workload
 from benchmarks.stock_planning import COLUMNS, ROWS, Clock, local_plan
 from ckpt_core.commit import begin
+from ckpt_core.coordination import Solo
 from ckpt_core.dcp import ImageLayout
 from ckpt_core.formats.chunks import ChunkColumns, TableEntry
 from ckpt_core.messages import decode, encode
 from ckpt_core.names import chunks_name, data_name, rank_name
-from ckpt_core.saving._plan_cache import KeepOwn, Offer, PlanCache, _Proposal
-from ckpt_core.saving._prepared import PreparedSave, SaveRequest
-from ckpt_core.saving._reports import ReportCache
-from ckpt_core.saving._stager import NOTHING_STAGED
-from ckpt_core.saving._write import commit_all
-from ckpt_core.state._rank_buffers import RankBuffers
+from ckpt_core.options import CheckpointOptions
+from ckpt_core.root import Job, Ownership, Pruner
+from ckpt_core.saving import SaveRequest, SaveThread
+from ckpt_core.saving._plan_cache import Offer, PlanCache, _Proposal
+from ckpt_core.saving._reports import RankReport, ReportCache
+from ckpt_core.saving._save import Means, Save
 from ckpt_core.storage import LocalStorage
+from ckpt_core.telemetry import Telemetry
 from ckpt_core.types import FileEntry
 
 _ALL_REDUCE_BYTES = 5 * 8
@@ -45,7 +46,10 @@ class OurPlanning(Planning):
         super().__init__(workload, directory)
         self._storage = LocalStorage(directory)
         self._plans = PlanCache()
-        self._memory = ReportCache()
+        job = Job(storage=self._storage, coordinator=Solo(), telemetry=Telemetry())
+        options, ownership = CheckpointOptions(), Ownership(self._storage, Solo())
+        pruner = Pruner(self._storage, options, ownership=ownership, telemetry=job.telemetry)
+        self._means = Means(job, SaveThread(1800.0), options, ownership=ownership, pruner=pruner)
         self._saves = 0
 
     @cached_property
@@ -89,12 +93,14 @@ class OurPlanning(Planning):
             scattered = sum(len(encode(share)) for share in shares)
         return gathered, scattered
 
-    def _begin(self, clock: Clock) -> PreparedSave:
+    def _begin(self, clock: Clock) -> Save:
         request = SaveRequest(step=self._saves, name=f"step-{self._saves:09d}")
         save_id = f"{self._saves:08x}"
         with clock:
             working = begin(self._storage, request.name, save_id)
-        return PreparedSave(
+        return Save(
+            means=self._means,
+            channel=Solo().commit_channel(),
             request=request,
             save_id=save_id,
             working=working,
@@ -102,27 +108,22 @@ class OurPlanning(Planning):
             files={},
             metadata=self._plans.metadata,
             items={"model": "sharded"},
-            local=RankBuffers({}),
-            keeping=KeepOwn.NEVER,
-            staged=NOTHING_STAGED,
-            rank=0,
         )
 
-    def _commit(self, prepared: PreparedSave, clock: Clock) -> tuple[int, int]:
+    def _commit(self, prepared: Save, clock: Clock) -> tuple[int, int]:
         """Bytes of the reports of all ranks, and of the answer to each."""
         directory = self._storage.local_path(prepared.working)
         messages = [encode(self._report(rank, directory)) for rank in self._ranks()]
         with clock:
             reports = [decode(message) for message in messages]
-            info = commit_all(self._storage, prepared, reports, self._memory)
-            answer = encode(json.dumps(asdict(info)).encode())
+            answer = encode(prepared.commit_files(reports))
         shutil.rmtree(self._storage.local_path(prepared.request.name))
         return sum(map(len, messages)), len(answer)
 
     def _ranks(self) -> Iterable[int]:
         return range(self.workload.world_size)
 
-    def _report(self, rank: int, directory: Path) -> bytes:
+    def _report(self, rank: int, directory: Path) -> RankReport:
         """What a rank would report: that of a first save has the table, later ones do not."""
         entries = [self._table_entry(rank)]
         data = FileEntry(
@@ -139,7 +140,7 @@ class OurPlanning(Planning):
         if self._saves > 1:
             memory.report((), entries)
             memory.committed()
-        return memory.report((data, *small), entries).encode()
+        return memory.report((data, *small), entries)
 
     def _table_entry(self, rank: int) -> TableEntry:
         slots = self._layout.slots

@@ -236,7 +236,7 @@ def test_without_replicas_nothing_of_them_is_written(storage):
     with CheckpointManager(storage) as manager:
         manager.save(2, state_of(2))
         manager.wait()
-        assert manager._saver._partners is None
+        assert manager._saver._means.partners is None
     assert not [key for key in files(storage) if TWIN in key]
     assert "replicas" not in json.loads(storage.read_bytes(f"{NAME}/manifest.json"))
 

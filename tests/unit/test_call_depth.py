@@ -70,7 +70,7 @@ def test_a_save_is_read_in_fifteen_steps_from_the_call_to_the_write(tmp_path, mo
 
     path = [
         *(*stacks.deepest("submit"), "submit"),
-        *(*stacks.deepest("take", through="write_rank"), "take"),
+        *(*stacks.deepest("take", through="write_files"), "take"),
         *(*stacks.deepest("pwrite", through="write"), "os.pwrite"),
     ]
     assert path[0] == "MainThread: manager.CheckpointManager.save"

@@ -53,15 +53,16 @@ class CommitChannel(ABC):
     def commit_barrier(
         self,
         name: str,
-        payload: bytes | BaseException,
-        commit: Callable[[list[bytes]], bytes],
+        payload: T | BaseException,
+        commit: Callable[[list[T]], R],
         deadline_seconds: float,
-    ) -> bytes:
+    ) -> R:
         """Wait for all ranks, then commit once, on the coordinator.
 
         Every rank arrives with a payload, or with the error that prevented one. When all have arrived
         without an error, the coordinator alone calls `commit(payloads in rank order)`; every rank returns its
-        result. `name` is unique per barrier and equal on all ranks.
+        result. `name` is unique per barrier and equal on all ranks. Payloads and result must be plain, see
+        `Coordinator.gather_scatter`.
 
         Raises:
             CoordinationError: a rank arrived with an error or `commit` raised; `failures` says which rank and

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast, final
 from typing_extensions import override
 
 from ckpt_core import messages
-from ckpt_core.coordination._base import CommitChannel, T
+from ckpt_core.coordination._base import CommitChannel, R, T
 from ckpt_core.coordination._store_thread import StoreThread
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, CoordinationError, DeadlineError, Failure
@@ -109,22 +109,22 @@ class Channel(CommitChannel):
     def commit_barrier(
         self,
         name: str,
-        payload: Any,
-        commit: Callable[[list[Any]], Any],
+        payload: T | BaseException,
+        commit: Callable[[list[T]], R],
         deadline_seconds: float,
-    ) -> Any:
+    ) -> R:
         key = f"{name}/depart"
         if self.rank:
             reply, cause = self._follow(name, payload, key, deadline_seconds)
             self._forget([f"{name}/arrive/{self.rank}"])
-            return _content(reply, cause)
+            return cast("R", _content(reply, cause))
 
         def answer() -> tuple[Any, dict[str, bytes]]:
             committed = commit(self._collect(name, payload, deadline_seconds))
             return committed, {key: _packed("value", committed)}
 
         try:
-            return self._decided(name, answer, [key], payload, irrevocable=True)
+            return cast("R", self._decided(name, answer, [key], payload, irrevocable=True))
         finally:
             self._stale.append(key)
 

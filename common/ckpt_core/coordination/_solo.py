@@ -65,10 +65,10 @@ class _SoloChannel(CommitChannel):
     def commit_barrier(
         self,
         name: str,
-        payload: bytes | BaseException,
-        commit: Callable[[list[bytes]], bytes],
+        payload: T | BaseException,
+        commit: Callable[[list[T]], R],
         deadline_seconds: float,
-    ) -> bytes:
+    ) -> R:
         return _alone(payload, commit)
 
 

@@ -12,19 +12,17 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, final
 
 from ckpt_core.commit import working_name
+from ckpt_core.coordination import Coordinator
 from ckpt_core.dcp import GroupNames
 from ckpt_core.errors import ConfigError, CoordinationError
 from ckpt_core.names import SHARED, rank_name, shared_name
-from ckpt_core.options import CheckpointOptions
 from ckpt_core.provenance import configuration_digest
-from ckpt_core.root import Job, Ownership
 from ckpt_core.saving._checks import LoadNotes, TrainedSlots, refuse_non_finite_in_files, trained_slots
 from ckpt_core.saving._disk_space import SpaceNeeded
 from ckpt_core.saving._handle import SaveRequest, failed_in, save_error
-from ckpt_core.saving._plan_cache import KeepOwn, Offer, PlanCache
-from ckpt_core.saving._prepared import PreparedSave
-from ckpt_core.saving._stager import NOTHING_STAGED, StagedParts, Stager
-from ckpt_core.saving._twins import Partners
+from ckpt_core.saving._plan_cache import KeepOwn, Offer
+from ckpt_core.saving._save import Means, Save
+from ckpt_core.saving._stager import StagedParts, Stager
 from ckpt_core.staging import Arenas
 from ckpt_core.state import (
     PICKLED,
@@ -83,33 +81,18 @@ class _Agreement:
 class Preparer:
     """The blocking part of every save; it keeps plans and arenas from save to save.
 
-    Attributes:
-        plans: this rank's share of the writes.
-        stager: the memory for the copies.
-
     Concurrency: main thread; `prepare` and `prewarm` are collective.
     """
 
-    def __init__(
-        self, job: Job, ownership: Ownership, options: CheckpointOptions, partners: Partners | None = None
-    ) -> None:
-        self._url = job.storage.url
-        self._storage = job.storage
-        self._coordinator = job.coordinator
-        self._ownership = ownership
-        self._partners = partners
-        self._reject_non_finite = options.reject_non_finite
-        self._replicas = options.replicas
-        self._notes = LoadNotes(allow_pickle=options.allow_pickle)
-        self._overlapped = options.staging == "overlapped"
-        self._chosen = options.chosen
+    def __init__(self, coordinator: Coordinator, means: Means) -> None:
+        self._coordinator, self._means, self._options = coordinator, means, means.options
+        self._url, self._ownership, self._plans = means.storage.url, means.ownership, means.plans
+        self._notes = LoadNotes(allow_pickle=self._options.allow_pickle)
         self._configuration: str | None = None
-        self._compares = options.on_stale != "ignore"
         self._trained: tuple[int, TrainedSlots] = (-1, {})
-        self.plans = PlanCache(options.on_divergence)
-        self.stager = Stager(Arenas(options.arenas, options.staging_memory_bytes))
+        self.stager = Stager(Arenas(self._options.arenas, self._options.staging_memory_bytes))
 
-    def prepare(self, request: SaveRequest, state: State | CapturedState) -> PreparedSave:
+    def prepare(self, request: SaveRequest, state: State | CapturedState) -> Save:
         """Capture, agree and stage. Nothing is written; the root must be owned.
 
         Raises:
@@ -117,22 +100,25 @@ class Preparer:
             ConfigError: ranks ask for different saves; the same on every rank.
             CheckpointExistsError: the name is taken; the same on every rank.
         """
-        plans, coordinator = self.plans, self._coordinator
+        plans, coordinator, means = self._plans, self._coordinator, self._means
         captured = self._capture(state, request.refusal)
         try:
             agreement = self._all_reduce(request, captured)
             local, request = self._resolve(request, captured, agreement)
             if agreement.changed:
                 plans.negotiate(coordinator)
-            if self._partners is not None:
-                self._partners.settle(coordinator)
+            if means.partners is not None:
+                means.partners.settle(coordinator)
         except CoordinationError as error:
             raise save_error(self._url, request.step, "plan", error) from error
         save_id = self._ownership.id_at(round(agreement.created * _MICROSECONDS))
-        prepared = PreparedSave(
+        lead = coordinator.is_coordinator
+        save = Save(
+            means=means,
+            channel=coordinator.commit_channel(),
             request=request,
             save_id=save_id,
-            working=working_name(self._storage, request.name, save_id),
+            working=working_name(means.storage, request.name, save_id),
             created=agreement.created,
             files={
                 **{name: content for name, content in local.files.items() if name in plans.files},
@@ -141,20 +127,21 @@ class Preparer:
             metadata=plans.metadata,
             items=_kinds(local.state),
             buffers=frozenset(local.state.local),
-            local=RankBuffers({}),
             keeping=plans.keeping,
-            staged=NOTHING_STAGED,
-            rank=coordinator.rank,
             optimizers=local.state.optimizers,
-            lineage=self._ownership.line.lineage_of(request.step)
-            if coordinator.is_coordinator
-            else Lineage(),
+            lineage=self._ownership.line.lineage_of(request.step) if lead else Lineage(),
             generation=plans.generation,
             extra=SpaceNeeded(agreement.most_extra_bytes, agreement.most_extra_files),
             replicas=plans.replicas,
-            provenance=self._provenance(local.state),
+            provenance=self._provenance(local.state) if lead else Provenance(),
         )
-        return self._stage(prepared, local)
+        try:
+            self._stage(save, local)
+        except Exception as caught:  # noqa: BLE001 - the commit barrier carries it to every rank
+            save.error = failed_in("stage", caught)
+        finally:
+            plans.release()
+        return save
 
     def prewarm(self, state: State | CapturedState) -> int:
         """Plan and allocate the arenas ahead of the first save.
@@ -166,7 +153,7 @@ class Preparer:
             SaveError: planning failed on a rank; the same on every rank.
             StagingMemoryError: this rank's share does not fit; others may have room.
         """
-        plans, coordinator = self.plans, self._coordinator
+        plans, coordinator = self._plans, self._coordinator
         captured = self._capture(state)
         failed = isinstance(captured, BaseException)
         try:
@@ -184,12 +171,10 @@ class Preparer:
             plans.release()
 
     def _provenance(self, state: CapturedState) -> Provenance:
-        if not self._coordinator.is_coordinator:
-            return Provenance()
         if self._configuration is None:
             host = state.configuration
             self._configuration = configuration_digest(
-                lambda: {"options": self._chosen, "host": None if host is None else host()}
+                lambda: {"options": self._options.chosen, "host": None if host is None else host()}
             )
         return Provenance(configuration_sha256=self._configuration, data=state.positions)
 
@@ -204,7 +189,7 @@ class Preparer:
             return error
 
     def _encode(self, state: CapturedState) -> _LocalState:
-        plans, coordinator = self.plans, self._coordinator
+        plans, coordinator = self._plans, self._coordinator
         scope, several = rank_name(coordinator.rank), coordinator.world_size > 1
         per_rank, shared = encode_items(state.per_rank), encode_items(state.shared)
         files = {**state.files, scope: per_rank.content}
@@ -234,7 +219,7 @@ class Preparer:
         taken = lead and self._ownership.is_taken(request.name, replace=request.replace)
         changed = isinstance(captured, BaseException) or captured.changed
         created = int(time.time() * _MICROSECONDS) if lead else 0
-        digest = request.digest() + self._replicas - 1
+        digest = request.digest() + self._options.replicas - 1
         extra = (
             (0, 0) if isinstance(captured, BaseException) else (captured.extra_bytes, captured.extra_files)
         )
@@ -263,7 +248,7 @@ class Preparer:
             return [name] * len(requested)
 
         error = captured if isinstance(captured, BaseException) else None
-        own = (request.step, request.name, *(["replicas=2"] if self._replicas > 1 else []))
+        own = (request.step, request.name, *(["replicas=2"] if self._options.replicas > 1 else []))
         if agreement.trouble:
             name = self._coordinator.gather_scatter(error or own, decide, what=_AGREEING)
             request = replace(request, name=name)
@@ -271,33 +256,22 @@ class Preparer:
             raise captured  # unreachable: an error of one rank makes every rank raise
         return captured, request
 
-    def _stage(self, prepared: PreparedSave, local: _LocalState) -> PreparedSave:
-        plans, state = self.plans, local.state
-        try:
-            plans.raise_pending()
-            if self._reject_non_finite:
-                refuse_non_finite_in_files(state.in_files)
-            alike = {name: local.shared.digest(name) for name in state.alike}
-            evidence = plans.evidence(alike) if self._coordinator.world_size > 1 else None
-            if self._compares and self._trained[0] != plans.generation:
-                self._trained = plans.generation, trained_slots(plans, state.stable)
-            kept = plans.keeping is not KeepOwn.NEVER or (prepared.rank == 0 and state.local)
-            stable = state.stable if self._overlapped and state.optimizers else None
-            # Last: from here on the arena is reserved, and only the prepared save can release it.
-            staged = self.stager.stage(plans.parts, plans.generation, stable=stable)
-            self._notes.log(state, plans, staged, self._url)
-            return replace(
-                prepared,
-                staged=staged,
-                evidence=evidence,
-                trained=self._trained[1],
-                local=RankBuffers(state.local if kept else {}),
-                extra=self._extra(prepared.extra, staged),
-            )
-        except Exception as caught:  # noqa: BLE001 - the commit barrier carries it to every rank
-            return replace(prepared, error=failed_in("stage", caught))
-        finally:
-            plans.release()
+    def _stage(self, save: Save, local: _LocalState) -> None:
+        plans, state = self._plans, local.state
+        plans.raise_pending()
+        if self._options.reject_non_finite:
+            refuse_non_finite_in_files(state.in_files)
+        if self._coordinator.world_size > 1:
+            save.evidence = plans.evidence({name: local.shared.digest(name) for name in state.alike})
+        if self._options.on_stale != "ignore" and self._trained[0] != plans.generation:
+            self._trained = plans.generation, trained_slots(plans, state.stable)
+        save.trained = self._trained[1]
+        if plans.keeping is not KeepOwn.NEVER or self._coordinator.is_coordinator:
+            save.local = RankBuffers(state.local)
+        stable = state.stable if self._options.staging == "overlapped" and state.optimizers else None
+        save.staged = self.stager.stage(plans.parts, plans.generation, stable=stable)
+        self._notes.log(state, plans, save.staged, self._url)
+        save.extra = self._extra(save.extra, save.staged)
 
     def _extra(self, of_rank: SpaceNeeded, staged: StagedParts) -> SpaceNeeded:
         """Add the staged plain values; those of other ranks are assumed to be alike."""
@@ -312,7 +286,7 @@ class Preparer:
 
     def _shared_file(self, items: EncodedItems) -> Mapping[str, bytes]:
         """Return this rank's file of shared items; few ranks but the coordinator have one."""
-        names = self.plans.shared
+        names = self._plans.shared
         if self._coordinator.is_coordinator:
             return {SHARED: items.content_of(names)}
         return {shared_name(self._coordinator.rank): items.content_of(names)} if names else {}

@@ -8,11 +8,13 @@ report, and the coordinator compares them before it commits.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, TypeAlias, final
+from dataclasses import dataclass
+from typing import Final, TypeAlias, final
 
 from ckpt_core.dcp import Fingerprints, Part, Replicas, sample
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import OWN_NAMES, DivergenceError
+from ckpt_core.messages import message
 from ckpt_core.options import OnDivergence
 
 SAMPLED: Final = 16
@@ -20,10 +22,25 @@ SAMPLED: Final = 16
 _WIDTH: Final = 4
 _MOST_NAMED: Final = 5
 
-Message: TypeAlias = Mapping[str, Any]
 _Groups: TypeAlias = Mapping[str, Sequence[Replicas]]
 
 _logger = logger_of(__name__)
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """One rank's fingerprints, as the coordinator compares them.
+
+    Attributes:
+        turn: number of earlier saves of the same plans.
+        groups: part -> group of ranks -> fingerprints, in order.
+        shared: digests of shared items.
+    """
+
+    turn: int
+    groups: Mapping[str, Mapping[int, bytes]]
+    shared: Mapping[str, int]
 
 
 @final
@@ -47,18 +64,18 @@ class Evidence:
             for name, part in parts.items()
         }
 
-    def message(self, written: Mapping[str, Sequence[int]]) -> Message:
-        """Return plain values for the coordinator, small after the first save of a plan.
+    def findings(self, written: Mapping[str, Sequence[int]]) -> Findings:
+        """Return what the coordinator compares, small after the first save of a plan.
 
         Args:
             written: part -> CRC-32 of every slot of this rank's data file.
         """
         groups = {
-            part: {str(group): prints.encode(written[part]).hex() for group, prints in found.items()}
+            part: {group: prints.encode(written[part]) for group, prints in found.items()}
             for part, found in self._found.items()
             if found
         }
-        return {"turn": self._turn, "groups": groups, "shared": dict(self._shared)}
+        return Findings(self._turn, groups, self._shared)
 
 
 def chosen(turn: int, count: int) -> Sequence[int]:
@@ -78,7 +95,7 @@ class Judge:
         self._generation = 0
         self._described = ""
 
-    def judge(self, messages: Sequence[Message], replicas: _Groups, *, generation: int, step: int) -> None:
+    def judge(self, messages: Sequence[Findings], replicas: _Groups, *, generation: int, step: int) -> None:
         """Compare the fingerprints of all ranks.
 
         Args:
@@ -113,19 +130,15 @@ class Judge:
             )
 
 
-def _differing(messages: Sequence[Message], replicas: _Groups) -> Iterator[tuple[str, list[int]]]:
+def _differing(messages: Sequence[Findings], replicas: _Groups) -> Iterator[tuple[str, list[int]]]:
     """Yield names with different values, and the ranks that differ from the first."""
     for part, groups in replicas.items():
         for number, group in enumerate(groups):
-            found = {rank: bytes.fromhex(messages[rank]["groups"][part][str(number)]) for rank in group.ranks}
-            places = chosen(messages[group.ranks[0]]["turn"], len(group.items))
+            found = {rank: messages[rank].groups[part][number] for rank in group.ranks}
+            places = chosen(messages[group.ranks[0]].turn, len(group.items))
             yield from _unlike(found, [group.items[place].index.fqn for place in places])
-    for name in dict.fromkeys(name for message in messages for name in message["shared"]):
-        having = {
-            rank: message["shared"][name]
-            for rank, message in enumerate(messages)
-            if name in message["shared"]
-        }
+    for name in dict.fromkeys(name for each in messages for name in each.shared):
+        having = {rank: each.shared[name] for rank, each in enumerate(messages) if name in each.shared}
         first = next(iter(having.values()))
         if others := [rank for rank, digest in having.items() if digest != first]:
             yield name, others

@@ -6,7 +6,6 @@ every rank's last table, and the bytes of `.metadata` made from them.
 
 from __future__ import annotations
 
-import json
 import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,22 +17,23 @@ from ckpt_core.dcp import check_metadata, encode_metadata, places_in
 from ckpt_core.errors import CorruptCheckpointError, SaveError
 from ckpt_core.formats.checksums import CRC32, checksum
 from ckpt_core.formats.chunks import ChunkTable, TableEntry, encode_table
+from ckpt_core.messages import message
 from ckpt_core.names import METADATA, chunks_name
+from ckpt_core.saving._replicas import Findings
 from ckpt_core.storage import Pace
 from ckpt_core.types import FileEntry
 
 _Layout: TypeAlias = tuple[tuple[str, bytes], ...]
-_END_OF_HEAD: Final = b"\n"
 _PIECE_BYTES: Final = 16 << 20
 
 
+@message
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankReport:
     """One rank's message to the coordinator about the files that it wrote.
 
     Attributes:
-        files: path, size in bytes and checksum of one file after another.
         table: the chunk table, with zeros for checksums; None if its layout is that of the last committed
             report.
         evidence: fingerprints of the rank's replicas; None if they are not compared.
@@ -41,38 +41,12 @@ class RankReport:
         trained: see `trained_digests`.
     """
 
-    files: Sequence[Any]
-    num_chunks: int
-    table: bytes | None
-    evidence: Mapping[str, Any] | None = None
+    files: Sequence[FileEntry] = ()
+    num_chunks: int = 0
+    table: bytes | None = None
+    evidence: Findings | None = None
     place: tuple[str, str] = ("", "")
     trained: Mapping[str, str] = field(default_factory=dict[str, str])
-
-    def encode(self) -> bytes:
-        """Encode the message: a line of JSON, then the table if there is one."""
-        values = [self.place, self.trained, self.evidence, self.num_chunks, *self.files]
-        head = json.dumps(values, separators=(",", ":")).encode()
-        return head if self.table is None else head + _END_OF_HEAD + self.table
-
-    def entries(self) -> Iterator[FileEntry]:
-        """Yield the entries of the files."""
-        paths, sizes, checksums = (self.files[place::3] for place in range(3))
-        for path, size, text in zip(paths, sizes, checksums, strict=True):
-            yield FileEntry(path=path, size_bytes=size, checksum=text)
-
-    @classmethod
-    def decode(cls, message: bytes) -> RankReport:
-        """Decode a message."""
-        head, found, table = message.partition(_END_OF_HEAD)
-        place, trained, evidence, num_chunks, *files = json.loads(head)
-        return cls(
-            files=files,
-            num_chunks=num_chunks,
-            table=table if found else None,
-            evidence=evidence,
-            place=tuple(place),
-            trained=trained,
-        )
 
 
 @final
@@ -125,9 +99,15 @@ class ReportCache:
         # Until the commit is known, it is uncertain whether the coordinator has kept the table.
         self._reported, self._pending = None, layout
         return RankReport(
-            files=[value for entry in files for value in (entry.path, entry.size_bytes, entry.checksum)],
+            files=list(files),
             num_chunks=sum(entry.num_chunks for entry in entries),
-            table=None if known else encode_table(map(_without_checksums, entries)),
+            # Random bits would be most of the compressed message.
+            table=None
+            if known
+            else encode_table(
+                replace(each, crcs=bytes(len(each.crcs)), block_crcs=bytes(len(each.block_crcs)))
+                for each in entries
+            ),
         )
 
     def committed(self) -> None:
@@ -181,8 +161,3 @@ def _check_loadable(
         )
     except CorruptCheckpointError as error:
         raise SaveError(f"the written files could not be loaded: {error}") from error
-
-
-def _without_checksums(entry: TableEntry) -> TableEntry:
-    """Zero the checksums: random bits would be most of the compressed message."""
-    return replace(entry, crcs=bytes(len(entry.crcs)), block_crcs=bytes(len(entry.block_crcs)))

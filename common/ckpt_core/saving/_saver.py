@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, final
 
@@ -12,23 +11,15 @@ from ckpt_core.crew import run_with_timeout
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, ConfigError, SaveError
 from ckpt_core.options import CheckpointOptions
-from ckpt_core.provenance import code_version
 from ckpt_core.root import Job, Ownership, Pruner
-from ckpt_core.saving._checks import StaleJudge, refuse_non_finite_loss
-from ckpt_core.saving._disk_space import DiskSpace
+from ckpt_core.saving._checks import refuse_non_finite_loss
 from ckpt_core.saving._handle import SaveHandle, SaveRequest
 from ckpt_core.saving._in_flight import InFlightSaves, SaveThread
 from ckpt_core.saving._prepare import Preparer
-from ckpt_core.saving._prepared import PreparedSave
-from ckpt_core.saving._replicas import Judge
-from ckpt_core.saving._reports import ReportCache
-from ckpt_core.saving._run import SaveContext, SaveRun
+from ckpt_core.saving._save import Means
 from ckpt_core.saving._stager import StepGuard
-from ckpt_core.saving._twins import Partners
-from ckpt_core.saving._write import Terms
 from ckpt_core.state import State
-from ckpt_core.storage import Throttle
-from ckpt_core.types import CapturedState, CheckpointInfo, Provenance
+from ckpt_core.types import CapturedState
 
 _logger = logger_of(__name__)
 
@@ -64,38 +55,13 @@ class Saver:
     ) -> None:
         self._job = job
         self._ownership = ownership
-        self._pruner = pruner
-        self._held_back: CheckpointInfo | None = None
         self._thread = thread
         self._options = options
-        rate = options.write_bytes_per_second
-        reports = ReportCache(pace=None if rate is None else Throttle(rate), algorithm=options.checksum)
-        self._partners = (
-            None if options.replicas == 1 else Partners(job.storage, reports, options.deadline_seconds)
-        )
-        self._preparer = Preparer(job, ownership, options, self._partners)
-        self._space = DiskSpace(job, options, ownership)
+        self._means = Means(job, thread, options, ownership=ownership, pruner=pruner)
+        self._preparer = Preparer(job.coordinator, self._means)
         self._asked = ""
         self._warned = False
         self._entered = threading.Lock()
-        self._context = SaveContext(
-            storage=job.storage,
-            telemetry=job.telemetry,
-            thread=thread,
-            reports=reports,
-            terms=Terms(
-                check=ownership.check,
-                judge=Judge(options.on_divergence),
-                stale=StaleJudge(options.on_stale),
-                sign=options.manifest_signer,
-                origin=self._of_job,
-            ),
-            make_room=self._make_room,
-            reject_non_finite=options.reject_non_finite,
-            committed=self._committed,
-            diverged=self._preparer.plans.distrust,
-            partners=self._partners,
-        )
         self.in_flight = InFlightSaves(job.coordinator, thread, options)
         self.copies = StepGuard()
         self.skipped = False
@@ -129,20 +95,18 @@ class Saver:
             with telemetry.span("save.stall", step=request.step, rank=rank):
                 self._ownership.take()
                 self._warn_of_lost_nodes()
-                prepared = self._preparer.prepare(self._checked(request), state)
+                save = self._preparer.prepare(self._checked(request), state)
             self._asked = request.name
-            handle = SaveHandle(request.step, prepared.request.name, prepared.created)
-            self.optimizers = prepared.optimizers
-            self.copies.watch(prepared.staged.deferred, prepared.optimizers)
-            run = SaveRun(prepared, handle, self._context, self._job.coordinator.commit_channel())
-            self.in_flight.start(run)
+            self.optimizers = save.optimizers
+            self.copies.watch(save.staged.deferred, save.optimizers)
+            self.in_flight.start(save)
         except SaveError:
             if self._options.on_error == "raise":
                 raise
             _logger.exception("training continues without the checkpoint of step %d", request.step)
             return None
         else:
-            return handle
+            return save.handle
         finally:
             self._entered.release()
 
@@ -184,9 +148,9 @@ class Saver:
             # Storage may hang on this thread, too; at the latest, the lock ends with the process.
             run_with_timeout(self._options.deadline_seconds, self._ownership.release)
             return
-        if self._held_back is not None:
+        if self._means.held_back is not None:
             # A job that ends may have little time: of a large checkpoint at most a part is read back for it.
-            self._apply_retention(self._held_back, lambda: False)
+            self._means.apply_retention(self._means.held_back, lambda: False)
         self._ownership.release()
 
     def _checked(self, request: SaveRequest) -> SaveRequest:
@@ -216,50 +180,3 @@ class Saver:
             self._job.storage.url,
             disks,
         )
-
-    def _of_job(self, known: Provenance) -> Provenance:
-        """Add what concerns the job, when a save is about to be committed."""
-        code = code_version()
-        return replace(
-            known,
-            parent=self._ownership.line.parent,
-            run_id=self._ownership.run_id,
-            code_version=code.version,
-            code_dirty=code.dirty,
-        )
-
-    def _make_room(self, save: PreparedSave) -> None:
-        coming = CheckpointInfo(
-            step=save.request.step,
-            name=save.request.name,
-            created=save.created,
-            metrics=save.request.metrics,
-            lineage=save.lineage,
-        )
-        self._space.make(coming, self._space.predict(save.metadata, save.generation, save.extra))
-
-    def _committed(self, save: PreparedSave, info: CheckpointInfo) -> None:
-        self._ownership.note_committed(info)
-        self._space.record(info, save.generation, save.extra)
-        if self._options.verification == "off":
-            self._ownership.inventory.vouch(info)
-        if self._options.keep is not None:
-            self._prune(info)
-
-    def _prune(self, info: CheckpointInfo) -> None:
-        deadline = time.monotonic() + self._options.deadline_seconds / 2
-
-        def go_on() -> bool:
-            self._thread.heartbeat("verifying the checkpoints to keep before older ones are removed")
-            return not self._thread.waiting and time.monotonic() < deadline
-
-        self._held_back = info if self._ownership.held else None
-        self._apply_retention(info, go_on)
-
-    def _apply_retention(self, newest: CheckpointInfo, go_on: Callable[[], bool]) -> None:
-        try:
-            self._pruner.apply(newest=newest.step, go_on=go_on)
-        except (OSError, CheckpointError) as error:
-            # The checkpoint is committed nevertheless; the next prune removes the rest.
-            self._job.telemetry.point("prune.failed", error=str(error))
-            _logger.warning("old checkpoints in %s were not all removed: %s", self._job.storage.url, error)

@@ -24,7 +24,7 @@ def test_a_commit_channel_has_no_collective():
 
 def test_a_save_in_the_background_knows_a_channel_and_no_coordinator():
     sources = [path.read_text() for path in Path(ckpt_core.__path__[0]).rglob("*.py")]
-    (source,) = [each for each in sources if "\nclass SaveRun(Task):" in each]
+    (source,) = [each for each in sources if "\nclass Save(Task):" in each]
     names = {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
     names |= {node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
     assert "CommitChannel" in names

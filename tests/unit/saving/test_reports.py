@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import pickle
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,31 +10,37 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ckpt_core.commit import Catalog, begin, verify
+from ckpt_core.coordination import Solo
 from ckpt_core.dcp import Part, decide
 from ckpt_core.errors import SaveError
 from ckpt_core.formats.chunks import ChunkTable
+from ckpt_core.messages import decode, encode
+from ckpt_core.options import CheckpointOptions
+from ckpt_core.root import Job as Served
+from ckpt_core.root import Ownership, Pruner
 from ckpt_core.saving._handle import SaveRequest
-from ckpt_core.saving._plan_cache import KeepOwn
-from ckpt_core.saving._prepared import PreparedSave
+from ckpt_core.saving._in_flight import SaveThread
+from ckpt_core.saving._replicas import Findings
 from ckpt_core.saving._reports import RankReport, ReportCache
+from ckpt_core.saving._save import Means, Save
 from ckpt_core.saving._stager import Stager
-from ckpt_core.saving._write import commit_all, write_rank
 from ckpt_core.staging import Arenas
-from ckpt_core.state._rank_buffers import RankBuffers
 from ckpt_core.storage import LocalStorage, MemoryStorage, Storage, Throttle
+from ckpt_core.telemetry import Telemetry
+from ckpt_core.types import FileEntry
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 @dataclass
 class Job:
-    """Ranks that save one after another in one process, as `SaveRun` has them do."""
+    """Ranks that save one after another in one process, as `Save` has them do."""
 
     storage: Storage
     states: list[dict[str, Any]]
 
     def __post_init__(self) -> None:
-        self.memories = [ReportCache() for _ in self.states]
+        self.means = [means(self.storage) for _ in self.states]
         self.stagers = [Stager(Arenas()) for _ in self.states]
         self.parts = [Part() for _ in self.states]
         self.metadata: dict[str, Metadata] = {}
@@ -49,7 +54,11 @@ class Job:
             part.accept(task, rank)
         self.generation += 1
 
-    def write(self) -> tuple[list[PreparedSave], list[bytes]]:
+    @property
+    def memories(self) -> list[ReportCache]:
+        return [each.reports for each in self.means]
+
+    def write(self) -> tuple[list[Save], list[bytes]]:
         self.step += 1
         alike = [part.update(state) for part, state in zip(self.parts, self.states, strict=True)]
         if not all(alike):
@@ -59,37 +68,43 @@ class Job:
         saves = []
         for rank, part in enumerate(self.parts):
             staged = self.stagers[rank].stage({"": part}, self.generation)
-            prepared = PreparedSave(
-                request=SaveRequest(step=self.step, name=name),
-                save_id=f"{self.step:08x}",
-                working=working,
-                created=1.0,
-                files={f"rank-{rank:05d}.json": b"{}"},
-                metadata=self.metadata,
-                local=RankBuffers({}),
-                keeping=KeepOwn.NEVER,
-                items={"model": "sharded"},
-                staged=staged,
-                rank=rank,
+            channel = Solo().commit_channel()
+            channel.rank = rank
+            saves.append(
+                Save(
+                    means=self.means[rank],
+                    channel=channel,
+                    request=SaveRequest(step=self.step, name=name),
+                    save_id=f"{self.step:08x}",
+                    working=working,
+                    created=1.0,
+                    files={f"rank-{rank:05d}.json": b"{}"},
+                    metadata=self.metadata,
+                    items={"model": "sharded"},
+                    staged=staged,
+                )
             )
-            saves.append(prepared)
-        messages = [
-            write_rank(self.storage, save, save.files, memory, progress=lambda _: None)
-            for save, memory in zip(saves, self.memories, strict=True)
-        ]
+        messages = [encode(save.write_files()) for save in saves]
         for save in saves:
             save.staged.release()
         return saves, messages
 
     def save(self) -> list[RankReport]:
         saves, messages = self.write()
-        commit_all(self.storage, saves[0], messages, self.memories[0])
+        saves[0].commit_files([decode(message) for message in messages])
         for memory in self.memories:
             memory.committed()
-        return [RankReport.decode(message) for message in messages]
+        return [decode(message) for message in messages]
 
     def read(self, path: str) -> bytes:
         return self.storage.read_bytes(f"step-{self.step:09d}/{path}")
+
+
+def means(storage: Storage) -> Means:
+    options, ownership = CheckpointOptions(), Ownership(storage, Solo())
+    served = Served(storage=storage, coordinator=Solo(), telemetry=Telemetry())
+    pruner = Pruner(storage, options, ownership=ownership, telemetry=served.telemetry)
+    return Means(served, SaveThread(60), options, ownership=ownership, pruner=pruner)
 
 
 def state(rank: int, *, num_tensors: int = 3) -> dict[str, Any]:
@@ -124,7 +139,7 @@ def test_a_rank_that_failed_to_write_tells_nothing_new(job):
     job.save()
     saves, _ = job.write()
     with pytest.raises(FileExistsError):
-        write_rank(job.storage, saves[1], 1, job.memories[1], progress=lambda _: None)
+        saves[1].write_files()
     assert told(job.save()) == [True, True]
 
 
@@ -178,7 +193,7 @@ def test_a_report_without_change_stays_below_1_kib():
     job.save()
     saves, (message,) = job.write()
     assert len(message) < 1024
-    assert commit_all(job.storage, saves[0], [message], job.memories[0]).step == job.step
+    assert saves[0].commit_files([decode(message)]).step == job.step
 
 
 def test_the_chunk_table_is_a_file_of_the_checkpoint_like_any_other(job):
@@ -197,15 +212,24 @@ def test_the_chunk_table_is_a_file_of_the_checkpoint_like_any_other(job):
 def test_a_coordinator_that_was_never_told_does_not_commit(job):
     job.save()
     saves, messages = job.write()
+    job.means[0].reports = ReportCache()
     with pytest.raises(SaveError, match=r"ranks \[0, 1\] did not send their chunk tables"):
-        commit_all(job.storage, saves[0], messages, ReportCache())
+        saves[0].commit_files([decode(message) for message in messages])
     assert not job.storage.exists("step-000000002/COMMITTED")
 
 
 def test_a_report_reads_back_as_it_was_sent():
-    report = RankReport(files=["a\nb", 3, "crc32:00"], num_chunks=7, table=b"{}\n")
-    assert RankReport.decode(report.encode()) == report
-    assert json.loads(replace(report, table=None).encode()) == [["", ""], {}, None, 7, "a\nb", 3, "crc32:00"]
+    entry = FileEntry(path="a\nb", size_bytes=3, checksum="crc32:00")
+    findings = Findings(1, {"": {0: b"\0\xff"}}, {"lr": 7})
+    report = RankReport(
+        files=[entry],
+        num_chunks=7,
+        table=b"{}\n",
+        evidence=findings,
+        place=("/run", "node"),
+        trained={"the model": "0f"},
+    )
+    assert decode(encode(report)) == report
 
 
 def test_tensors_are_written_no_faster_than_the_cap(job):
@@ -216,7 +240,7 @@ def test_tensors_are_written_no_faster_than_the_cap(job):
         now[0] += seconds
 
     job.states[0]["rank0.large"] = torch.zeros(40 << 20, dtype=torch.uint8)
-    job.memories[0] = ReportCache(pace=Throttle(16 << 20, clock=lambda: now[0], sleep=sleep))
+    job.means[0].reports = ReportCache(pace=Throttle(16 << 20, clock=lambda: now[0], sleep=sleep))
     job.save()
     assert slept == [1.0, 1.0]
     assert verify(job.storage, "step-000000001") == []
