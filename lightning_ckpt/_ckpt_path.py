@@ -189,12 +189,14 @@ def load_stock(
     if trusted:
         return dict(load(weights_only=False))
     once(lambda: _check(Path(path)))
+    # Lazily, as Lightning does: tensors stay on disk until copied.
+    mapped = functools.partial(torch.load, mmap=True, map_location="cpu", weights_only=True)
     try:
         with ExitStack() as held:
             held.enter_context(without_pickle())
             for module in {sys.modules[cls.__module__] for cls in strategy.__mro__}:
                 if _LAZY_LOADER in vars(module):
-                    held.enter_context(replaced(module, **{_LAZY_LOADER: _load_mapped}))
+                    held.enter_context(replaced(module, **{_LAZY_LOADER: mapped}))
             return dict(load(weights_only=True))
     except pickle.UnpicklingError as error:
         raise UnsafeCheckpointError(
@@ -208,11 +210,6 @@ def _check(path: Path) -> None:
     if own.is_file():
         check_stock(path)
         load_plain(read_linked(own), str(own))
-
-
-def _load_mapped(path: Any) -> Any:
-    """Load a file lazily, as Lightning does: tensors stay on disk until copied."""
-    return torch.load(path, mmap=True, map_location="cpu", weights_only=True)
 
 
 def read_our_directories(saving: Any) -> None:

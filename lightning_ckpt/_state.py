@@ -308,7 +308,6 @@ class NewMemory(StateSource):
 
     Attributes:
         tree: what was read; empty before.
-        saved: the checkpoint.
     """
 
     saved: SavedState

@@ -139,7 +139,7 @@ class TrainingState(StateSource):
             stable=stable_tensors(model, optimizers),
             optimizers=optimizers,
             positions={} if self._progress is None else {"training": self._progress.in_samples()},
-            configuration=lambda: _configured(trainer.args),
+            configuration=lambda: {k: v for k, v in trainer.args.to_dict().items() if k not in _PLACES},
         )
 
     def _places(self, files: Mapping[str, bytes], state: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
@@ -391,7 +391,3 @@ def remove_empty_weights(folder: Path) -> None:
             names = weights.keys()
         if not names:
             path.unlink()
-
-
-def _configured(args: Any) -> dict[str, Any]:
-    return {name: value for name, value in args.to_dict().items() if name not in _PLACES}

@@ -140,7 +140,6 @@ class SameOptions:
     Concurrency: main thread; `require` is collective.
 
     Args:
-        coordinator: of the ranks.
         given: option -> its text, of what ranks must be given alike; see `given_options`.
     """
 

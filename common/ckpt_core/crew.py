@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from queue import Queue
 from typing import Final, Generic, Self, TypeVar, final
 
@@ -38,12 +40,40 @@ def run_all(
     Raises:
         BaseException: the first that `work` raised; tasks not begun by then are dropped.
     """
-    crew = _Crew(work, tasks)
-    count = min(threads, len(tasks))
-    if count == 1 or not crew.run_on(count, name):
-        crew.run()
-    if crew.failures:
-        raise crew.failures[0]
+    left, failures, started = deque(tasks), list[BaseException](), list[threading.Thread]()
+    run, count = partial(_run, work, left, failures), min(threads, len(tasks))
+    try:
+        for number in range(count if count > 1 else 0):
+            thread = threading.Thread(target=run, name=f"{name}-{number}")
+            try:
+                thread.start()
+            except RuntimeError:
+                break  # the interpreter is ending, or there are too many: the started ones do all tasks
+            started.append(thread)
+        if not started:
+            run()
+        for thread in started:
+            thread.join()
+    finally:
+        # After an interruption, too: no thread may write to live memory after the return.
+        left.clear()
+        for thread in started:
+            thread.join()
+    if failures:
+        raise failures[0]
+
+
+def _run(work: Callable[[Task], None], left: deque[Task], failures: list[BaseException]) -> None:
+    while True:
+        try:
+            task = left.popleft()
+        except IndexError:
+            return
+        try:
+            work(task)
+        except BaseException as error:  # noqa: BLE001 - raised on the thread that asked
+            failures.append(error)
+            left.clear()
 
 
 def give_way() -> None:
@@ -81,9 +111,7 @@ class Workers(Generic[Task]):
     Where no thread can be started, the calling thread does the tasks.
 
     Args:
-        work: called on several threads.
         threads: how many; as many tasks wait at most.
-        name: of the threads.
     """
 
     def __init__(self, work: Callable[[Task], None], threads: int, *, name: str) -> None:
@@ -138,45 +166,3 @@ class Workers(Generic[Task]):
                     self._work(task)
             except BaseException as error:  # noqa: BLE001 - raised on the thread that asked
                 self._failures.append(error)
-
-
-@final
-class _Crew(Generic[Task]):
-    def __init__(self, work: Callable[[Task], None], tasks: Sequence[Task]) -> None:
-        self._work = work
-        self._tasks = iter(tasks)
-        self._guard = threading.Lock()
-        self._stopped = False
-        self.failures: list[BaseException] = []
-
-    def run_on(self, count: int, name: str) -> bool:
-        """Run on several threads; return False if none could be started."""
-        started: list[threading.Thread] = []
-        try:
-            for number in range(count):
-                thread = threading.Thread(target=self.run, name=f"{name}-{number}")
-                try:
-                    thread.start()
-                except RuntimeError:
-                    break  # the interpreter is ending, or there are too many: the started ones do all tasks
-                started.append(thread)
-            for thread in started:
-                thread.join()
-            return bool(started)
-        finally:
-            # After an interruption, too: no thread may write to live memory after the return.
-            self._stopped = bool(started)
-            for thread in started:
-                thread.join()
-
-    def run(self) -> None:
-        while (task := self._next()) is not None:
-            try:
-                self._work(task)
-            except BaseException as error:  # noqa: BLE001 - raised on the thread that asked
-                self.failures.append(error)
-                self._stopped = True
-
-    def _next(self) -> Task | None:
-        with self._guard:
-            return None if self._stopped else next(self._tasks, None)

@@ -126,8 +126,6 @@ class FabricCheckpoints:
     - Ranks: every method is collective, `preempted` excepted.
 
     Args:
-        fabric: the Fabric.
-        settings: root and options.
         unwrap: Fabric's own function that takes its wrappers off a state.
         step: the key of the state that counts steps.
     """

@@ -35,8 +35,6 @@ class SignalTakeover:
     arrives.
 
     Args:
-        connector: what registers Lightning's handlers for a Trainer.
-        names: of the signals.
         noted: one of them, to be noted for `was_noted`; None for none.
     """
 

@@ -521,7 +521,7 @@ class Catalog:
             return True
 
 
-def read_manifest(storage: Storage, name: str, *, sha256: str | None = None) -> bytes:
+def read_manifest(storage: Storage, name: str) -> bytes:
     """Read the manifest of a committed checkpoint, exactly as committed.
 
     Raises:
@@ -529,7 +529,7 @@ def read_manifest(storage: Storage, name: str, *, sha256: str | None = None) -> 
         CorruptCheckpointError: marker or manifest are malformed, or do not belong together.
         IncompatibleCheckpointError: they were written by a newer version.
     """
-    return _committed_manifest(storage, name, sha256)[0]
+    return _committed_manifest(storage, name, None)[0]
 
 
 def _committed_manifest(storage: Storage, name: str, sha256: str | None) -> tuple[bytes, Manifest]:

@@ -52,7 +52,6 @@ class Inventory:
     Concurrency: `droppable` on one thread at a time, the others on any.
 
     Args:
-        storage: the root.
         held: returns the names of checkpoints that this job needs for now: retention keeps them as if pinned.
         mark: called with the name of a checkpoint found damaged and the problem; by default it is marked.
         watch: entered for each verification; gives what is called with every number of bytes compared.

@@ -297,17 +297,11 @@ class Manifest:
             _check_columns(columns)
             rows = zip(*(columns[name] for name in _COLUMNS), strict=True) if with_files else ()
             return cls(
-                format_version=fields.format_version,
-                save_id=fields.get("save_id", str),
-                step=fields.count("step"),
-                created=fields.number("created"),
-                world_size=fields.count("world_size", least=1),
+                **_facts_in(fields),
                 items=_kinds(fields.mapping("items", str)),
-                metrics=fields.numbers("metrics"),
                 annotations=fields.get("annotations", dict),
                 producer=fields.mapping("producer", str),
                 num_chunks=fields.count("num_chunks"),
-                lineage=_lineage_of(fields),
                 provenance=read_provenance(fields),
                 replicas=fields.count("replicas", least=1) if fields.has("replicas") else 1,
                 groups=_groups(fields, len(columns["path"])),
@@ -343,15 +337,9 @@ class Marker:
         return cls(
             manifest_sha256=hashlib.sha256(content).hexdigest(),
             manifest_bytes=len(content),
-            save_id=manifest.save_id,
-            step=manifest.step,
-            created=manifest.created,
-            size_bytes=manifest.size_bytes,
-            world_size=manifest.world_size,
-            metrics=manifest.metrics,
-            lineage=manifest.lineage,
             groups=groups,
             format_version=manifest.format_version if groups == 1 else _NEWEST_MARKER,
+            **_facts_of(manifest),
         )
 
     @classmethod
@@ -379,29 +367,14 @@ class Marker:
 
     def is_of(self, manifest: Manifest) -> bool:
         """Return whether the facts in the marker agree with its manifest."""
-        return (
-            self.save_id == manifest.save_id
-            and self.step == manifest.step
-            and self.created == manifest.created
-            and self.world_size == manifest.world_size
-            and self.size_bytes == manifest.size_bytes
-            and self.lineage == manifest.lineage
-            and codec.numbers(self.metrics) == codec.numbers(manifest.metrics)
+        own, other = (
+            {**_facts_of(each), "metrics": codec.numbers(each.metrics)} for each in (self, manifest)
         )
+        return own == other
 
     def info(self, name: str) -> CheckpointInfo:
         """Build the `CheckpointInfo` of directory `name`, without pins and marks."""
-        return CheckpointInfo(
-            step=self.step,
-            name=name,
-            created=self.created,
-            size_bytes=self.size_bytes,
-            world_size=self.world_size,
-            metrics=self.metrics,
-            lineage=self.lineage,
-            save_id=self.save_id,
-            manifest_sha256=self.manifest_sha256,
-        )
+        return CheckpointInfo(name=name, manifest_sha256=self.manifest_sha256, **_facts_of(self))
 
     def to_bytes(self) -> bytes:
         """Encode the content of `COMMITTED`."""
@@ -435,18 +408,33 @@ class Marker:
             if not has_checksum:
                 raise ValueError("it does not name its checksum")
             return cls(
-                format_version=fields.format_version,
+                **_facts_in(fields),
                 manifest_sha256=fields.get("manifest_sha256", str),
                 manifest_bytes=fields.count("manifest_bytes"),
-                save_id=fields.get("save_id", str),
-                step=fields.count("step"),
-                created=fields.number("created"),
                 size_bytes=fields.count("size_bytes"),
-                world_size=fields.count("world_size", least=1),
-                metrics=fields.numbers("metrics"),
-                lineage=_lineage_of(fields),
                 groups=fields.count("groups", least=1) if fields.has("groups") else 1,
             )
+
+
+_FACTS: Final = ("save_id", "step", "created", "size_bytes", "world_size", "metrics", "lineage")
+
+
+def _facts_of(source: Manifest | Marker) -> dict[str, Any]:
+    """Return what manifest, marker and listings have in common."""
+    return {name: getattr(source, name) for name in _FACTS}
+
+
+def _facts_in(fields: codec.Fields) -> dict[str, Any]:
+    """Read what manifest and marker have in common."""
+    return {
+        "format_version": fields.format_version,
+        "save_id": fields.get("save_id", str),
+        "step": fields.count("step"),
+        "created": fields.number("created"),
+        "world_size": fields.count("world_size", least=1),
+        "metrics": fields.numbers("metrics"),
+        "lineage": _lineage_of(fields),
+    }
 
 
 def read_committed(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from operator import methodcaller
 from typing import Any, Literal, cast, final
 
 from typing_extensions import override
@@ -287,16 +287,12 @@ class Channel(CommitChannel):
         """Delete these messages, or those of earlier calls."""
         try:
             for key in self._stale if keys is None else keys:
-                self._store.ask(partial(_delete, key))
+                self._store.ask(methodcaller("delete_key", key))
         except CoordinationError as error:
             # The reply that was read counts all the same; the next message reports the lost store.
             _logger.debug("messages stay in the job's store: %s", error)
         if keys is None:
             self._stale.clear()
-
-
-def _delete(key: str, store: Any) -> None:
-    store.delete_key(key)
 
 
 def _packed(kind: Literal["value", "failure"], content: object) -> bytes:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
 from typing import Any, final
 
-import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from ckpt_core.coordination._base import CommitChannel, Coordinator, R, T
+from ckpt_core.coordination._base import Coordinator
 from ckpt_core.coordination._solo import Solo
 from ckpt_core.coordination._store import StoreCoordinator
-from ckpt_core.coordination._talks import Talks
 from ckpt_core.errors import ConfigError
 
 HOST_VARIABLE = "CKPT_SUITE_HOST"
@@ -31,6 +28,17 @@ def _note_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_note_fork)
+
+
+def _passed_on(method: str, *, checked: bool = False) -> Any:
+    """Return a method of `Coordinator` that the present one carries out."""
+
+    def pass_on(job: JobCoordinator, *args: Any, **kwargs: Any) -> Any:
+        if checked:
+            job.check()
+        return getattr(job._current, method)(*args, **kwargs)
+
+    return pass_on
 
 
 @final
@@ -83,48 +91,18 @@ class JobCoordinator(Coordinator):
             )
         self._bound = True
 
-    @override
-    def commit_channel(self) -> CommitChannel:
-        return self._current.commit_channel()
-
-    @override
-    def background_channel(self, name: str) -> CommitChannel:
-        return self._current.background_channel(name)
+    commit_channel = _passed_on("commit_channel")
+    background_channel = _passed_on("background_channel")
+    broadcast = _passed_on("broadcast", checked=True)
+    gather_scatter = _passed_on("gather_scatter", checked=True)
+    all_reduce_max = _passed_on("all_reduce_max", checked=True)
+    broadcast_tensor = _passed_on("broadcast_tensor")
+    talks = _passed_on("talks")
 
     @property
     @override
     def can_broadcast_tensors(self) -> bool:
         return self._current.can_broadcast_tensors
-
-    @override
-    def broadcast(self, value: T, *, what: str = "") -> T:
-        self.check()
-        return self._current.broadcast(value, what=what)
-
-    @override
-    def gather_scatter(
-        self,
-        value: T | BaseException,
-        decide: Callable[[list[T]], list[R]],
-        *,
-        what: str = "",
-        deadline_seconds: float | None = None,
-    ) -> R:
-        self.check()
-        return self._current.gather_scatter(value, decide, what=what, deadline_seconds=deadline_seconds)
-
-    @override
-    def all_reduce_max(self, flags: Sequence[int], *, what: str = "") -> tuple[int, ...]:
-        self.check()
-        return self._current.all_reduce_max(flags, what=what)
-
-    @override
-    def broadcast_tensor(self, buffer: torch.Tensor, ranks: Sequence[int]) -> None:
-        self._current.broadcast_tensor(buffer, ranks)
-
-    @override
-    def talks(self) -> Talks:
-        return self._current.talks()
 
     @override
     def close(self) -> None:

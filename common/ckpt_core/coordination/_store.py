@@ -35,9 +35,6 @@ class StoreCoordinator(Coordinator):
     saves in the background) belong to this instance alone, so that they cannot interfere with the training's
     own communication.
 
-    Args:
-        deadline_seconds: how long ranks wait for one another.
-
     Raises:
         CoordinationError: the ranks did not connect to one another in time.
 
@@ -113,10 +110,14 @@ class StoreCoordinator(Coordinator):
             else:
                 return tuple(int(flag) for flag in tensor.tolist())
         prefix = f"{topic}: " if what else ""
-        maxima = self._main.gather_scatter(
-            topic, tuple(flags), _maxima, deadline, prefix=prefix, waited_seconds=round(waited, 1)
+
+        def maxima(values: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+            return [tuple(map(max, zip(*values, strict=True)))] * len(values)
+
+        found = self._main.gather_scatter(
+            topic, tuple(flags), maxima, deadline, prefix=prefix, waited_seconds=round(waited, 1)
         )
-        return cast("tuple[int, ...]", maxima)
+        return cast("tuple[int, ...]", found)
 
     @override
     def broadcast_tensor(self, buffer: torch.Tensor, ranks: Sequence[int]) -> None:
@@ -244,7 +245,3 @@ def neighbours(ranks: Sequence[int], rank: int) -> tuple[int | None, list[int]]:
         if place + reach < count:
             children.append(ranks[place + reach])
     return parent, children
-
-
-def _maxima(values: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    return [tuple(map(max, zip(*values, strict=True)))] * len(values)

@@ -34,10 +34,6 @@ class StoreThread:
     question is unanswered, no other can be asked.
 
     Concurrency: one thread at a time; `close` on any thread when no other asks.
-
-    Args:
-        store: of torch, or with its methods.
-        patience_seconds: how long to wait for an answer.
     """
 
     def __init__(self, store: Any, patience_seconds: float = 1800.0) -> None:
@@ -55,9 +51,7 @@ class StoreThread:
     def ask(self, question: Callable[[Any], T], deadline: float | None = None) -> T:
         """Return the outcome of a question to the store.
 
-        Args:
-            question: called with the store.
-            deadline: until when the asker waits for ranks, on the monotonic clock; None for no limit.
+        `deadline` is until when the asker waits for ranks, on the monotonic clock; None for no limit.
 
         Raises:
             DeadlineError: no answer in time, or still none to the question before.

@@ -44,9 +44,6 @@ class Talk:
     Concurrency: one thread. Left by an error, the context ends the talk for the other side, too. Every method
     raises `OSError` if the other rank is lost, or does not answer in time, and the error that the other side
     told instead of an answer.
-
-    Attributes:
-        other: the other rank.
     """
 
     def __init__(self, talks: Talks, other: int, name: _Name) -> None:
@@ -136,8 +133,6 @@ class Talks:
     Args:
         connect: makes a connection to the Store with a time-out.
         group: a gloo group of all ranks that nothing else uses.
-        rank: of this process.
-        patience_seconds: how long to wait for another rank.
     """
 
     def __init__(
@@ -167,12 +162,7 @@ class Talks:
     def answer_with(
         self, answer: Callable[[Talk], None], *, ended: Callable[[], None] = lambda: None
     ) -> None:
-        """Have every talk that another rank begins answered; before one does.
-
-        Args:
-            answer: called on a thread for each talk.
-            ended: called when these talks are closed.
-        """
+        """Have every talk that another rank begins answered; before one does."""
         self._answer, self._ended = answer, ended
 
     def begin(self, other: int) -> Talk:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import IO, Any, Final, cast, final
@@ -21,17 +21,21 @@ _AT_ONCE: Final = 2
 """Pieces that are sent together, so that few messages are needed."""
 
 
+def _asked(operation: str, made: Callable[[Any], Any] = lambda answer: answer) -> Any:
+    """Return a method of `Storage` that another rank carries out."""
+
+    def ask(disk: RemoteDisk, *arguments: Any) -> Any:
+        return made(disk._ask(operation, *arguments))
+
+    return ask
+
+
 @final
 class RemoteDisk(Storage):
     """The root as another rank sees it, which carries out what it is asked for.
 
     Errors of that disk are raised here; a rank that is lost, or does not answer, is a `ConnectionError` or a
     `TimeoutError`.
-
-    Args:
-        talks: of this rank.
-        rank: that serves the disk.
-        url: of the root.
     """
 
     supports_rename = True
@@ -52,9 +56,21 @@ class RemoteDisk(Storage):
             talk.tell((operation, *arguments))
             return talk.hear()
 
-    @override
-    def check_root(self) -> None:
-        self._ask("check_root")
+    check_root = _asked("check_root")
+    size = _asked("size")
+    crc32 = _asked("crc32")  # the bytes stay where they are
+    list = _asked("list", lambda rows: [StorageEntry(*row) for row in rows])
+    directories = _asked("directories", set)
+    entry = _asked("entry", lambda found: None if found is None else StorageEntry(*found))
+    delete = _asked("delete")
+    make_directory = _asked("make_directory")
+    sync_directory = _asked("sync_directory")
+    rename = _asked("rename")
+    exchange = _asked("exchange")
+    space = _asked("space", lambda found: Space(*found))
+    unlock = _asked("unlock")
+    lock_holder = _asked("lock_holder")
+    other_owner = _asked("other_owner")
 
     @contextmanager
     @override
@@ -130,65 +146,8 @@ class RemoteDisk(Storage):
             reader.close()
 
     @override
-    def list(self, key: str) -> list[StorageEntry]:
-        return [StorageEntry(*row) for row in self._ask("list", key)]
-
-    @override
-    def directories(self, key: str) -> set[str]:
-        return set(self._ask("directories", key))
-
-    @override
-    def entry(self, key: str) -> StorageEntry | None:
-        found = self._ask("entry", key)
-        return None if found is None else StorageEntry(*found)
-
-    @override
-    def size(self, key: str) -> int:
-        return int(self._ask("size", key))
-
-    @override
-    def crc32(self, key: str, offset: int, size_bytes: int) -> int:
-        return int(self._ask("crc32", key, offset, size_bytes))  # the bytes stay where they are
-
-    @override
-    def delete(self, key: str) -> None:
-        self._ask("delete", key)
-
-    @override
-    def make_directory(self, key: str) -> None:
-        self._ask("make_directory", key)
-
-    @override
-    def sync_directory(self, key: str) -> None:
-        self._ask("sync_directory", key)
-
-    @override
-    def rename(self, source: str, target: str) -> None:
-        self._ask("rename", source, target)
-
-    @override
-    def exchange(self, first: str, second: str) -> None:
-        self._ask("exchange", first, second)
-
-    @override
-    def space(self) -> Space:
-        return Space(*self._ask("space"))
-
-    @override
     def try_lock(self, key: str) -> Lock | None:
         return _RemoteLock(self, key) if self._ask("lock", key) else None
-
-    def unlock(self, key: str) -> None:
-        """Release a lock of `try_lock`; harmless when repeated."""
-        self._ask("unlock", key)
-
-    @override
-    def lock_holder(self, key: str) -> int | None:
-        return cast("int | None", self._ask("lock_holder", key))
-
-    @override
-    def other_owner(self, key: str) -> str | None:
-        return cast("str | None", self._ask("other_owner", key))
 
 
 @final

@@ -92,10 +92,7 @@ class Ownership:
         inventory: the committed checkpoints in the root, and which of them are known to be whole.
 
     Args:
-        storage: the root.
-        coordinator: the ranks of the job.
         until_idle: blocks until no save is in flight; must keep nothing large alive.
-        hooks: the demands of uploads.
         elsewhere: returns, for a survey of the root, the checkpoints that only further tiers hold, and the
             present lineage of all tiers.
 

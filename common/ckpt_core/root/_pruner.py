@@ -89,9 +89,9 @@ class Pruner:
             # Another process may have deleted or replaced it meanwhile, or begun to use it.
             taken = info.step in read_notes(self._storage).in_use
             if not taken and ownership.inventory.still_there(info):
-                self._remove(info)
+                self.drop(info)
                 removed.append(info)
-        self._report(removed, f"not kept by {self._policy!r}")
+        self.report(removed, f"not kept by {self._policy!r}")
         planned = {info.name for info in plans[-1].drop}
         plan = withheld(plans[-1], [info for info in drop if info.name in planned])
         found = defaultdict[str, list[int]](list)
@@ -114,15 +114,17 @@ class Pruner:
             raise ConfigError(f"it is pinned ({info.pinned}); unpin it first")
         if info.name in self._ownership.held:
             raise ConfigError("its upload has not ended; remove it afterwards")
-        self._remove(info)
-        self._report([info], "removed by its host")
+        self.drop(info)
+        self.report([info], "removed by its host")
 
-    def _remove(self, info: CheckpointInfo) -> None:
-        with self._telemetry.span("prune.remove", step=info.step, name=info.name):
+    def drop(self, info: CheckpointInfo, **why: str) -> None:
+        """Remove a checkpoint that retention may drop; `report` follows."""
+        with self._telemetry.span("prune.remove", step=info.step, name=info.name, **why):
             remove(self._storage, info)
         self._ownership.inventory.forget(info.name)
 
-    def _report(self, removed: Sequence[CheckpointInfo], why: str) -> None:
+    def report(self, removed: Sequence[CheckpointInfo], why: str) -> None:
+        """Report removals to telemetry, if there were any."""
         if removed:
             size = sum(info.size_bytes for info in removed)
             names = [info.name for info in removed]

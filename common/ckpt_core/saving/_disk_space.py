@@ -19,13 +19,13 @@ from typing import Final, NamedTuple, final
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from ckpt_core.commit import Catalog, on_present_line, read_notes, remove, replaced
+from ckpt_core.commit import Catalog, on_present_line, read_notes, replaced
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError, NoRoomError
 from ckpt_core.formats.chunks import BLOCK_BYTES
 from ckpt_core.options import CheckpointOptions, Headroom, bytes_text
 from ckpt_core.retention import Abandoned, KeepAll, RetentionPolicy, plan_prune
-from ckpt_core.root import Job, Ownership
+from ckpt_core.root import Ownership, Pruner
 from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo
 
@@ -85,11 +85,11 @@ class SpaceFree:
 class DiskSpace:
     """The free space of one root. Coordinator only, on the save thread."""
 
-    def __init__(self, job: Job, options: CheckpointOptions, ownership: Ownership) -> None:
-        self._storage = job.storage
-        self._telemetry = job.telemetry
-        self._options = options
-        self._ownership = ownership
+    def __init__(
+        self, storage: Storage, options: CheckpointOptions, ownership: Ownership, pruner: Pruner
+    ) -> None:
+        self._storage, self._options = storage, options
+        self._ownership, self._pruner = ownership, pruner
         self._planned = (0, 0)
         self._saved = (0, 0, 0)
 
@@ -156,17 +156,9 @@ class DiskSpace:
             self._ownership.check()
             if info.step in read_notes(self._storage).in_use:
                 continue
-            with self._telemetry.span("prune.remove", step=info.step, name=info.name, reason="room"):
-                remove(self._storage, info)
-            inventory.forget(info.name)
+            self._pruner.drop(info, reason="room")
             removed.append(info)
-        self._telemetry.point(
-            "prune",
-            names=[info.name for info in removed],
-            size_bytes=sum(info.size_bytes for info in removed),
-            why=f"room for the save of step {coming.step}",
-            tier=self._storage.url,
-        )
+        self._pruner.report(removed, f"room for the save of step {coming.step}")
         _logger.warning(
             "step %d would not have fitted into %s: removed step(s) %s ahead of its commit; the retention "
             "policy drops them after it in any case",

@@ -33,9 +33,7 @@ class RankFiles:
     Concurrency: used by one thread. Pieces must not change until the context has ended.
 
     Args:
-        storage: the root, with the checkpoint in `directory`.
         reports: has the algorithm of checksums, and the limit of the rate of tensor writes.
-        twins: is shown every file; None without twins.
 
     Attributes:
         tables: every data file written, for the rank's chunk table.

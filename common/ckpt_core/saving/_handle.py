@@ -45,10 +45,6 @@ class SaveRequest:
     """The step and name of a save, with its metrics and annotations.
 
     Attributes:
-        step: optimizer steps done.
-        name: of the checkpoint's directory.
-        metrics: numbers by name.
-        annotations: plain JSON.
         replace: whether `name` may be committed already.
         refusal: why this rank cannot ask for a save; reported to the ranks that can.
     """

@@ -83,7 +83,6 @@ class PlanCache:
     Concurrency: main thread; `distrust` on any thread.
 
     Attributes:
-        parts: part -> this rank's share of it.
         files: names of the small files that this rank writes.
         shared: names of the shared items that this rank writes.
         replicas: part -> entries that several ranks hold; on the coordinator only.
@@ -108,12 +107,7 @@ class PlanCache:
         self._problem: Exception | None = None
 
     def update(self, sharded: Mapping[str, Mapping[str, Any]], offer: Offer) -> bool:
-        """Hold the live state of a save; return whether the plans must be negotiated.
-
-        Args:
-            sharded: part -> nested state dict.
-            offer: the other input to the plans.
-        """
+        """Hold the live state of a save; return whether the plans must be negotiated."""
         fits = (offer, list(sharded)) == (self._offer, list(self.parts))
         self._offer = offer
         self.parts = {name: self.parts.get(name) or Part() for name in sharded}

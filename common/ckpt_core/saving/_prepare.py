@@ -51,9 +51,7 @@ class _LocalState:
     """The captured state of this rank, with its small values encoded.
 
     Attributes:
-        state: live tensors and plain values.
         files: name -> content of the small files that this rank could write.
-        shared: its shared items.
         changed: whether the cached plan no longer fits.
         extra_bytes, extra_files: upper bounds of its writes beside tensors.
     """

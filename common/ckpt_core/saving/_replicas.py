@@ -48,7 +48,6 @@ class Evidence:
     """Fingerprints of one rank's replicas; live values are read on construction.
 
     Args:
-        parts: this rank's state, by part.
         turn: number of earlier saves of the same plans; in the first, everything is read.
         shared: digests of the shared items that must be equal on all ranks.
     """
@@ -96,13 +95,7 @@ class Judge:
         self._described = ""
 
     def judge(self, messages: Sequence[Findings], replicas: _Groups, *, generation: int, step: int) -> None:
-        """Compare the fingerprints of all ranks.
-
-        Args:
-            messages: of all ranks, by rank.
-            replicas: part -> entries that several ranks hold.
-            generation: of the plans; what was found stays true for them.
-            step: of the save.
+        """Compare the fingerprints of all ranks; what was found stays true of a generation.
 
         Raises:
             DivergenceError: ranks hold different values under one name, and that is refused.

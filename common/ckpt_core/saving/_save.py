@@ -81,7 +81,7 @@ class Means:
         self.plans = PlanCache(options.on_divergence)
         self.judge, self.stale = Judge(options.on_divergence), StaleJudge(options.on_stale)
         self.sign = options.manifest_signer
-        self.space = DiskSpace(job, options, ownership)
+        self.space = DiskSpace(job.storage, options, ownership, pruner)
         self.held_back: CheckpointInfo | None = None
 
     def prune(self, info: CheckpointInfo) -> None:
@@ -118,12 +118,8 @@ class Save(Task):
         created: when it was agreed on, Unix seconds on the coordinator's clock.
         files: name -> content of this rank's small files.
         metadata: part -> DCP metadata; on the coordinator only, like `lineage` and `replicas`.
-        items: item -> kind, for the manifest.
         local: this rank's rank-local buffers, and `keeping` when it writes them.
-        staged: the copies, released after the write.
-        buffers: (part, key) of module buffers.
         error: why this rank could not stage; it reports the error at the commit barrier instead of files.
-        generation: of the plans.
         extra: upper bounds of what all ranks write beside planned tensors.
         evidence: fingerprints of this rank's replicas; None if they are not compared.
         replicas: part -> entries that several ranks hold.

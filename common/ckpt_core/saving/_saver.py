@@ -28,13 +28,6 @@ _logger = logger_of(__name__)
 class Saver:
     """The saves of one manager, into one root.
 
-    Args:
-        job: storage, ranks and telemetry.
-        thread: writes and commits.
-        options: of the manager.
-        ownership: the right to write to the root; taken at the first save.
-        pruner: applies the retention policy after every commit.
-
     Attributes:
         in_flight: the saves that have not ended.
         copies: makes optimizer steps wait for copies that are still being made.

@@ -40,7 +40,6 @@ class Partners:
     Concurrency: `settle` on the main thread, `session` and `log_size` on the save thread.
 
     Args:
-        storage: the root.
         reports: has the limit of the rate of writes.
         deadline_seconds: the longest wait of ranks for one another.
     """
@@ -94,11 +93,7 @@ class TwinSession:
     `finish` or `stop` has returned.
 
     Args:
-        disk: where the partner writes them.
-        where: the partner, in words.
-        working: the directory of the save.
         reports: has the limit of the rate of writes.
-        patience_seconds: the longest wait for the partner.
     """
 
     def __init__(

@@ -23,14 +23,7 @@ _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16
 @final
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A copy from a live tensor into an arena.
-
-    Attributes:
-        name: of the tensor, for messages.
-        source: the live tensor.
-        target: its slot.
-        slot: position of the slot in the arena.
-    """
+    """A copy from a live tensor into an arena."""
 
     name: str
     source: torch.Tensor
@@ -50,7 +43,6 @@ class CopyPiece:
     """A part of the work.
 
     Attributes:
-        work: makes the copies.
         slot: the first slot that it fills, wholly or in part.
         floor: the lowest slot that later pieces fill.
     """

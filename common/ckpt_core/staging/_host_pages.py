@@ -43,7 +43,11 @@ class HostMemory:
         """Return whether it fits: large enough, not too large, and pinned if required."""
         if pinned and not (self._pinned or self._cannot_pin):
             return False
-        return size_bytes <= self.resident_bytes <= _ceiling(size_bytes)
+        return (
+            size_bytes
+            <= self.resident_bytes
+            <= _whole_pages(max(int(size_bytes * _TOLERATED_EXCESS), size_bytes))
+        )
 
     def extra_bytes(self, size_bytes: int, *, pinned: bool) -> int:
         """Return the additional bytes of a `resize`; 0 if none."""
@@ -113,10 +117,6 @@ class HostMemory:
 
 def _whole_pages(size_bytes: int) -> int:
     return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-def _ceiling(size_bytes: int) -> int:
-    return _whole_pages(max(int(size_bytes * _TOLERATED_EXCESS), size_bytes))
 
 
 def _advise(tensor: torch.Tensor, advice: int) -> bool:

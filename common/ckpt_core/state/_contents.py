@@ -78,12 +78,6 @@ def saved_part(
     """Return what of a model's state to save, and items that refer to the rest.
 
     Collective over the ranks that share tensors, at the first call and after a change of the base.
-
-    Args:
-        model: the model.
-        state: its `model_state`.
-        contents: as the user has given it.
-        place: of the model in the state.
     """
     if not _is_wanted(model, contents):
         return dict(state), {}

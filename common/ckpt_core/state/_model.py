@@ -145,10 +145,6 @@ def model_state(model: nn.Module, *, names: Names | None = None) -> dict[str, An
     """Return parameters, buffers and extra state by name.
 
     The tensors are the live ones, except under FSDP1, which returns copies of its shards.
-
-    Args:
-        model: the model.
-        names: its names, if known.
     """
     if is_fsdp1(model):
         # Of a compiled module within FSDP1 torch reads the bare names, but returns others.
@@ -169,13 +165,6 @@ def local_buffers(
     """Return the rank-local buffers in `state`, for `CapturedState.local`.
 
     They are the plain buffers, which may differ between ranks.
-
-    Args:
-        model: the model.
-        state: its `model_state`.
-        part: the DCP part that holds the state.
-        prefix: the prefix of their names in DCP's flattened form.
-        names: the names of `model`, if known.
     """
     parameters = (names or Names(model)).by_name
     return {

@@ -114,11 +114,6 @@ def optimizer_state(model: nn.Module, optimizer: Any, *, names: Names | None = N
     The form is `{"state": {name: {...}}, "param_groups": [{..., "params": [name, ...]}]}`. Tensor
     hyperparameters are copied, because a scheduler changes them before the next step.
 
-    Args:
-        model: the model that it trains.
-        optimizer: the optimizer, wrapped or not.
-        names: the names of `model`, if known.
-
     Raises:
         ConfigError: the optimizer trains parameters that the model does not hold, or has state that a load
             could not put back.

@@ -74,9 +74,7 @@ class RangeStream(io.RawIOBase):
     """A seekable stream over ranged reads.
 
     Args:
-        size_bytes: of the file.
         read: fills a buffer from an offset on, as far as the file goes; returns the number of bytes.
-        where: the file, for messages.
     """
 
     def __init__(self, size_bytes: int, read: Callable[[int, memoryview], int], where: str) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import IO, NoReturn, TypeVar, final
+from typing import IO, Any, NoReturn, TypeVar, final
 
 from typing_extensions import override
 
-from ckpt_core.storage._base import Lock, RangeReader, Space, Storage, StorageEntry
+from ckpt_core.storage._base import RangeReader, Space, Storage, StorageEntry
 
 T = TypeVar("T")
 
@@ -20,7 +20,6 @@ class LayeredStorage(Storage):
 
     Args:
         first: the nearest storage, whose URL stands in messages.
-        others: the next ones.
         passed_over: key of a file -> how many storages not to ask for it, because it is damaged there.
     """
 
@@ -66,42 +65,6 @@ class LayeredStorage(Storage):
     def space(self) -> Space:
         return self._layers[0].space()
 
-    @override
-    def check_root(self) -> None:
-        self._refuse("")
-
-    @override
-    def create(self, key: str) -> AbstractContextManager[IO[bytes]]:
-        self._refuse(key)
-
-    @override
-    def replace(self, key: str, content: bytes) -> None:
-        self._refuse(key)
-
-    @override
-    def delete(self, key: str) -> None:
-        self._refuse(key)
-
-    @override
-    def make_directory(self, key: str) -> None:
-        self._refuse(key)
-
-    @override
-    def sync_directory(self, key: str) -> None:
-        self._refuse(key)
-
-    @override
-    def rename(self, source: str, target: str) -> None:
-        self._refuse(source)
-
-    @override
-    def exchange(self, first: str, second: str) -> None:
-        self._refuse(first)
-
-    @override
-    def try_lock(self, key: str) -> Lock | None:
-        self._refuse(key)
-
     @contextmanager
     def _opened(self, key: str, enter: Callable[[Storage], AbstractContextManager[T]]) -> Generator[T]:
         with ExitStack() as stack:
@@ -118,5 +81,9 @@ class LayeredStorage(Storage):
             return get(layers[-1])
         raise FileNotFoundError(errno.ENOENT, "damaged or missing in every tier", f"{self.url}/{key}")
 
-    def _refuse(self, key: str) -> NoReturn:
-        raise OSError(errno.EROFS, "several storages read as one cannot be written", f"{self.url}/{key}")
+    def _refuse(self, *keys: Any, **_: Any) -> NoReturn:
+        place = "/".join((self.url, *keys[:1]))
+        raise OSError(errno.EROFS, "several storages read as one cannot be written", place)
+
+    check_root = create = replace = delete = make_directory = _refuse
+    sync_directory = rename = exchange = try_lock = _refuse

@@ -44,7 +44,6 @@ class MemoryStorage(Storage):
 
     @property
     def url(self) -> str:
-        """`memory://<name>`."""
         return f"memory://{self._name}"
 
     def check_root(self) -> None:
@@ -65,17 +64,14 @@ class MemoryStorage(Storage):
 
     @contextmanager
     def open(self, key: str) -> Generator[IO[bytes]]:
-        """Open a file for reading."""
         with io.BytesIO(self._content(key)) as stream:
             yield stream
 
     def replace(self, key: str, content: bytes) -> None:
-        """Write a small file atomically, over an existing one."""
         with self._guard:
             self._put(file_key(key), bytes(content))
 
     def list(self, key: str) -> list[StorageEntry]:
-        """List a directory, sorted by name; [] if it does not exist."""
         start = f"{key}/" if key_parts(key) else ""
         with self._guard:
             if key in self._files:
@@ -89,18 +85,15 @@ class MemoryStorage(Storage):
         ]
 
     def size(self, key: str) -> int:
-        """Return the size of a file in bytes."""
         return len(self._content(key))
 
     def delete(self, key: str) -> None:
-        """Delete a file, or a directory with its content."""
         file_key(key)
         with self._guard:
             self._files = {name: c for name, c in self._files.items() if not _is_in(name, key)}
             self._directories = {name for name in self._directories if not _is_in(name, key)}
 
     def make_directory(self, key: str) -> None:
-        """Create a directory and its parents."""
         with self._guard:
             self._require_free(key)
             self._require_room(key, 0)
@@ -114,7 +107,6 @@ class MemoryStorage(Storage):
                 raise _error(FileNotFoundError, errno.ENOENT, key)
 
     def rename(self, source: str, target: str) -> None:
-        """Rename atomically, onto a free name only."""
         with self._guard:
             self._require_free(target)
             if file_key(source) not in {*self._files, *self._directories}:
@@ -125,7 +117,6 @@ class MemoryStorage(Storage):
             self._directories = {_moved(name, source, target) for name in self._directories}
 
     def exchange(self, first: str, second: str) -> None:
-        """Exchange two directories."""
         aside = f"{first}.exchange"
         with self._guard:
             self.rename(second, aside)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import IO, Any, cast, final
 
-from ckpt_core.storage import Lock, RangeReader, Space, Storage, StorageEntry
+from ckpt_core.storage import RangeReader, Storage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,6 +97,16 @@ class Script:
             return operation, due
 
 
+def _watched(method: str, between: str = "") -> Any:
+    """Return a method of `Storage` as an operation on its key, or on two."""
+
+    def act(storage: FaultyStorage, *arguments: Any) -> Any:
+        with storage.operation(method, between.join(arguments[: 2 if between else 1])):
+            return getattr(storage._inner, method)(*arguments)
+
+    return act
+
+
 @final
 class FaultyStorage(Storage):
     """Passes everything on to another storage, except for the faults; keeps a log.
@@ -126,9 +136,21 @@ class FaultyStorage(Storage):
         """That of the inner storage, unless another was given."""
         return self._url
 
-    def check_root(self) -> None:
-        with self.operation("check_root", ""):
-            self._inner.check_root()
+    check_root = _watched("check_root")
+    replace = _watched("replace")
+    append = _watched("append")
+    list = _watched("list")
+    entry = _watched("entry")
+    size = _watched("size")
+    delete = _watched("delete")
+    make_directory = _watched("make_directory")
+    sync_directory = _watched("sync_directory")
+    rename = _watched("rename", " -> ")
+    exchange = _watched("exchange", " <-> ")
+    space = _watched("space")
+    try_lock = _watched("try_lock")
+    lock_holder = _watched("lock_holder")
+    other_owner = _watched("other_owner")
 
     @contextmanager
     def create(self, key: str) -> Generator[IO[bytes]]:
@@ -166,68 +188,12 @@ class FaultyStorage(Storage):
                 reader = stack.enter_context(self._inner.open_ranges(key))
             yield _FaultyRanges(reader, self, key)
 
-    def replace(self, key: str, content: bytes) -> None:
-        with self.operation("replace", key):
-            self._inner.replace(key, content)
-
-    def append(self, key: str, content: bytes) -> None:
-        with self.operation("append", key):
-            self._inner.append(key, content)
-
-    def list(self, key: str) -> list[StorageEntry]:
-        with self.operation("list", key):
-            return self._inner.list(key)
-
-    def entry(self, key: str) -> StorageEntry | None:
-        with self.operation("entry", key):
-            return self._inner.entry(key)
-
-    def size(self, key: str) -> int:
-        with self.operation("size", key):
-            return self._inner.size(key)
-
-    def delete(self, key: str) -> None:
-        with self.operation("delete", key):
-            self._inner.delete(key)
-
     def abandon_uploads(self, unwanted: Callable[[str], bool]) -> Sequence[str]:
         with self.operation("abandon_uploads", ""):
             return self._inner.abandon_uploads(unwanted)
 
     def interrupt(self) -> None:
         self._inner.interrupt()
-
-    def make_directory(self, key: str) -> None:
-        with self.operation("make_directory", key):
-            self._inner.make_directory(key)
-
-    def sync_directory(self, key: str) -> None:
-        with self.operation("sync_directory", key):
-            self._inner.sync_directory(key)
-
-    def rename(self, source: str, target: str) -> None:
-        with self.operation("rename", f"{source} -> {target}"):
-            self._inner.rename(source, target)
-
-    def exchange(self, first: str, second: str) -> None:
-        with self.operation("exchange", f"{first} <-> {second}"):
-            self._inner.exchange(first, second)
-
-    def space(self) -> Space:
-        with self.operation("space", ""):
-            return self._inner.space()
-
-    def try_lock(self, key: str) -> Lock | None:
-        with self.operation("try_lock", key):
-            return self._inner.try_lock(key)
-
-    def lock_holder(self, key: str) -> int | None:
-        with self.operation("lock_holder", key):
-            return self._inner.lock_holder(key)
-
-    def other_owner(self, key: str) -> str | None:
-        with self.operation("other_owner", key):
-            return self._inner.other_owner(key)
 
     def operation(self, method: str, key: str) -> AbstractContextManager[object]:
         """Log an operation and apply its faults around the block."""

@@ -32,9 +32,6 @@ class CheckedReader:
     Concurrency: `read` may be called from several threads.
 
     Args:
-        ranges: the open file.
-        entry: what the manifest says of it.
-        place: the checkpoint, for messages.
         path: the file that is read: that of `entry`, or its twin.
         stop: called before every read; raises to end the copy.
     """

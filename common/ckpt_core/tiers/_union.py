@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Self, final
 
 from ckpt_core.commit import Catalog, Inventory, Survey, on_present_line, present_lineage, verify
-from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -19,8 +18,6 @@ from ckpt_core.errors import (
 from ckpt_core.names import set_aside
 from ckpt_core.tiers._tier import Tier
 from ckpt_core.types import CheckpointInfo, Lineage
-
-_logger = logger_of(__name__)
 
 
 @final
@@ -284,6 +281,5 @@ class RunCatalog:
                     f"{failure_text(error)}. Try again when it can be reached"
                 ) from error
         for tier, survey in zip(self._tiers, surveys, strict=True):
-            for name, problem in survey.unreadable.items():
-                _logger.warning("%s/%s is left out: %s", tier.storage.url, name, problem)
+            survey.log_unreadable(tier.storage.url)
         return unite(surveys)

@@ -41,7 +41,6 @@ class _DiskPart:
     """What one disk has of a checkpoint, and what it is to get.
 
     Attributes:
-        disk: the disk.
         there: whether it has a directory of that name.
         whole: the files that are as committed, as far as is known.
         wrong: the files that are not.
@@ -77,8 +76,6 @@ class PartsRepair:
         working: the directory on each disk that files are copied into.
 
     Args:
-        root: on the disks of several nodes.
-        info: the checkpoint.
         sources: further roots with equal copies, the nearest first.
         stop: called before every step; raises to end the repair.
 

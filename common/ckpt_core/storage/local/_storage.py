@@ -55,7 +55,6 @@ class LocalStorage(Storage):
 
     @property
     def url(self) -> str:
-        """The absolute path."""
         return str(self._root)
 
     def local_path(self, key: str) -> Path:
@@ -67,7 +66,6 @@ class LocalStorage(Storage):
         return self._root.joinpath(*key_parts(key))
 
     def check_root(self) -> None:
-        """Create the root if necessary and prove that it can be written or is full."""
         try:
             make_directories(self._root)
             for parent in self._root.resolve().parents:
@@ -108,26 +106,16 @@ class LocalStorage(Storage):
             os.fsync(stream.fileno())
 
     def write_pieces(self, key: str, pieces: Iterable[memoryview]) -> None:
-        """Create a large file by direct writes on several threads.
-
-        An error leaves a partial file.
-        """
         write_direct(self._made(key), pieces)
 
     @contextmanager
     def open(self, key: str) -> Generator[IO[bytes]]:
-        """Open a file for reading.
-
-        Raises:
-            FileNotFoundError: no such file.
-            PermissionError: also if a symbolic link leads out of the root.
-        """
+        """Open a file for reading; PermissionError if a link leads out of the root."""
         with open_inside(self._root, key_parts(file_key(key))) as stream:
             yield stream
 
     @contextmanager
     def open_ranges(self, key: str) -> Generator[RangeReader]:
-        """Open a file for ranged reads; same errors as `open`."""
         with open_local_ranges(self._root, key_parts(file_key(key))) as reader:
             yield reader
 
@@ -156,7 +144,6 @@ class LocalStorage(Storage):
                 rest = rest[stream.write(rest) :]
 
     def list(self, key: str) -> list[StorageEntry]:
-        """List a directory, sorted by name; [] if it does not exist."""
         try:
             with os.scandir(self.local_path(key)) as children:
                 found = [_entry(child) for child in sorted(children, key=attrgetter("name"))]
@@ -178,7 +165,6 @@ class LocalStorage(Storage):
         return _entry(path) if os.path.lexists(path) else None
 
     def size(self, key: str) -> int:
-        """Return the size of a file in bytes."""
         path = self.local_path(file_key(key))
         try:
             size = path.stat().st_size
@@ -191,17 +177,14 @@ class LocalStorage(Storage):
         return size
 
     def delete(self, key: str) -> None:
-        """Delete a file, a link, or a directory with its content."""
         delete(self._path(key))
 
     def make_directory(self, key: str) -> None:
-        """Create a directory and its parents durably."""
         path = self._made(key)
         path.mkdir()
         sync_directory(path.parent)
 
     def sync_directory(self, key: str) -> None:
-        """Fsync a directory."""
         sync_directory(self._path(key) if key else self._root)
 
     def rename(self, source: str, target: str) -> None:

@@ -22,27 +22,9 @@ if TYPE_CHECKING:
 AZURE_METADATA: Final = "ckptupload"
 """The name of an upload's token in the metadata of its blob, where Azure takes letters and digits only."""
 
-_OPTIONS: Final = (
-    "account_name",
-    "account_key",
-    "account_host",
-    "connection_string",
-    "credential",
-    "sas_token",
-    "client_id",
-    "client_secret",
-    "tenant_id",
-    "anon",
-)
-_ENVIRONMENT: Final = (
-    "account_name",
-    "account_key",
-    "connection_string",
-    "sas_token",
-    "client_id",
-    "client_secret",
-    "tenant_id",
-)
+_SECRETS: Final = ("account_key", "connection_string", "sas_token", "client_id", "client_secret", "tenant_id")
+_ENVIRONMENT: Final = ("account_name", *_SECRETS)
+_OPTIONS: Final = (*_ENVIRONMENT, "account_host", "credential", "anon")
 _SCOPE: Final = "https://storage.azure.com/.default"
 # That of adlfs and of obstore: all blocks of a blob must have names of one length.
 _NAME_LENGTH: Final = 32
@@ -79,7 +61,6 @@ class AzureContainer:
         self._container = container
 
     def listed(self, prefix: str, delimiter: str) -> Iterator[Found]:
-        """List blobs by their prefix, up to the next delimiter; names are whole."""
         from azure.storage.blob import BlobPrefix
 
         container = self.service.get_container_client(self._container)
@@ -93,11 +74,9 @@ class AzureContainer:
                 yield Found(entry.name, is_directory=False, size_bytes=entry.size)
 
     def remove(self, path: str) -> None:
-        """Delete a blob."""
         self.blob(path).delete_blob()
 
     def begin(self, path: str, token: str, scratch: str) -> AzureParts:
-        """Begin an upload in blocks, or continue it."""
         del scratch
         return AzureParts(self, path, token)
 
@@ -122,11 +101,9 @@ class AzureParts:
         self._stem = hashlib.sha256(token.encode()).hexdigest()[:16]
 
     def name_of(self, number: int, mark: str) -> str:
-        """Name a part by its place and a mark of its content."""
         return f"{self._stem}{number:05d}{mark:->{_NAME_LENGTH - 21}}"
 
     def there(self) -> frozenset[str]:
-        """Return the names of the parts that have arrived."""
         from azure.core.exceptions import ResourceNotFoundError
 
         try:
@@ -141,11 +118,6 @@ class AzureParts:
         self._blob.stage_block(name, cast("bytes", body), length=len(body))
 
     def complete(self, names: Sequence[str]) -> None:
-        """Make the blob.
-
-        Raises:
-            FileExistsError: there is one already.
-        """
         from azure.core import MatchConditions
         from azure.core.exceptions import ResourceExistsError, ResourceModifiedError
         from azure.storage.blob import BlobBlock
@@ -191,9 +163,11 @@ class _Account:
         endpoint = told.get("BlobEndpoint") or f"{told.get('DefaultEndpointsProtocol', 'https')}://{host}"
         key = told.get("AccountKey") or options.get("account_key")
         sas = told.get("SharedAccessSignature") or options.get("sas_token")
-        plain = key or sas or told or _is_true(options.get("anon", os.environ.get("AZURE_STORAGE_ANON")))
+        anon = str(options.get("anon", os.environ.get("AZURE_STORAGE_ANON")) or "false").lower()
+        plain = key or sas or told or anon not in {"false", "0", "f"}
         credential = options.get("credential") or (None if plain else _identity(options))
-        if credential is not None and not _is_synchronous(credential):
+        ask = getattr(credential, "get_token", None)
+        if credential is not None and (ask is None or inspect.iscoroutinefunction(ask)):
             raise ConfigError(
                 f"{url}: storage_options credential must be one of azure.identity that is not asynchronous"
             )
@@ -249,14 +223,6 @@ def _identity(options: Mapping[str, Any]) -> Any:
     if options.get("client_id") is None:
         return DefaultAzureCredential()
     return ClientSecretCredential(options["tenant_id"], options["client_id"], options["client_secret"])
-
-
-def _is_synchronous(credential: Any) -> bool:
-    return hasattr(credential, "get_token") and not inspect.iscoroutinefunction(credential.get_token)
-
-
-def _is_true(value: Any) -> bool:
-    return str(value or "false").lower() not in {"false", "0", "f"}
 
 
 def _account_of(url: str) -> str:

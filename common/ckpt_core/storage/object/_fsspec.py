@@ -56,7 +56,6 @@ class FsspecStorage(ObjectStorage):
         self._limit = {"timeout": request_seconds} if takes_limit else {}
 
     def size_of(self, path: str) -> int:
-        """Return the size of an object in bytes."""
         self.filesystem.invalidate_cache()
         info = self._call("info", path)
         if info["type"] != "file":
@@ -64,7 +63,6 @@ class FsspecStorage(ObjectStorage):
         return int(info["size"])
 
     def children(self, path: str) -> list[Found]:
-        """List the names below a prefix, up to the next slash."""
         try:
             self.filesystem.invalidate_cache()
             found = self._call("ls", path, detail=True)
@@ -81,16 +79,13 @@ class FsspecStorage(ObjectStorage):
         return [name for name in found if name == path or name.startswith(path + "/")]
 
     def remove(self, path: str) -> None:
-        """Delete an object by its name; no-op if there is none."""
         with suppress(FileNotFoundError):
             self._call("rm_file", path)
 
     def replace(self, key: str, content: bytes) -> None:
-        """Write a small object, over an existing one."""
         self._call("pipe_file", self.path(file_key(key)), content)
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
-        """Read a range in one request."""
         content: bytes = self._call("cat_file", path, start=offset, end=offset + len(buffer))
         buffer[: len(content)] = content
         return len(content)

@@ -63,7 +63,6 @@ class GcsBucket:
         self.store: AzureStore | GCSStore = self._open(**arguments)
 
     def listed(self, prefix: str, delimiter: str) -> Iterator[Found]:
-        """List objects by their prefix, up to the next delimiter; names are whole."""
         wanted = {"prefix": prefix, "delimiter": delimiter, "fields": _LISTED}
         page: dict[str, Any] = {"nextPageToken": ""}
         while "nextPageToken" in page:
@@ -74,11 +73,9 @@ class GcsBucket:
                 yield Found(item["name"], is_directory=False, size_bytes=int(item["size"]))
 
     def remove(self, path: str) -> None:
-        """Delete an object."""
         self._ask("DELETE", f"o/{quote(path, safe='')}")
 
     def begin(self, path: str, token: str, scratch: str) -> GcsParts:
-        """Begin an upload in parts, or continue it."""
         return GcsParts(self, path, token, scratch)
 
     def compose(self, target: str, sources: Sequence[str], token: str, *, create: bool) -> None:
@@ -172,25 +169,17 @@ class GcsParts:
         self._prefix = prefix
 
     def name_of(self, number: int, mark: str) -> str:
-        """Name a part by its place and a mark of its content."""
         return f"{number:05d}-{mark}"
 
     def there(self) -> frozenset[str]:
-        """Return the names of the parts that have arrived."""
         return frozenset(path.rpartition("/")[2] for path in self._found())
 
     def send(self, name: str, content: Sequence[memoryview]) -> None:
-        """Send one part, from where it lies in memory."""
         import obstore
 
         obstore.put(self._bucket.store, f"{self._prefix}/{name}", list(content), use_multipart=False)
 
     def complete(self, names: Sequence[str]) -> None:
-        """Make the object.
-
-        Raises:
-            FileExistsError: there is one already.
-        """
         sources = [f"{self._prefix}/{name}" for name in names]
         level = 0
         while len(sources) > _COMPONENTS:
@@ -202,7 +191,6 @@ class GcsParts:
         self._bucket.compose(self._path, sources, self._token, create=True)
 
     def abandon(self) -> None:
-        """Delete the parts; to be called after `complete`, too."""
         run_all(self._bucket.remove, self._found(), _DELETE_THREADS, name="ckpt-delete")
 
     def _found(self) -> list[str]:

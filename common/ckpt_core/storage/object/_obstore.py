@@ -84,7 +84,6 @@ class ObstoreStorage(PartStorage):
             self._place: Container = kind(url, self.bucket, storage_options, request_seconds, **limits)
 
     def size_and_token(self, path: str) -> tuple[int, str | None]:
-        """Ask for size and metadata of an object."""
         import obstore
 
         with self._asking(path):
@@ -93,7 +92,6 @@ class ObstoreStorage(PartStorage):
             return found.meta["size"], None if token is None else str(token)
 
     def children(self, path: str) -> list[Found]:
-        """List the names below a prefix, up to the next slash."""
         prefix, unfinished = f"{path}/" if path else "", self.path(_UNFINISHED)
         return [
             entry._replace(name=entry.name[len(prefix) :])
@@ -110,12 +108,10 @@ class ObstoreStorage(PartStorage):
         return found + [entry.name for entry in self._listed(f"{path}/", "")]
 
     def remove(self, path: str) -> None:
-        """Delete an object."""
         with suppress(FileNotFoundError), self._asking(path):
             self._place.remove(path)
 
     def replace(self, key: str, content: bytes) -> None:
-        """Write a small object, over an existing one."""
         import obstore
 
         path = self.path(file_key(key))
@@ -141,7 +137,6 @@ class ObstoreStorage(PartStorage):
                 parts.abandon()
 
     def read_start(self, path: str, most_bytes: int) -> tuple[int, bytes]:
-        """Return the size of an object and its first bytes, by one request."""
         import obstore
 
         try:
@@ -156,7 +151,6 @@ class ObstoreStorage(PartStorage):
             return 0, b""  # an empty object has no first byte
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
-        """Read a range."""
         import obstore
 
         with self._asking(path):
@@ -165,7 +159,6 @@ class ObstoreStorage(PartStorage):
         return len(content)
 
     def begin(self, path: str, token: str, *, again: bool) -> PartedObject:
-        """Begin an upload in parts, or continue one with the same token."""
         del again
         scratch = self.path(f"{_UNFINISHED}/{token}")
         return self._place.begin(path, token, f"{scratch}/{path[len(self.path('')) :].lstrip('/')}")

@@ -25,12 +25,13 @@ from ckpt_core.storage._putting import PutSource
 from ckpt_core.storage.object._storage import ObjectStorage
 from ckpt_core.storage.object._translation import translated_errors
 
-_BLOCK_BYTES: Final = 16 * 2**20
+_MIB: Final = 2**20
+_BLOCK_BYTES: Final = 16 * _MIB
 CONNECTIONS: Final = 8
 MOST_PARTS: Final = 9_999
 """S3 takes one more."""
 
-_MEMORY_BYTES: Final = 64 * 2**20
+_MEMORY_BYTES: Final = 64 * _MIB
 # Parts double after so many, so that no object needs too many of them.
 _EQUAL_PARTS: Final = 1_000
 # Of what a stream holds: one part being filled, one waiting, two on their way.
@@ -71,7 +72,6 @@ class PartStorage(ObjectStorage):
     """An object store that takes large objects in parts.
 
     Args:
-        url: of the root.
         storage_options: which may hold secrets.
         block_bytes: size of the parts, larger objects are sent in several; None for 16 MiB.
         connections: how many parts of one object are on their way at the same time.
@@ -106,7 +106,6 @@ class PartStorage(ObjectStorage):
         """Begin an upload; `again`: continue one with that token, if there is one."""
 
     def size_of(self, path: str) -> int:
-        """Return the size of an object in bytes."""
         return self.size_and_token(path)[0]
 
     @contextmanager
@@ -131,7 +130,6 @@ class PartStorage(ObjectStorage):
             upload.finish()
 
     def put_source(self, path: str, source: PutSource, identity: str) -> None:
-        """Send what is not there yet of a file."""
         size = source.size_bytes
         token = token_of(identity, size)
         with suppress(FileNotFoundError):
@@ -183,7 +181,7 @@ class PartStorage(ObjectStorage):
         with translated_errors(self.url, self.redaction):
             parts = self.begin(path, token, again=True)
             there = parts.there()
-        step = max(self._block_bytes, _rounded(source.size_bytes / MOST_PARTS))
+        step = max(self._block_bytes, (source.size_bytes // (MOST_PARTS * _MIB) + 1) * _MIB)
         starts = range(0, source.size_bytes, step)
         names = [""] * len(starts)
 
@@ -229,10 +227,6 @@ def mark(content: Sequence[memoryview]) -> str:
     for piece in content:
         value = crc32(piece, value)
     return f"{value:08x}"
-
-
-def _rounded(size: float) -> int:
-    return int(size // 2**20 + 1) * 2**20
 
 
 @final

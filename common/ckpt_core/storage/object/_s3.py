@@ -28,7 +28,6 @@ class S3Storage(PartStorage):
     """A bucket of S3, or of a service that speaks its language.
 
     Args:
-        url: of the root.
         storage_options: in the words of s3fs.
         request_seconds: the time limit of one request, retries included.
         conditional_writes: whether to create objects only if there is none.
@@ -59,12 +58,10 @@ class S3Storage(PartStorage):
         )
 
     def size_and_token(self, path: str) -> tuple[int, str | None]:
-        """Ask for size and metadata of an object."""
         found = self._requests.call("head_object", Key=path)
         return int(found["ContentLength"]), found.get("Metadata", {}).get(_METADATA)
 
     def children(self, path: str) -> list[Found]:
-        """List the names below a prefix, up to the next slash."""
         prefix = f"{path}/" if path else ""
         found: list[Found] = []
         for page in self._requests.pages("list_objects_v2", Prefix=prefix, Delimiter="/"):
@@ -87,32 +84,25 @@ class S3Storage(PartStorage):
         return found
 
     def remove(self, path: str) -> None:
-        """Delete an object."""
         with suppress(FileNotFoundError):
             self._requests.call("delete_object", Key=path)
 
     def replace(self, key: str, content: bytes) -> None:
-        """Write a small object, over an existing one."""
         self._put(self.path(file_key(key)), [memoryview(content)])
 
     def put_new(self, path: str, content: Sequence[memoryview], token: str) -> None:
-        """Create an object in one request."""
         self._put(path, content, **self._marked(token), **self._condition)
 
     def read_start(self, path: str, most_bytes: int) -> tuple[int, bytes]:
-        """Return the size of an object and its first bytes, by one request."""
         return self._requests.read_start(path, most_bytes)
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
-        """Read a range."""
         return self._requests.read_spread(path, offset, [buffer])
 
     def read_spread(self, path: str, offset: int, buffers: Sequence[memoryview]) -> int:
-        """Read a range into several buffers, by one request."""
         return self._requests.read_spread(path, offset, buffers)
 
     def begin(self, path: str, token: str, *, again: bool) -> PartedObject:
-        """Begin an upload in parts."""
         if again:
             for upload in self._uploads(path):
                 parts = S3Parts(self._requests, path, upload, self._condition)
@@ -165,11 +155,9 @@ class S3Parts:
         self._complete = False
 
     def name_of(self, number: int, mark: str) -> str:
-        """Name a part by its place and the checksum of its content."""
         return f"{number + 1}-{mark}"
 
     def there(self) -> frozenset[str]:
-        """Return the names of the parts that have arrived."""
         if not self._arrived:
             self._list()
         return frozenset(self._arrived)
@@ -186,7 +174,6 @@ class S3Parts:
         self.send(self.name_of(_TOKEN_PART - 1, mark(content)), content)
 
     def send(self, name: str, content: Sequence[memoryview]) -> None:
-        """Send one part, from where it lies in memory."""
         number, _, checksum = name.partition("-")
         place: dict[str, Any] = {"PartNumber": int(number), **self._place}
         checked = self._requests.checksum(checksum)
@@ -195,7 +182,6 @@ class S3Parts:
         self._arrived[name] = _known(answer)
 
     def complete(self, names: Sequence[str]) -> None:
-        """Make the object."""
         parts = [{"PartNumber": int(name.partition("-")[0]), **self._arrived[name]} for name in names]
         self._requests.call(
             "complete_multipart_upload", MultipartUpload={"Parts": parts}, **self._place, **self._condition
@@ -214,7 +200,7 @@ class S3Parts:
             page = self._requests.call("list_parts", PartNumberMarker=marker, **self._place)
             for part in page.get("Parts", []):
                 if checksum := part.get("ChecksumCRC32"):
-                    name = self.name_of(part["PartNumber"] - 1, _hexadecimal(checksum))
+                    name = self.name_of(part["PartNumber"] - 1, base64.b64decode(checksum).hex())
                     self._arrived[name] = _known(part)
             if not page.get("IsTruncated"):
                 return
@@ -224,10 +210,6 @@ class S3Parts:
 def _known(part: Mapping[str, Any]) -> dict[str, str]:
     """Return by what the service knows a part."""
     return {name: str(part[name]) for name in ("ETag", "ChecksumCRC32") if part.get(name)}
-
-
-def _hexadecimal(header: str) -> str:
-    return base64.b64decode(header).hex()
 
 
 def _token_part(token: str) -> memoryview:

@@ -80,10 +80,6 @@ class S3Settings:
     """How to reach S3.
 
     Attributes:
-        session: arguments of botocore's session.
-        client: arguments of its client, without `config`.
-        config: its configuration.
-        additional: arguments of every request that takes them.
         connections: how many parts of one object are on their way at the same time.
         checksums: whether the service is to check what it gets.
     """

@@ -37,10 +37,6 @@ class S3Requests:
     """Requests to one bucket.
 
     Args:
-        url: of the root, for messages.
-        bucket: its name.
-        settings: how to reach it.
-        redaction: of messages.
         seconds: the time limit of one request, further tries included.
     """
 

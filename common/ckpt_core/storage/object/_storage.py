@@ -41,9 +41,6 @@ class ObjectStorage(Storage):
     are OS errors without secrets, see `translated_errors`.
 
     Attributes:
-        redaction: replaces what is secret in messages.
-        base: the path of the root.
-        bucket: the name of the bucket, for messages.
         delete_threads: how many objects are deleted at a time.
     """
 
@@ -162,7 +159,6 @@ class ObjectStorage(Storage):
         yield ObjectRanges(self, path, size, start)
 
     def list(self, key: str) -> list[StorageEntry]:
-        """List the names below a prefix, up to the next slash, sorted; [] if none."""
         entries = [StorageEntry(*each) for each in self.children(self.path(key))]
         odd = [entry.name for entry in entries if not is_plain(entry.name)]
         if odd:
@@ -171,7 +167,6 @@ class ObjectStorage(Storage):
         return sorted(entries, key=lambda entry: entry.name)
 
     def size(self, key: str) -> int:
-        """Return the size of an object in bytes."""
         return self.size_of(self.path(file_key(key)))
 
     def delete(self, key: str) -> None:
@@ -182,7 +177,9 @@ class ObjectStorage(Storage):
         path = self.path(file_key(key))
         # A key that is no valid path is not ours; see `list`.
         found = self.below(path)
-        doomed = [name for name in found if name == path or _is_key(name[len(path) + 1 :])]
+        doomed = [
+            name for name in found if name == path or all(map(is_plain, name[len(path) + 1 :].split("/")))
+        ]
         if doomed:
             run_all(self.remove, doomed, self.delete_threads, name="ckpt-delete")
 
@@ -201,10 +198,6 @@ class ObjectStorage(Storage):
         """Return a lock that excludes nothing: object stores do not know live processes."""
         file_key(key)
         return UnguardedLock()
-
-
-def _is_key(text: str) -> bool:
-    return all(map(is_plain, text.split("/")))
 
 
 def _warn_odd(url: str, key: str, names: Sequence[str]) -> None:

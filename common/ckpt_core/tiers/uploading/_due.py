@@ -101,12 +101,6 @@ def left_due(
 
     What is older than the newest in a tier was overtaken, or pruned there. Where a newer one overtakes, only
     the newest is due.
-
-    Args:
-        storage: the root.
-        rule: of the run.
-        uploads: of the run.
-        there: the checkpoints in each tier.
     """
     catalog, begun = Catalog(storage), _begun(storage)
     present = [info for info in catalog.committed() if info.usable]

@@ -73,12 +73,8 @@ class _UploadWord:
 
     Attributes:
         save_id: of the checkpoint; "" when nothing more is said.
-        ended: whether nothing more happens to it.
-        there: whether it is in the tier.
         problem: why it is late, or will not be there.
         source: its name in the root, if disks are to send files of it.
-        name: its name in the tier.
-        shares: for each disk the paths to send.
     """
 
     save_id: str = ""
@@ -93,15 +89,7 @@ class _UploadWord:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UploadJob:
-    """What the threads of uploads know of the job.
-
-    Attributes:
-        source: the root.
-        rank: of this process.
-        open_channel: to the other ranks.
-        deadline_seconds: the longest wait for one word.
-        telemetry: receives spans.
-    """
+    """What the threads of uploads know of the job."""
 
     source: Storage
     rank: int
@@ -489,9 +477,6 @@ def _is_lasting(error: Exception) -> bool:
     return isinstance(error, _LASTING) or (isinstance(error, UploadError) and error.lasting)
 
 
-def _upload_error(
-    info: CheckpointInfo, url: str, problem: str, *, failures: dict[int, str] | None = None
-) -> UploadError:
+def _upload_error(info: CheckpointInfo, url: str, problem: str) -> UploadError:
     """Return the error of a checkpoint that is not in a tier."""
-    text = f"step {info.step} is not in {url}: {problem}"
-    return UploadError(text, step=info.step, name=info.name, failures=failures or {})
+    return UploadError(f"step {info.step} is not in {url}: {problem}", step=info.step, name=info.name)

@@ -18,10 +18,6 @@ _ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "az"}
 def refuse_one_place(tiers: Sequence[Storage], options: CheckpointOptions) -> None:
     """Refuse tiers of which one is in another.
 
-    Args:
-        tiers: of the run, its root first.
-        options: of the manager.
-
     Raises:
         ConfigError: there are such.
     """

@@ -41,16 +41,9 @@ class TierRoot:
     Concurrency: `take` and `release` on any thread, one at a time; the others on the thread that uploads.
 
     Attributes:
-        url: of the tier.
-        storage: the tier.
-        taken: whether it is claimed.
         refusal: why it was refused at the last try, if it was.
 
     Args:
-        upload: the option.
-        storage: the tier.
-        options: of the manager.
-        telemetry: receives spans of removals.
         until_idle: stops the upload, for a later manager of this process that takes the tier over.
         spared: names of unfinished uploads that may be continued.
     """

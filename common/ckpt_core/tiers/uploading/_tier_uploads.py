@@ -74,12 +74,6 @@ class TierUploads:
         hooks: what the owner of the root must know.
         patient: whether the next claims are waited for as a resume must.
 
-    Args:
-        job: storage, ranks and telemetry.
-        options: of the manager.
-        tiers: of the run, its root first.
-        exports: of the manager.
-
     Raises:
         ConfigError: two tiers are one place.
     """
@@ -386,12 +380,7 @@ class TierUploads:
 
 @final
 class UploadProgress:
-    """How far uploads are, in `tiers.json` and in the log. Coordinator only.
-
-    Args:
-        job: its root has the record.
-        threads: of the uploads.
-    """
+    """How far uploads are, in `tiers.json` and in the log. Coordinator only."""
 
     def __init__(self, job: Job, threads: Sequence[TierThread]) -> None:
         self._storage = job.storage
