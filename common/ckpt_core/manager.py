@@ -6,25 +6,30 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack, final
 
-from ckpt_core.assembly import Assembly
 from ckpt_core.cadence import Counts, SaveCosts
-from ckpt_core.collective import agreed_place, agreed_step, agreed_values, checked_step
-from ckpt_core.coordination import Coordinator, require_same_process
+from ckpt_core.collective import SameOptions, agreed_place, agreed_step, agreed_values, checked_step
+from ckpt_core.coordination import Coordinator, coordinator_for_job, require_same_process
 from ckpt_core.disclosure import logger_of, public_url
 from ckpt_core.errors import CheckpointError, ConfigError, FileFailure, OverwrittenError
-from ckpt_core.loading import LoadRequest, Selection, narrowed
+from ckpt_core.groups import open_root
+from ckpt_core.journal import Journal
+from ckpt_core.loading import Fetcher, Loader, LoadRequest, Repairer, Selection, narrowed
+from ckpt_core.measuring import CostMeter
 from ckpt_core.names import step_name
-from ckpt_core.options import CheckpointOptions, signature_with_options
-from ckpt_core.preemption import LastStep
+from ckpt_core.options import CheckpointOptions, given_options, signature_with_options
+from ckpt_core.preemption import CadenceKeeper, LastStep
 from ckpt_core.retention import PrunePlan
-from ckpt_core.saving import SaveHandle, SaveRequest
+from ckpt_core.root import Job, Ownership, Pruner
+from ckpt_core.saving import SaveHandle, Saver, SaveRequest, SaveThread
 from ckpt_core.state import Override, State, as_captured, as_source, checked_override
 from ckpt_core.storage import Storage
-from ckpt_core.telemetry import Sink
-from ckpt_core.tiers.uploading import SaveNumber
+from ckpt_core.telemetry import Sink, Telemetry
+from ckpt_core.tiers import RunCatalog, open_tiers
+from ckpt_core.tiers.uploading import RunExports, SaveNumber, TierUploads
 from ckpt_core.types import CapturedState, CheckpointInfo, SavedState
 from ckpt_core.validation import location, one_of, require
 from ckpt_core.vocabulary import instead_of
@@ -76,18 +81,59 @@ class CheckpointManager:
             from ckpt_core.convert import SINKS
 
             require("export", *(one_of("to", each.to, SINKS) for each in exports))
-        parts = Assembly.of(root, self.options, coordinator, sinks=sinks, listen=listen, exporter=_EXPORTER)
-        self.storage = parts.job.storage
-        self._coordinator = parts.job.coordinator
         self._owns_coordinator = coordinator is None
-        self._catalog, self._uploads, self._journal = parts.catalog, parts.uploads, parts.journal
-        self._root, self._pruner = parts.root, parts.pruner
-        self._cadence, self._meter = parts.cadence, parts.meter
-        self._saver, self._loader, self._repairer = parts.saver, parts.loader, parts.repairer
-        self.fetcher, self.same_options = parts.fetcher, parts.same_options
+        self._make_parts(root, coordinator, sinks=sinks, listen=listen)
         self._in_force, self._closed = Override(), False
         self._initial = self.options.initial_weights
         self._last_step = LastStep()
+
+    def _make_parts(
+        self,
+        root: str | os.PathLike[str] | Storage,
+        given: Coordinator | None,
+        *,
+        sinks: Sequence[Sink],
+        listen: bool,
+    ) -> None:
+        """Make the parts, in the order in which they need each other."""
+        options, deadline = self.options, self.options.deadline_seconds
+        self.storage = storage = open_root(root, options.storage_options, deadline_seconds=deadline)
+        self._coordinator = coordinator = given or coordinator_for_job(deadline_seconds=deadline)
+        # Of roots only URLs must be alike: nodes may mount one directory in different places, or have disks
+        # of their own; who sees whose files is found out when the root is taken.
+        place = public_url(storage.url) if "://" in storage.url else "a directory"
+        self.same_options = SameOptions(coordinator, {"root": place, **given_options(options)})
+        tiers = open_tiers(storage, options)
+        self._catalog = RunCatalog(tiers)
+        further = [tier.storage for tier in tiers[1:]]
+        self._journal = journal = Journal(storage, further, enabled=options.journal)
+        telemetry = Telemetry(*sinks, *journal.sinks)
+        job = Job(storage=storage, coordinator=coordinator, telemetry=telemetry)
+        self._uploads = TierUploads(job, options, tiers, RunExports(job, options, _EXPORTER))
+        thread = SaveThread(deadline)
+        self._root = ownership = Ownership(
+            storage,
+            coordinator,
+            until_idle=thread.until_idle,
+            hooks=replace(self._uploads.hooks, journal=journal),
+            elsewhere=self._uploads.claim,
+        )
+        self._pruner = pruner = Pruner(storage, options, ownership=ownership, telemetry=telemetry)
+        self._saver = Saver(job, thread, options, ownership=ownership, pruner=pruner)
+        self._meter = CostMeter(telemetry, coordinator, self._saver)
+        self._cadence = CadenceKeeper(
+            options.save,
+            coordinator,
+            listen=listen,
+            measured=self._meter,
+            failures=lambda: journal.failures(coordinator.world_size),
+        )
+        self._cadence.report = partial(telemetry.point, "cadence")
+        waited_for = (each.deadline_seconds for each in options.uploads if each.on_preemption == "upload")
+        self._cadence.upload_seconds = next(waited_for, 0.0)
+        self._loader = Loader(job, tiers=tiers, verify_manifest=options.manifest_verifier)
+        self._repairer = Repairer(job, tiers[0], options, ownership=ownership, pruner=pruner)
+        self.fetcher = Fetcher(job, tiers, options, ownership)
 
     if not TYPE_CHECKING:  # a checker knows what is there
 

@@ -95,7 +95,7 @@ class Judge:
         self._described = ""
 
     def judge(self, messages: Sequence[Findings], replicas: _Groups, *, generation: int, step: int) -> None:
-        """Compare the fingerprints of all ranks; what was found stays true of a generation.
+        """Compare fingerprints of all ranks; what was found stays true of a generation.
 
         Raises:
             DivergenceError: ranks hold different values under one name, and that is refused.
