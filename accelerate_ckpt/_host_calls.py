@@ -108,10 +108,7 @@ def torch_bytes(value: Any) -> bytes:
 
 
 def run_save_hooks(
-    accelerator: Accelerator,
-    weights: list[Mapping[str, Any]],
-    directory: Path,
-    coordinator: Coordinator,
+    accelerator: Accelerator, weights: list[Mapping[str, Any]], directory: Path, coordinator: Coordinator
 ) -> list[int]:
     """Call the save hooks; return the indices of the models left to us.
 

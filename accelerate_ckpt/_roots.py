@@ -69,11 +69,7 @@ class Settings:
     given: frozenset[str] = frozenset()
 
     @classmethod
-    def resolve(
-        cls,
-        explicit: Mapping[str, Any],
-        environment: Mapping[str, str] = os.environ,
-    ) -> Self:
+    def resolve(cls, explicit: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Self:
         """Collect the settings from all carriers; None in `explicit` means not given."""
         given = {name: value for name, value in explicit.items() if value is not None}
         _refuse_unknown(given, _NAMES, "no such option")
@@ -188,12 +184,7 @@ class Roots:
     """
 
     def __init__(
-        self,
-        accelerator: Accelerator,
-        settings: Settings,
-        sinks: Sequence[Sink],
-        *,
-        listen: bool,
+        self, accelerator: Accelerator, settings: Settings, sinks: Sequence[Sink], *, listen: bool
     ) -> None:
         self._accelerator = accelerator
         self._listen = listen

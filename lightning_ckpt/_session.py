@@ -137,12 +137,7 @@ class Session:
             self._roots.close()
 
     def load(
-        self,
-        path: str | os.PathLike[str],
-        stock: Callable[..., Any],
-        *,
-        trusted: bool,
-        has_optimizers: bool,
+        self, path: str | os.PathLike[str], stock: Callable[..., Any], *, trusted: bool, has_optimizers: bool
     ) -> dict[str, Any]:
         """Read a checkpoint; return what Lightning loads. A root means its newest."""
         settings, roots = self.settings, self._roots

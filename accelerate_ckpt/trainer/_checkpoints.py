@@ -109,10 +109,7 @@ class TrainerCheckpoints:
             chosen(self._session, resume_from_checkpoint, self._trainer.args) as checkpoint,
         ):
             ours = checkpoint if isinstance(checkpoint, Ours) else None
-            with (
-                replaced(self, _resumed=ours),
-                self._data.training(None if ours is None else ours.resumed),
-            ):
+            with replaced(self, _resumed=ours), self._data.training(None if ours is None else ours.resumed):
                 result = self._stock.train(checkpoint if ours is None else ours.view, *args, **kwargs)
         if self.implicit and self.preempted:
             # The script does not know of it, and would take the training for finished.

@@ -560,9 +560,7 @@ def read_all(
 
 
 def arranged(
-    storage: Storage,
-    infos: Sequence[CheckpointInfo],
-    unreadable: Mapping[str, CheckpointError | OSError],
+    storage: Storage, infos: Sequence[CheckpointInfo], unreadable: Mapping[str, CheckpointError | OSError]
 ) -> Survey:
     """Arrange checkpoints along the present lineage, as pinned, marked and noted."""
     others = [lineage for name in unreadable if (lineage := lineage_in_manifest(storage, name)) is not None]

@@ -51,11 +51,7 @@ class CommitChannel(ABC):
 
     @abstractmethod
     def commit_barrier(
-        self,
-        name: str,
-        payload: T | BaseException,
-        commit: Callable[[list[T]], R],
-        deadline_seconds: float,
+        self, name: str, payload: T | BaseException, commit: Callable[[list[T]], R], deadline_seconds: float
     ) -> R:
         """Wait for all ranks, then commit once, on the coordinator.
 

@@ -107,11 +107,7 @@ class Channel(CommitChannel):
 
     @override
     def commit_barrier(
-        self,
-        name: str,
-        payload: T | BaseException,
-        commit: Callable[[list[T]], R],
-        deadline_seconds: float,
+        self, name: str, payload: T | BaseException, commit: Callable[[list[T]], R], deadline_seconds: float
     ) -> R:
         key = f"{name}/depart"
         if self.rank:
@@ -141,13 +137,7 @@ class Channel(CommitChannel):
         return stored.decode("utf-8", "replace")
 
     def _follow(
-        self,
-        topic: str,
-        value: Any,
-        reply_key: str,
-        deadline_seconds: float,
-        *,
-        waited_seconds: float = 0.0,
+        self, topic: str, value: Any, reply_key: str, deadline_seconds: float, *, waited_seconds: float = 0.0
     ) -> tuple[_Word, BaseException | None]:
         """Send a value, return the reply and the error that `value` may be.
 

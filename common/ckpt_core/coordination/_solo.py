@@ -63,11 +63,7 @@ class _SoloChannel(CommitChannel):
 
     @override
     def commit_barrier(
-        self,
-        name: str,
-        payload: T | BaseException,
-        commit: Callable[[list[T]], R],
-        deadline_seconds: float,
+        self, name: str, payload: T | BaseException, commit: Callable[[list[T]], R], deadline_seconds: float
     ) -> R:
         return _alone(payload, commit)
 

@@ -201,12 +201,7 @@ class Talks:
             ) from error
 
     def move(
-        self,
-        other: int,
-        pieces: Sequence[memoryview],
-        tag: int,
-        *,
-        ready: Callable[[], None] | None = None,
+        self, other: int, pieces: Sequence[memoryview], tag: int, *, ready: Callable[[], None] | None = None
     ) -> None:
         """Send bytes to another rank, or receive them.
 

@@ -8,13 +8,7 @@ With one group, as on a shared filesystem, every call goes straight to the stora
 
 from ckpt_core.groups._disk_service import serve_disk
 from ckpt_core.groups._forming import form_groups
-from ckpt_core.groups._grouped_storage import (
-    GroupedStorage,
-    holders,
-    local_part,
-    on_each,
-    open_root,
-)
+from ckpt_core.groups._grouped_storage import GroupedStorage, holders, local_part, on_each, open_root
 from ckpt_core.groups._remote_disk import RemoteDisk
 
 __all__ = [

@@ -12,14 +12,7 @@ from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError
 from ckpt_core.journal import MOST_STEPS
 from ckpt_core.options import CheckpointOptions
-from ckpt_core.retention import (
-    Abandoned,
-    KeepAll,
-    PrunePlan,
-    plan_prune,
-    unknown_metrics,
-    withheld,
-)
+from ckpt_core.retention import Abandoned, KeepAll, PrunePlan, plan_prune, unknown_metrics, withheld
 from ckpt_core.root._ownership import Ownership
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry

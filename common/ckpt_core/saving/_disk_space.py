@@ -185,9 +185,7 @@ class DiskSpace:
         gone = f" Step(s) {_steps(removed)} were removed ahead of the policy." if removed else ""
         kept = "; ".join(
             _kept(
-                self._options.keep or KeepAll(),
-                self._ownership.inventory.history(),
-                replaced(self._storage),
+                self._options.keep or KeepAll(), self._ownership.inventory.history(), replaced(self._storage)
             )
         )
         text = (

@@ -82,11 +82,7 @@ class RankFiles:
             crcs = np.array(list(map(crc32, values.values())), dtype="<u4").tobytes()
             self.tables.append(
                 TableEntry(
-                    path=path,
-                    size_bytes=len(content),
-                    num_chunks=len(values),
-                    columns=columns,
-                    crcs=crcs,
+                    path=path, size_bytes=len(content), num_chunks=len(values), columns=columns, crcs=crcs
                 )
             )
 

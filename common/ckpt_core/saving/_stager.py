@@ -218,9 +218,7 @@ def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
             copy_all(targets, sources, non_blocking=True)
 
 
-def _copy_unstable(
-    copies: Iterable[tuple[str, torch.Tensor, torch.Tensor, bool]],
-) -> DeferredCopies | None:
+def _copy_unstable(copies: Iterable[tuple[str, torch.Tensor, torch.Tensor, bool]]) -> DeferredCopies | None:
     """Copy the unstable tensors now; return deferred copies of the stable ones.
 
     On devices, unstable tensors are cloned where they are, so that the host need not wait for the device.

@@ -162,10 +162,7 @@ class Arenas:
             # Memory that fits, else any memory: a second arena is made only while the first is in flight.
             slot = max(
                 free,
-                key=lambda each: (
-                    each.memory.serves(size_bytes, pinned=pinned),
-                    each.memory.resident_bytes,
-                ),
+                key=lambda each: (each.memory.serves(size_bytes, pinned=pinned), each.memory.resident_bytes),
             )
             slot.taken = True
             return slot

@@ -25,13 +25,7 @@ from ckpt_core.state._items import (
     load_item,
     pickled_key,
 )
-from ckpt_core.state._model import (
-    load_model_state,
-    local_buffers,
-    model_state,
-    model_target,
-    owner,
-)
+from ckpt_core.state._model import load_model_state, local_buffers, model_state, model_target, owner
 from ckpt_core.state._nested import get, leaves, put, under
 from ckpt_core.state._optimizer import (
     check_groups,

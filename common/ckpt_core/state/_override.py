@@ -194,9 +194,7 @@ def _filled(live: Any, value: Any) -> Any:
     return tuple(value) if isinstance(live, tuple) else value
 
 
-def _named(
-    optimizers: Mapping[str, Sequence[Mapping[str, Any]]],
-) -> dict[str, list[tuple[_Place, str]]]:
+def _named(optimizers: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, list[tuple[_Place, str]]]:
     """Map each name to the options of groups that it means, the narrower names last."""
     named: dict[str, list[tuple[_Place, str]]] = {}
     for of_optimizer, of_group in product((False, True), repeat=2):

@@ -47,14 +47,7 @@ from ckpt_core.state._optimizer import (
     unwrap_optimizer,
 )
 from ckpt_core.state._override import Override
-from ckpt_core.state._rng import (
-    derive_rng,
-    load_rng_state,
-    rng_item,
-    rng_seed,
-    rng_state,
-    rng_target,
-)
+from ckpt_core.state._rng import derive_rng, load_rng_state, rng_item, rng_seed, rng_state, rng_target
 from ckpt_core.state._source import DictState, StateSource
 from ckpt_core.state._tensors import template
 from ckpt_core.types import CapturedState, SavedEntries, SavedState

@@ -8,13 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self, final
 
 from ckpt_core.commit import Catalog, Inventory, Survey, on_present_line, present_lineage, verify
-from ckpt_core.errors import (
-    CheckpointError,
-    CheckpointNotFoundError,
-    FileFailure,
-    LoadError,
-    failure_text,
-)
+from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, FileFailure, LoadError, failure_text
 from ckpt_core.names import set_aside
 from ckpt_core.tiers._tier import Tier
 from ckpt_core.types import CheckpointInfo, Lineage

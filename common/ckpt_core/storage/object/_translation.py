@@ -16,16 +16,7 @@ from typing import Final, TypeAlias, cast
 from ckpt_core.disclosure import Redaction
 from ckpt_core.errors import ArchivedError
 
-_LIBRARIES = {
-    "aiohttp",
-    "azure",
-    "botocore",
-    "ftplib",
-    "google",
-    "obstore",
-    "requests",
-    "urllib3",
-}
+_LIBRARIES = {"aiohttp", "azure", "botocore", "ftplib", "google", "obstore", "requests", "urllib3"}
 _NO_CREDENTIALS = {
     "CredentialRetrievalError",
     "NoAuthTokenError",

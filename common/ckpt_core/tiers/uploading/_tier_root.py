@@ -13,13 +13,7 @@ from ckpt_core.commit import Owner, Survey, abandon, working_name
 from ckpt_core.coordination import Solo
 from ckpt_core.crew import run_with_timeout
 from ckpt_core.disclosure import logger_of
-from ckpt_core.errors import (
-    CheckpointError,
-    ConfigError,
-    RootBusyError,
-    UploadError,
-    failure_text,
-)
+from ckpt_core.errors import CheckpointError, ConfigError, RootBusyError, UploadError, failure_text
 from ckpt_core.names import WRITER, run_name
 from ckpt_core.options import CheckpointOptions, Upload
 from ckpt_core.root import OwnerHooks, Ownership, Pruner
