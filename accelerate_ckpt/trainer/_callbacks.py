@@ -68,7 +68,6 @@ class CallbackStates(StateSource):
         return CapturedState(sharded={_PART: large} if large else {}, shared={_PART: small} if small else {})
 
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
-        """Return what to load into."""
         entries = saved.sharded.get(_PART, {})
         found = {name: under(entries, name) for name in self._live}
         tree = {
@@ -77,7 +76,6 @@ class CallbackStates(StateSource):
         return {_PART: tree} if tree else {}
 
     def apply(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Sequence[str]:
-        """Load the states; return notes on callbacks without one."""
         large, small = loaded.get(_PART, {}), saved.shared.get(_PART, {})
         for name, each in self._live.items():
             if name in large or name in small:

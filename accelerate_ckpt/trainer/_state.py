@@ -97,7 +97,6 @@ class TrainingState(StateSource):
         self.change: Override | None = None
 
     def check_override(self, change: Override) -> None:
-        """Refuse hyperparameters that the optimizer lacks."""
         change.check({"": self._trainer.optimizer.param_groups})
 
     def override(self, change: Override) -> None:
@@ -111,7 +110,6 @@ class TrainingState(StateSource):
             self.change.apply({"": optimizer}, [self._trainer.lr_scheduler])
 
     def capture(self) -> CapturedState:
-        """Capture the state as it is now, with live tensors."""
         trainer, model = self._trainer, self._trainer.model_wrapped
         callbacks = CallbackStates(trainer)
         callbacks.check()
@@ -172,7 +170,6 @@ class TrainingState(StateSource):
         return found
 
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
-        """Return what to load into."""
         trainer, part, self.to_come = self._trainer, _model_part_of(saved), ToCome.of(saved)
         model = trainer.model_wrapped
         tree: dict[str, dict[str, Any]] = {}

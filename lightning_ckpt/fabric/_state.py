@@ -251,7 +251,6 @@ class FabricState(StateSource):
         return self._rest.apply(loaded, saved)
 
     def takes_all(self, saved: SavedState) -> bool:
-        """Return whether every model and optimizer of a checkpoint is in this state."""
         return {str(path[0]) for path in saved.sharded.get(_PART, {})} - {_ITEMS} <= self._tensors
 
     @property

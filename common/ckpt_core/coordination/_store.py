@@ -65,7 +65,6 @@ class StoreCoordinator(Coordinator):
     @property
     @override
     def can_broadcast_tensors(self) -> bool:
-        """Whether the gloo group works, as far as this rank knows."""
         return not self._broken
 
     @override

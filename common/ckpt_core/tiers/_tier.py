@@ -152,10 +152,6 @@ class FurtherTier(Tier):
         """List the tier.
 
         The first reader gets the listing that was made when the tier was claimed.
-
-        Raises:
-            ConfigError: it is a file.
-            OSError: storage failed, or has not answered in time.
         """
         listed, self._listed = self._listed, None
         if listed is None or time.monotonic() - listed.at > 2 * self.patience_seconds:
