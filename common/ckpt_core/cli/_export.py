@@ -12,7 +12,8 @@ from ckpt_core.cli._cp import interruptible
 from ckpt_core.cli._outcome import Outcome
 from ckpt_core.cli._progress_line import ProgressLine
 from ckpt_core.errors import ConfigError
-from ckpt_core.options import bytes_text, parse_size
+from ckpt_core.options import bytes_text
+from ckpt_core.validation import parse_size
 
 
 def run(arguments: Namespace) -> Outcome:
