@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 from ckpt_core.cli._arguments import is_local, options_for, step_in, storage_options
 from ckpt_core.cli._cp import interruptible
@@ -32,7 +32,7 @@ def _exported(arguments: Namespace, **options: Any) -> Outcome:
 
     if arguments.adapters and arguments.merge_adapters:
         raise ConfigError("--adapters writes them alone, --merge-adapters the model with them: give one")
-    kept = "keep" if arguments.adapters else None
+    kept: Literal["keep"] | None = "keep" if arguments.adapters else None
     place, step = arguments.place, arguments.step
     if step is None and (found := step_in(place)) and not (is_local(place) and os.path.lexists(place)):
         place, step = found
