@@ -6,6 +6,7 @@ import json
 import shutil
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -170,3 +171,34 @@ def test_who_judges_manifests_loads_nothing_without_one(weights, tmp_path):
         pytest.raises(UntrustedCheckpointError, match="no manifest"),
     ):
         manager.load(TrainState(model=Tied()), source=weights[0], items=["model"])
+
+
+def test_places_in_a_bucket_are_read_by_urls(checkpoints, weights):
+    filesystem = fsspec.filesystem("memory")
+    filesystem.pipe("/sources/hf/model.safetensors", (weights[0] / "model.safetensors").read_bytes())
+    for place in ("memory://sources/hf", "memory://sources/hf/", "memory://sources/hf/model.safetensors"):
+        live = Tied()
+        checkpoints.load(TrainState(model=live), source=place, items=["model"])
+        assert torch.equal(live.body[0].weight, weights[1]["body.0.weight"])
+    with pytest.raises(CheckpointNotFoundError, match="there is nothing"):
+        checkpoints.load(TrainState(model=Tied()), source="memory://sources/none", items=["model"])
+
+
+def test_an_adapter_goes_into_a_live_peft_model_and_leaves_the_base_alone(checkpoints, tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["body.0"], init_lora_weights=False)
+    theirs = peft.get_peft_model(Tied(), config)
+    theirs.save_pretrained(tmp_path / "adapter")
+    live = peft.get_peft_model(Tied(), config)
+    before = {name: value for name, value in state(live).items() if "lora_" not in name}
+    found = checkpoints.load(TrainState(model=live), source=tmp_path / "adapter", items=["model"])
+    after, wanted = state(live), state(theirs)
+    assert (found.matched, found.missing, found.unexpected) == (2, [], [])
+    assert all(torch.equal(after[name], wanted[name]) for name in wanted if "lora_" in name)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    checkpoints.save(1, TrainState(model=live))
+    checkpoints.wait()
+    again = peft.get_peft_model(Tied(), config)
+    again.load_state_dict(after)
+    checkpoints.resume(TrainState(model=again))
+    assert same(state(again), after)

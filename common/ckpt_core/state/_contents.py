@@ -110,6 +110,9 @@ def supplied(model: nn.Module, saved: SavedState, contents: Contents | None, *, 
     if _is_wanted(model, contents):
         base.update(model, state)  # its values before they are overwritten
         base.untrusted |= base.facts.keys() - record.keys()  # a load may write into them
+    if saved.world_size is None:  # of others: an adapter of PEFT, for example, has only what is trained
+        trained = {name for name, each in Names(model).by_name.items() if each.requires_grad}
+        return frozenset(state.keys() - trained)
     if found and not saved.include:
         try:
             _compare(record, base.described(state, record), sources=(found[0]["source"], _source(model)))
@@ -126,8 +129,7 @@ def supplied(model: nn.Module, saved: SavedState, contents: Contents | None, *, 
                 len(unfrozen),
                 _first(unfrozen, ", "),
             )
-    # What others wrote has no record of a base, as adapters of PEFT have none.
-    return frozenset(base.facts if saved.world_size is None else record)
+    return frozenset(record)
 
 
 def recorded_base(shared: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
