@@ -1,4 +1,4 @@
-"""The stream extensions of DCP, through which entries of its data files may be compressed."""
+"""The stream extensions of DCP, through which entries may be compressed."""
 
 from __future__ import annotations
 

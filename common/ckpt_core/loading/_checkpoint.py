@@ -346,11 +346,10 @@ def _whole(files: CommittedFiles, parts: Mapping[str, CheckpointPart], layout: L
     Raises:
         IncompatibleCheckpointError: two folders have entries of one name.
     """
-    first = next(iter(parts.values()))
-    found = Metadata({}, {}, {})
+    found, storage = Metadata({}, {}, {}), next(iter(parts.values()))._storage
 
     def read_at(path: str, offset: int, size: int) -> bytes:
-        return _read_at(first._storage, f"{files.directory}/{path}", offset, size)
+        return _read_at(storage, f"{files.directory}/{path}", offset, size)
 
     for part, each in parts.items():
         if both := found.state_dict_metadata.keys() & each.metadata.state_dict_metadata.keys():
@@ -365,18 +364,16 @@ def _whole(files: CommittedFiles, parts: Mapping[str, CheckpointPart], layout: L
         }
     locator = ChunkLocator(found, directory=files.url, read_at=read_at)
     layout = layout.without({path[0] for path in found.planner_data.values()})
-    own = layout.metadata()
+    beside = _foreign(storage, files, layout)
     return replace(
-        first,
+        beside,
         metadata=Metadata(
-            own.state_dict_metadata | found.state_dict_metadata,
-            own.planner_data | found.planner_data,
-            own.storage_data | found.storage_data,
+            beside.metadata.state_dict_metadata | found.state_dict_metadata,
+            beside.metadata.planner_data | found.planner_data,
+            beside.metadata.storage_data | found.storage_data,
         ),
         _places=LayoutLocator(layout, locator),
-        _values={".".join(map(str, path)): value for path, value in layout.values.items()},
-        kind=layout.kind,
-        step=layout.step,
+        _allow_pickle=any(each._allow_pickle for each in parts.values()),
     )
 
 

@@ -38,8 +38,8 @@ __all__ = [
 ]
 
 _FORMATS: Final[Sequence[Callable[[Storage, str, str], Layout | None]]] = (
-    find_deepspeed,  # first: the Trainer's and Accelerate's folders may have one in them
-    find_training_folder,
+    find_training_folder,  # first: it may have one of DeepSpeed in it
+    find_deepspeed,
     find_dcp_safetensors,
     find_safetensors,
     find_torch_save,

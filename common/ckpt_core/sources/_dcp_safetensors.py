@@ -1,4 +1,4 @@
-"""Shards of safetensors, which DCP's HuggingFaceStorageWriter leaves where it does not join them.
+"""Shards of safetensors that DCP's HuggingFaceStorageWriter did not join.
 
 Source: `torch.distributed.checkpoint._hf_utils`. Each file has the offsets of its boxes in its metadata.
 """

@@ -131,7 +131,7 @@ class Layout:
 
 @final
 class LayoutLocator:
-    """Locator of the entries of a layout, and of a checkpoint of DCP that is a part of what was saved."""
+    """Locator of the entries of a layout, and of a checkpoint of DCP beside it."""
 
     def __init__(self, layout: Layout, beyond: ChunkLocator | None = None) -> None:
         self._beyond = beyond

@@ -1,12 +1,12 @@
-"""Files of `torch.save`: every tensor of the zip located, the rest as plain values; nothing is executed.
+"""Files of `torch.save`: tensors located, the rest as plain values.
 
-What is accepted is what `torch.load(weights_only=True)` accepts of dense tensors and plain values, and
-numbers and arrays of NumPy, paths and namespaces.
+Nothing is executed. What is accepted is what `torch.load(weights_only=True)` accepts of dense tensors and
+plain values, and numbers and arrays of NumPy, paths and namespaces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -42,7 +42,7 @@ _MOST_CHUNKS: Final = 1 << 16
 
 
 class View(metaclass=Sealed):
-    """Stand-in for a tensor: storage, offset, shape, strides, and what else rebuilds it."""
+    """Stand-in for a tensor: the arguments that rebuild it."""
 
     __slots__ = ("arguments",)
     arguments: tuple[Any, ...]
@@ -97,7 +97,7 @@ class Namespace(Mapped):
         self.update(state)
 
 
-class _Bytes(metaclass=Sealed):
+class _Encoded(metaclass=Sealed):
     def __new__(cls, text: Any = "", *_: Any) -> Any:
         return text.encode("latin1") if isinstance(text, str) else bytes(memoryview(text))
 
@@ -166,7 +166,7 @@ _ALLOWED: Final[dict[tuple[str, str], Any]] = {
     ("collections", "defaultdict"): Mapped,
     ("argparse", "Namespace"): Namespace,
     ("types", "SimpleNamespace"): Namespace,
-    ("_codecs", "encode"): _Bytes,
+    ("_codecs", "encode"): _Encoded,
     **{
         ("pathlib", name): _PathText
         for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
@@ -182,7 +182,7 @@ _ALLOWED: Final[dict[tuple[str, str], Any]] = {
         (module, name): each
         for module in ("builtins", "__builtin__")
         for name, each in (
-            ("set", set), ("frozenset", frozenset), ("complex", complex), ("bytearray", _Bytes),
+            ("set", set), ("frozenset", frozenset), ("complex", complex), ("bytearray", _Encoded),
             ("dict", "dict"), ("list", "list"), ("int", "int"), ("float", "float"), ("str", "str"),
         )
     },
@@ -194,7 +194,7 @@ _PLAIN: Final = frozenset(
 
 @cache
 def _of_torch() -> Mapping[str, Any]:
-    """Map the names of torch's dtypes, and of its types of storages, to what stands for them."""
+    """Map the names of dtypes and types of storages to what stands for them."""
     dtypes = {str(each).removeprefix("torch."): each for each in (*storage_types_by_dtype(), *new_dtypes())}
     return {**dtypes, **{name: name for name in dtypes_by_storage_type()}}
 
@@ -217,9 +217,9 @@ def find_plain(module: str, name: str) -> Any:
 
 
 def read_tree(storage: Storage, directory: str, file: str, *, find: Find = find_plain) -> Any:
-    """Return what `torch.save` wrote, with a `StoredTensor` for each tensor; None of other files.
+    """Return what `torch.save` wrote, with a `StoredTensor` for each tensor.
 
-    Mappings become dicts, NumPy's values those of Python.
+    Of other files None. Mappings become dicts, NumPy's values those of Python.
 
     Args:
         storage: where it is.
@@ -357,7 +357,7 @@ _Box: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...] |
 
 
 def _boxes(offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Iterator[_Box]:
-    """Cut a tensor where it is expanded, so that each element of a box has a place of its own."""
+    """Cut a tensor where it is expanded: elements of a box have places of their own."""
     repeated = [
         not stride and size > 1 and 0 not in shape for size, stride in zip(shape, strides, strict=True)
     ]
@@ -389,7 +389,7 @@ def entries(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def _is_container(tree: Any) -> bool:
-    """Return whether a checkpoint descends what is in a list: a tensor, or a dict with entries.
+    """Return whether a checkpoint descends a value: for a tensor or a dict in it.
 
     A tuple is one value, but for the tensors in it.
     """
@@ -439,23 +439,28 @@ _PARALLEL: Final = "module."
 
 
 def items_of(tree: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return what a file holds under the names that items have in a checkpoint of ours."""
+    """Return what a file holds, under the names that items have in ours."""
     if all(isinstance(each, StoredTensor) or str(key).endswith(_EXTRA) for key, each in tree.items()):
         return {"model": bare_names(tree)}
     if tree.keys() >= _PACKED:
         return {"optimizer": tree}
-    names = {
-        next((key for key in keys if isinstance(tree.get(key), dict)), None): name
+    items = {
+        name: next((key for key in keys if isinstance(tree.get(key), dict)), None)
         for name, keys in _NAMES.items()
     }
-    return {
-        names.get(key, str(key)): bare_names(each) if names.get(key) == "model" else each
-        for key, each in tree.items()
-    }
+    named = {name: tree[key] for name, key in items.items() if key is not None}
+    if "model" in named:
+        named["model"] = bare_names(named["model"])
+    return {str(key): each for key, each in tree.items() if key not in items.values()} | named
+
+
+def one_or_numbered(trees: Sequence[Any]) -> Any:
+    """Return the only one, or all by number, as a `TrainState` names several of a kind."""
+    return trees[0] if len(trees) == 1 else {str(number): each for number, each in enumerate(trees)}
 
 
 def bare_names(state: Mapping[Any, Any]) -> dict[str, Any]:
-    """Name a model's entries without the wrappers of `torch.compile` and DistributedDataParallel."""
+    """Name a model's entries without `torch.compile` and DistributedDataParallel."""
     names = {key: str(key).replace(_COMPILED, "") for key in state}
     prefix = _PARALLEL if all(name.startswith(_PARALLEL) for name in names.values()) else ""
     return {names[key].removeprefix(prefix): each for key, each in state.items()}
@@ -465,14 +470,9 @@ def _of_lightning(tree: Mapping[Any, Any]) -> dict[str, Any]:
     """Return the items of a Lightning checkpoint."""
     items = {"model": bare_names(tree["state_dict"])}
     for name, key in (("optimizer", "optimizer_states"), ("scheduler", "lr_schedulers")):
-        several = tree.get(key) or []
-        if several:
-            items[name] = (
-                several[0]
-                if len(several) == 1
-                else {str(number): each for number, each in enumerate(several)}
-            )
-    return items | {str(key): each for key, each in tree.items() if key not in _OF_LIGHTNING}
+        if tree.get(key):
+            items[name] = one_or_numbered(tree[key])
+    return {str(key): each for key, each in tree.items() if key not in _OF_LIGHTNING} | items
 
 
 _OF_LIGHTNING: Final = frozenset({"state_dict", "optimizer_states", "lr_schedulers"})
@@ -480,7 +480,7 @@ _LIGHTNING: Final = "pytorch-lightning_version"
 
 
 def find_torch_save(storage: Storage, directory: str, file: str) -> Layout | None:
-    """Describe a file of `torch.save`: weights, or a dict of a training's state, Lightning's, too."""
+    """Describe a file of `torch.save`: weights, or the state of a training."""
     if not file:
         return None
     try:

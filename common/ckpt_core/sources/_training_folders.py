@@ -1,4 +1,4 @@
-"""Folders that transformers' Trainer or Accelerate saved: weights, optimizer, scheduler, position.
+"""Folders of a training, as transformers' Trainer or Accelerate saves them.
 
 The names of the files are those in `transformers.trainer` and `accelerate.utils.constants`. Accelerate
 pickles a sampler as a whole: its file is not read.
@@ -17,7 +17,7 @@ from ckpt_core.formats.codec import damage, relative_paths
 from ckpt_core.sources._deepspeed import find_deepspeed
 from ckpt_core.sources._layout import Layout, StoredTensor
 from ckpt_core.sources._safetensors import find_safetensors
-from ckpt_core.sources._torch_save import bare_names, layout_of, read_tree
+from ckpt_core.sources._torch_save import bare_names, layout_of, one_or_numbered, read_tree
 from ckpt_core.storage import Storage, read_small
 
 _TRAINER: Final = "trainer_state.json"
@@ -48,7 +48,7 @@ def find_training_folder(storage: Storage, directory: str, file: str) -> Layout 
     if file:
         return None
     names = {entry.name for entry in storage.list(directory) if not entry.is_directory}
-    folder = _Folder(storage, directory, names)
+    folder = _TrainingFolder(storage, directory, names)
     is_trainer = _TRAINER in names
     if is_trainer or any(map(_OF_ACCELERATE.fullmatch, names)):
         layout = folder.of_trainer() if is_trainer else layout_of("a folder of Accelerate", folder.items())
@@ -72,7 +72,7 @@ def _with_engine(layout: Layout, engine: Layout | None) -> Layout:
 
 
 @final
-class _Folder:
+class _TrainingFolder:
     def __init__(self, storage: Storage, directory: str, names: Collection[str]) -> None:
         self._storage, self._directory, self._names = storage, directory, names
         self._url = f"{storage.url}/{directory}"
@@ -100,7 +100,7 @@ class _Folder:
         for item, pattern in (("optimizer", _OPTIMIZER), ("scheduler", _SCHEDULER)):
             trees = [self._tree(name) for name in self._numbered(pattern)]
             if trees:
-                items[item] = trees[0] if len(trees) == 1 else {str(i): each for i, each in enumerate(trees)}
+                items[item] = one_or_numbered(trees)
         for name in sorted(self._names):
             if match := _OTHERS.fullmatch(name):
                 items[match["item"]] = self._tree(name)

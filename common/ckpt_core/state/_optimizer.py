@@ -577,7 +577,7 @@ def _new_memory(
 
 
 def _references(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Map what is trained, aliases and numbers too, to tensors of the same shape and placement.
+    """Map what is trained, aliases and numbers too, to tensors like it.
 
     Under FSDP1, with flat parameters, they are the model's shards.
     """

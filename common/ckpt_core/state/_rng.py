@@ -51,7 +51,7 @@ def rng_item(rank: int) -> str:
 
 
 def rng_target(entries: SavedEntries, rank: int) -> dict[str, Any]:
-    """Return a load target for the states that others wrote for a rank, in the form of `rng_state`.
+    """Return a load target for what others wrote of a rank, as `rng_state` has it.
 
     Raises:
         IncompatibleCheckpointError: a state is missing, or none of this release of torch.

@@ -166,7 +166,7 @@ class DictState(StateSource):
 
 
 def _fitting(module: nn.Module, live: Mapping[str, Any], saved: SavedEntries) -> SavedEntries:
-    """Leave out entries of other shapes than the live tensors, but of modules that may take them."""
+    """Leave out entries of other shapes, unless a module may take them."""
     free = of_own_loaders(module, saved, live)
     return {
         path: entry

@@ -21,6 +21,8 @@ from ckpt_core.storage import LocalStorage
 from tests.kit.ranks import run_ranks
 from tests.unit.sources.test_torch_save import bits, read_tensors
 
+pytestmark = pytest.mark.distributed
+
 
 def net(seed: int) -> nn.Module:
     torch.manual_seed(seed)

@@ -144,6 +144,11 @@ def test_bare_weights_are_the_model_without_the_names_of_wrappers(place, prefix)
     assert set(described(saved(place, state)).tensors) == {("model", "weight"), ("model", "bias")}
 
 
+def test_a_value_called_as_an_item_of_ours_does_not_hide_the_item(place):
+    layout = described(saved(place, {"state_dict": {"w": torch.ones(1)}, "model": "resnet50", "arch": "x"}))
+    assert (list(layout.tensors), dict(layout.values)) == ([("model", "w")], {("arch",): "x"})
+
+
 def test_plain_values_are_those_that_were_saved(place):
     plain = {
         "number": 3, "text": "x", "nothing": None, "pair": (0.9, 0.999), "listed": [1, [2]], "flags": {1, 2},
