@@ -341,7 +341,7 @@ def _foreign(storage: Storage, files: CommittedFiles, layout: Layout) -> Checkpo
 
 
 def _whole(files: CommittedFiles, parts: Mapping[str, CheckpointPart], layout: Layout) -> CheckpointPart:
-    """Join what DCP wrote into folders, for the model and for the optimizer, with what lies beside them.
+    """Join folders of DCP, of a model and its optimizer, with what lies beside.
 
     Raises:
         IncompatibleCheckpointError: two folders have entries of one name.
