@@ -15,14 +15,15 @@ from typing import Any
 
 
 def write(place: str, out: str, **words: Any) -> None:
-    """Copy a checkpoint, and say with which words."""
+    """Copy a checkpoint by a draft, as an export has, and say with which words."""
     say = Path(out).parent.parent / "say"
     with (say / "begun").open("a") as begun:
         begun.write(f"{os.getpid()} {Path(place).name}\n")
-    while (say / "hold").exists():
-        time.sleep(0.01)
     if (say / "fail").exists():
         raise OSError(28, (say / "fail").read_text())
-    shutil.copytree(place, f"{out}.draft")
-    Path(f"{out}.draft", "words.json").write_text(json.dumps(words))
-    Path(f"{out}.draft").rename(out)
+    draft = Path(out).parent / f".{Path(out).name}.export~"
+    shutil.copytree(place, draft, dirs_exist_ok=True)
+    while (say / "hold").exists():
+        time.sleep(0.01)
+    (draft / "words.json").write_text(json.dumps(words))
+    draft.rename(out)

@@ -116,6 +116,7 @@ def test_it_runs_in_one_process_that_gives_way_while_the_training_goes_on(run):
         save(manager, 1)
         pid = run.await_begun(1)
         assert os.getpriority(os.PRIO_PROCESS, pid) >= 10
+        assert psutil.Process(pid).environ()["OMP_NUM_THREADS"] == "1"
         save(manager, 2)  # nobody waits
         run.hold.unlink()
         run.await_steps(1, 2)
@@ -230,10 +231,12 @@ def test_a_process_that_was_killed_is_told_and_the_next_export_has_another_one(r
         while "exit code -9" not in caplog.text:
             assert time.monotonic() < until
             time.sleep(0.01)
-        run.hold.unlink()
         assert run.steps == []
+        assert (run.place / ".step-000000001.export~").exists()
+        run.hold.unlink()
         save(manager, 2)
     assert run.steps == [2]
+    assert sorted(each.name for each in run.place.iterdir()) == ["exports.json", "step-000000002"]
 
 
 def test_the_end_waits_until_its_deadline_kills_the_process_and_says_what_is_left(run, caplog):

@@ -132,13 +132,14 @@ class WorkProcess:
         # What is relative, or was when this process began, may by now lead to modules of somebody else.
         found = [each for each in map(str, sys.path) if each.startswith(os.sep)]
         words = [str(inner.fileno()), str(os.getpid()), self._service, *found]
+        kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         try:
             process = subprocess.Popen(  # noqa: S603 - fixed words, and where this process finds modules
                 [get_executable() or sys.executable, "-P", "-c", _PROGRAM, *words],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[inner.fileno()],
-                env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+                env=kept | {"OMP_NUM_THREADS": "1"},  # idle threads of torch spin on the training's cores
                 start_new_session=True,
             )
         except (OSError, RuntimeError) as error:  # no such program; or the interpreter is ending
