@@ -48,6 +48,9 @@ OPTIONS: Final = {
     **dict.fromkeys(("keep_period", "keep_every"), "keep=KeepEvery({})"),
     **dict.fromkeys(("monitor", "keep_best", "best_metric", "metric_for_best_model"), "keep=KeepBest({})"),
     **dict.fromkeys(("save_top_k", "top_k"), 'keep=KeepBest("val_loss", n={})'),
+    **dict.fromkeys(
+        ("push_to_hub", "hub_model_id", "hub_strategy"), 'export=Export(to="hf", place="hf://USER/REPO")'
+    ),
     **dict.fromkeys(("best_mode", "mode"), 'keep=KeepBest("val_loss", mode={})'),
     **dict.fromkeys(
         ("async_save", "blocking", "enable_async_checkpointing"),

@@ -35,7 +35,7 @@ def _by_a_writer_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 
 
 def exported(place: Path) -> list[int]:
-    return [int(each.name[5:]) for each in read_exports(LocalStorage(place)) if each.whole]
+    return [int(name[5:]) for name in read_exports(LocalStorage(place))[0]]
 
 
 def export(tmp_path: Path, **words: Any) -> dict[str, Any]:

@@ -44,4 +44,4 @@ def job(home: str, victim: int | None) -> tuple[list[str], list[str]]:
     if rank == 0:
         threading.Timer(1.0, Path(home, "say", "hold").unlink).start()
     manager.close()
-    return [each.name for each in read_exports(LocalStorage(place)) if each.whole], told
+    return list(read_exports(LocalStorage(place))[0]), told

@@ -96,23 +96,9 @@ def export_from(value: Any, where: str = "export") -> Exports:
     return cast("Export", made)
 
 
-def exports_problem(value: Any) -> str | None:
-    """Return the problem of the option, or None."""
-    each = value if isinstance(value, list | tuple) else () if value is None else (value,)
-    wrong = sorted({type(one).__name__ for one in each if not isinstance(one, Export)})
-    if wrong:
-        return f"export must be an Export or several, not {', '.join(wrong)} (plain values: from_mapping)"
-    places = [one.url for one in each]
-    if len(set(places)) < len(places):
-        return f"export: two have the place {max(places, key=places.count)}; give each its own"
-    return None
-
-
 def _when_problem(value: Any) -> str | None:
-    if isinstance(value, Mapping):
-        return (
-            integer("when: every", value["every"], minimum=1)
-            if list(value) == ["every"]
-            else f'when must be "best", "final" or {{"every": n}}, not {dict(value)!r}'
-        )
-    return one_of("when", value, ("best", "final"))
+    if isinstance(value, Mapping) and list(value) == ["every"]:
+        return integer("when: every", value["every"], minimum=1)
+    if value in ("best", "final"):
+        return None
+    return f'when must be "best", "final" or {{"every": n}}, not {value!r}'

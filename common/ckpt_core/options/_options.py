@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, Self, TypeAlias, TypeVar, cast, final, get_args
 
 from ckpt_core.errors import ConfigError
-from ckpt_core.options._exports import Export, Exports, export_from, exports_problem
+from ckpt_core.options._exports import Export, Exports, export_from
 from ckpt_core.options._initial import InitialWeights
 from ckpt_core.options._parsing import (
     Headroom,
@@ -24,7 +24,7 @@ from ckpt_core.options._parsing import (
     refused,
 )
 from ckpt_core.options._policies import policy_from
-from ckpt_core.options._uploads import Upload, Uploads, upload_from, uploads_problem
+from ckpt_core.options._uploads import Upload, Uploads, problem_of_several, upload_from
 from ckpt_core.policies import RetentionPolicy, SavePolicy, is_of_kind
 from ckpt_core.retention import Abandoned
 from ckpt_core.validation import boolean, function, imported, integer, one_of, parse_size, positive, require
@@ -170,8 +170,8 @@ class CheckpointOptions:
             "CheckpointOptions",
             policy_problem("save", self.save, SavePolicy),
             policy_problem("keep", self.keep, RetentionPolicy),
-            uploads_problem(self.upload),
-            exports_problem(self.export),
+            problem_of_several("upload", self.upload, Upload),
+            problem_of_several("export", self.export, Export),
             _no_upload(self.save, self.upload),
             one_of("abandoned", self.abandoned, get_args(Abandoned)),
             one_of("back_pressure", self.back_pressure, get_args(BackPressure)),

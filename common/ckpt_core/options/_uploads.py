@@ -131,12 +131,13 @@ def upload_from(value: Any, where: str = "upload") -> Uploads:
     raise ConfigError(where)
 
 
-def uploads_problem(value: Any) -> str | None:
-    """Return the problem of the option, or None."""
+def problem_of_several(name: str, value: Any, kind: type) -> str | None:
+    """Return the problem of an option that is one or several of a kind, or None."""
     each = value if isinstance(value, list | tuple) else () if value is None else (value,)
-    wrong = sorted({type(one).__name__ for one in each if not isinstance(one, Upload)})
+    wrong = sorted({type(one).__name__ for one in each if not isinstance(one, kind)})
     if wrong:
-        return f"upload must be an Upload or several, not {', '.join(wrong)} (plain values: from_mapping)"
+        known = f"an {kind.__name__} or several"
+        return f"{name} must be {known}, not {', '.join(wrong)} (plain values: from_mapping)"
     return None
 
 

@@ -5,7 +5,7 @@ Nothing in this package needs torch, so that a command line can copy.
 
 from ckpt_core.tiers._copy import CheckpointCopy, CopyTerms, copy_checkpoint
 from ckpt_core.tiers._copy_process import CopyProcess
-from ckpt_core.tiers._export_service import Exported, ExportTerms, read_exports
+from ckpt_core.tiers._export_service import ExportTerms, read_exports
 from ckpt_core.tiers._reading import Reading
 from ckpt_core.tiers._tier import Asked, FurtherTier, Tier, ask, open_tiers, read_through
 from ckpt_core.tiers._tiers_file import TierRecord, Uploading, read_tiers, write_tiers
@@ -19,7 +19,6 @@ __all__ = [
     "CopyTerms",
     "EndedError",
     "ExportTerms",
-    "Exported",
     "FurtherTier",
     "Held",
     "Reading",

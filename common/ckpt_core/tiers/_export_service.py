@@ -7,8 +7,8 @@ export. What is not listed is never touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Final, final
 
 from ckpt_core.errors import CheckpointError, CorruptCheckpointError, failure_text
@@ -49,45 +49,27 @@ class ExportTerms:
     words: Mapping[str, object]
 
 
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Exported:
-    """An export that is in a place, or was begun there.
-
-    Attributes:
-        name: of its directory.
-        save_id: of the checkpoint.
-        whole: whether it is there, and counts.
-    """
-
-    name: str
-    save_id: str
-    whole: bool
-
-
 def exporting(terms: ExportTerms) -> Callable[[CheckpointInfo, Callable[[int], None]], None]:
     """Open the place; return what exports a checkpoint of the root; see `serve`."""
     place = open_storage(terms.place, terms.place_options)
 
     def export(info: CheckpointInfo, progress: Callable[[int], None]) -> None:
         del progress
-        known = read_exports(place)
-        mine = Exported(name=step_name(info.step), save_id=info.save_id, whole=True)
-        if mine in known:
+        name, (whole, begun) = step_name(info.step), read_exports(place)
+        if whole.get(name) == info.save_id:
             return
-        begun = replace(mine, whole=False)
-        whole = [each for each in known if each.whole and each.name != mine.name]
-        gone = [each for each in known if each not in {begun, *whole}]
-        if any(each.whole for each in gone):  # of a lineage that went back
-            _write(place, [*whole, *(replace(each, whole=False) for each in gone)])
+        gone = [each for each, save_id in begun.items() if (each, save_id) != (name, info.save_id)]
+        if name in whole:  # of a lineage that went back
+            gone.append(name)
+            _write(place, whole, begun | {name: whole.pop(name)})
         for each in gone:
-            place.delete(each.name)
-            place.delete(export_draft(each.name))
-        _write(place, [*whole, begun])
+            place.delete(each)
+            place.delete(export_draft(each))
+        _write(place, whole, {name: info.save_id})
         try:
             imported("export", terms.writer)(
                 f"{terms.source}/{info.name}",
-                f"{terms.place}/{mine.name}",
+                f"{terms.place}/{name}",
                 storage_options=terms.source_options,
                 out_storage_options=terms.place_options,
                 **terms.words,
@@ -96,17 +78,20 @@ def exporting(terms: ExportTerms) -> Callable[[CheckpointInfo, Callable[[int], N
             raise
         except Exception as error:
             raise CheckpointError(failure_text(error)) from error
-        whole.append(mine)
-        drop = whole[: -terms.keep] if terms.keep else []
-        _write(place, [replace(each, whole=each not in drop) for each in whole])
-        for each in drop:
-            place.delete(each.name)
+        whole[name] = info.save_id
+        begun = {each: whole.pop(each) for each in list(whole)[: -terms.keep]} if terms.keep else {}
+        _write(place, whole, begun)
+        for each in begun:
+            place.delete(each)
 
     return export
 
 
-def read_exports(place: Storage) -> list[Exported]:
-    """Read which exports a place has, in the order in which they came.
+def read_exports(place: Storage) -> tuple[dict[str, str], dict[str, str]]:
+    """Read which exports a place has: directory -> id of the save.
+
+    Returns:
+        What is whole, in the order in which it came, and what was begun and counts for nothing.
 
     Raises:
         CorruptCheckpointError: the list is malformed, or has changed since it was written.
@@ -116,21 +101,17 @@ def read_exports(place: Storage) -> list[Exported]:
     try:
         content = read_small(place, EXPORTS, _MAX_BYTES)
     except FileNotFoundError:
-        return []
+        return {}, {}
     source = f"{place.url}/{EXPORTS}"
     if not codec.has_checksum(content, source=source):
         raise CorruptCheckpointError(f"{source} is no list of exports: move it away, or export elsewhere")
     with codec.Fields.parse(content, source=source) as fields:
-        return [_exported(each) for each in fields.objects("exports")]
+        whole, begun = fields.mapping("whole", str), fields.mapping("begun", str)
+        if odd := [name for name in (*whole, *begun) if parse_step_name(name) is None]:
+            raise ValueError(f"{odd[0]!r} is no name of an export")
+        return whole, begun
 
 
-def _write(place: Storage, exports: Sequence[Exported]) -> None:
-    fields = {"format_version": FORMAT_VERSION, "exports": [asdict(each) for each in exports]}
+def _write(place: Storage, whole: Mapping[str, str], begun: Mapping[str, str]) -> None:
+    fields = {"format_version": FORMAT_VERSION, "whole": dict(whole), "begun": dict(begun)}
     place.replace(EXPORTS, codec.add_checksum(codec.encode(fields)))
-
-
-def _exported(fields: codec.Fields) -> Exported:
-    name = fields.get("name", str)
-    if parse_step_name(name) is None:
-        raise ValueError(f"{name!r} is no name of an export")
-    return Exported(name=name, save_id=fields.get("save_id", str), whole=fields.get("whole", bool))

@@ -130,6 +130,9 @@ class RunExports:
     def __init__(self, job: Job, options: CheckpointOptions, writer: str) -> None:
         self._job, self._rule, self._deadline = job, DueRule.of(options.save), options.deadline_seconds
         self._best, self._session = best_by(options.keep), ""
+        places = [each.url for each in options.exports]
+        twice = sorted({url for url in places if places.count(url) > 1})
+        require("export", *(f"two have the place {url}; give each its own" for url in twice))
         self._threads = [
             ExportThread(each, self._terms(each, options, writer), job) for each in options.exports
         ]
