@@ -127,6 +127,21 @@ def test_an_optimizer_without_state_is_compared_by_its_model(tmp_path, caplog):
     assert len(told(caplog)) == 1
 
 
+def test_an_optimizer_that_waits_while_one_without_state_steps_is_not_told(tmp_path, caplog):
+    run = Run(tmp_path, torch.optim.SGD)
+    waits = torch.optim.AdamW(run.model[2].parameters())
+    run.state = TrainState(model=run.model, optimizer=[run.optimizer, waits])
+    with run.manager:
+        run.train()
+        waits.step()
+        for _ in range(2):
+            run.train()
+            run.save()
+        assert told(caplog) == []
+        run.save()
+    assert len(told(caplog)) == 1
+
+
 def test_a_refused_save_commits_nothing_and_the_next_is_compared_with_the_last_commit(tmp_path):
     run = Run(tmp_path, on_stale="refuse")
     with run.manager:

@@ -191,17 +191,16 @@ _MODEL: Final = "the model"
 _OPTIMIZER: Final = "the optimizer's state"
 
 
-def trained_slots(plans: PlanCache, stable: Iterable[Any]) -> TrainedSlots:
+def trained_slots(plans: PlanCache, state: CapturedState) -> TrainedSlots:
     """Find what only training changes, by its memory, once for each plan.
 
-    Args:
-        plans: with the live state.
-        stable: parameters, of which frozen ones do not count, and optimizer state.
+    Frozen parameters do not count; nor does optimizer state where another optimizer, which has none, may have
+    made the steps.
     """
-    kinds = dict[int, str]()
-    for tensor in stable:
+    kinds, all_have_state = dict[int, str](), all(map(_has_state, state.optimizers))
+    for tensor in state.stable:
         kind = _MODEL if isinstance(tensor, nn.Parameter) else _OPTIMIZER
-        if kind == _OPTIMIZER or tensor.requires_grad:
+        if tensor.requires_grad if kind == _MODEL else all_have_state:
             kinds |= dict.fromkeys(memory_of_own(tensor), kind)
     found: dict[str, list[tuple[str, int, str]]] = {}
     for name, part in plans.parts.items():
@@ -209,6 +208,12 @@ def trained_slots(plans: PlanCache, stable: Iterable[Any]) -> TrainedSlots:
             if shard.numel() and (kind := kinds.get(memory_of(shard), "")):
                 found.setdefault(kind, []).append((name, slot, index.fqn))
     return found
+
+
+def _has_state(optimizer: Any) -> bool:
+    return any(
+        isinstance(value, torch.Tensor) for each in optimizer.state.values() for value in each.values()
+    )
 
 
 def trained_digests(trained: TrainedSlots, images: Mapping[str, Image]) -> dict[str, str]:

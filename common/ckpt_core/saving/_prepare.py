@@ -262,7 +262,7 @@ class Preparer:
         if self._coordinator.world_size > 1:
             save.evidence = plans.evidence({name: local.shared.digest(name) for name in state.alike})
         if self._options.on_stale != "ignore" and self._trained[0] != plans.generation:
-            self._trained = plans.generation, trained_slots(plans, state.stable)
+            self._trained = plans.generation, trained_slots(plans, state)
         save.trained = self._trained[1]
         if plans.keeping is not KeepOwn.NEVER or self._coordinator.is_coordinator:
             save.local = RankBuffers(state.local)
