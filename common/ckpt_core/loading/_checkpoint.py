@@ -318,6 +318,8 @@ def _part(storage: Storage, files: CommittedFiles, part: str, *, allow_pickle: b
         _files=files,
         _allow_pickle=allow_pickle,
         _values={} if common is None else common.named_values(),
+        kind="" if common is None else common.kind,
+        step=None if common is None else common.step,
     )
 
 

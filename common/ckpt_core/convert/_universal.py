@@ -1,0 +1,83 @@
+"""The Universal Checkpoint of DeepSpeed, which ZeRO 1 and 2 load on any number of ranks.
+
+Source: `runtime/base_optimizer.py` and `checkpoint/universal_checkpoint.py` of DeepSpeed 0.19.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+
+from ckpt_core.convert._files import OutFile
+from ckpt_core.convert._torch_file import Leaf, torch_file
+from ckpt_core.convert._whole_state import WholeState
+from ckpt_core.errors import IncompatibleCheckpointError
+
+_VERSION: Final = "0.19.8"
+"""Of DeepSpeed, whose layout it is."""
+
+
+def universal_files(state: WholeState) -> list[OutFile]:
+    """Lay out a directory for `load_checkpoint` with `{"checkpoint": {"load_universal": true}}`.
+
+    Masters are those of the checkpoint, or its weights in fp32; groups keep their order.
+
+    Raises:
+        IncompatibleCheckpointError: it has no step, or not one optimizer, of parameters of its model.
+    """
+    tree = state.tree()
+    model, optimizer = tree.get("model", {}), tree.get("optimizer", {})
+    groups: Any = optimizer.get("param_groups")
+    if not isinstance(groups, list) or state.step is None:
+        raise IncompatibleCheckpointError(
+            f"{state.url} lacks what a Universal Checkpoint of DeepSpeed has: a step and a single optimizer. "
+            "For the weights alone use --to hf"
+        )
+    members = [list(map(str, group["params"])) for group in groups]
+    if strange := sorted({name for own in members for name in own} - model.keys()):
+        raise IncompatibleCheckpointError(
+            f"{state.url}: the optimizer trains {strange[0]!r:.200}, which is no name of the model"
+        )
+    tag = f"global_step{state.step}_universal"
+    files = [
+        torch_file(f"{tag}/zero/{name}/{kind}.pt", each if kind == "step" else {"param": each, "cat_dim": 0})
+        for own in members
+        for name in own
+        for kind, each in {
+            "fp32": _in_fp32(tree.get("master", {}).get(name, model[name])),
+            **optimizer.get("state", {}).get(name, {}),
+        }.items()
+    ]
+    shared = {
+        "param_groups": [{**group, "params": [index]} for index, group in enumerate(groups)],
+        "ds_version": _VERSION,
+    }
+    scheduler = state.shared.get("scheduler", tree.get("scheduler"))
+    return [
+        *files,
+        torch_file(f"{tag}/zero/optimizer_state.pt", shared),
+        torch_file(
+            f"{tag}/mp_rank_00_model_states.pt", _model_states(model, members, scheduler, step=state.step)
+        ),
+        OutFile(path="latest_universal", pieces=[tag.encode()]),
+    ]
+
+
+def _in_fp32(leaf: Leaf) -> Leaf:
+    return replace(leaf, wanted=replace(leaf.wanted, dtype=torch.float32), dtype=torch.float32)
+
+
+def _model_states(
+    model: Mapping[str, Any], members: Sequence[Sequence[str]], scheduler: Any, *, step: int
+) -> dict[str, Any]:
+    """Return what the engine itself keeps."""
+    shapes = [{name: torch.Size(model[name].shape) for name in own} for own in members]
+    return {
+        "module": dict(model), "param_shapes": shapes, "lr_scheduler": scheduler, "global_steps": step,
+        "buffer_names": [], "optimizer": None, "frozen_param_shapes": None, "frozen_param_fragments": None,
+        "shared_params": {}, "data_sampler": None, "random_ltd": None, "skipped_steps": 0, "dp_world_size": 1,
+        "mp_world_size": 1, "ds_config": {}, "ds_version": _VERSION,
+    }  # fmt: skip
