@@ -1,7 +1,7 @@
 """Files of `torch.save`: tensors located, the rest as plain values.
 
 Nothing is executed. What is accepted is what `torch.load(weights_only=True)` accepts of dense tensors and
-plain values, and numbers and arrays of NumPy, paths and namespaces.
+plain values, numbers and arrays of NumPy, paths, namespaces, and configurations of omegaconf.
 """
 
 from __future__ import annotations
@@ -133,18 +133,34 @@ class _NumpyScalar(metaclass=Sealed):
         return kind.values(content, ())
 
 
-class _NumpyArray(metaclass=Sealed):
+class _Valued(metaclass=Sealed):
     __slots__ = ("value",)
     value: Any
 
     def __new__(cls, *_: Any) -> Any:
-        return object.__new__(cls)
+        found = object.__new__(cls)
+        found.value = None
+        return found
+
+
+class _NumpyArray(_Valued):
+    __slots__ = ()
 
     def __setstate__(self, state: Any) -> None:
         _, shape, kind, is_fortran, content = state
         self.value = kind.values(content, shape, is_fortran=bool(is_fortran))
 
 
+class _Config(_Valued):
+    """Stand-in for what omegaconf makes, as Hydra's configurations in hyperparameters."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> None:
+        self.value = state.get("_content", state.get("_val"))
+
+
+_OMEGACONF: Final = "omegaconf"
 _PLAIN_TYPE: Final = "a tensor type of torch"
 _TENSORS: Final = "torch._utils"
 _ALLOWED: Final[dict[tuple[str, str], Any]] = {
@@ -166,6 +182,7 @@ _ALLOWED: Final[dict[tuple[str, str], Any]] = {
     ("collections", "defaultdict"): Mapped,
     ("argparse", "Namespace"): Namespace,
     ("types", "SimpleNamespace"): Namespace,
+    ("typing", "Any"): "Any",
     ("_codecs", "encode"): _Encoded,
     **{
         ("pathlib", name): _PathText
@@ -184,6 +201,7 @@ _ALLOWED: Final[dict[tuple[str, str], Any]] = {
         for name, each in (
             ("set", set), ("frozenset", frozenset), ("complex", complex), ("bytearray", _Encoded),
             ("dict", "dict"), ("list", "list"), ("int", "int"), ("float", "float"), ("str", "str"),
+            ("long", "int"), ("bool", "bool"), ("bytes", "bytes"),
         )
     },
 }  # fmt: skip
@@ -209,6 +227,8 @@ def find_plain(module: str, name: str) -> Any:
         return _ALLOWED[module, name]
     if module == "torch" and name in _of_torch():
         return _of_torch()[name]
+    if module.partition(".")[0] == _OMEGACONF:
+        return _Config
     raise UnsafeCheckpointError(
         f"it holds {module:.200}.{name:.200}, which is neither a dense tensor nor a plain value, and which "
         "only code could rebuild; none was executed. If you trust who wrote it, load it there with "
@@ -308,13 +328,13 @@ class _Zip:
             return {self._plain(key): self._plain(each) for key, each in value.items()}
         if type(value) in {list, tuple}:
             return type(value)(map(self._plain, value))
-        if type(value) is _NumpyArray:
-            return value.value
-        if type(value) not in _PLAIN:
+        if isinstance(value, _Valued):
+            return self._plain(value.value)
+        if type(value) not in _PLAIN and value is not _Config:
             raise PickleError(f"it holds a {type(value).__name__} where a value should be")
         if isinstance(value, set | frozenset):
             return type(value)(map(self._plain, value))
-        return value
+        return _OMEGACONF if value is _Config else value
 
     def _stored(self, view: View) -> StoredTensor:
         """Locate a tensor in the record of its storage."""

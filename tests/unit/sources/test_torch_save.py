@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import base64
 import collections
 import io
 import os
 import pickle
 import random
 import zipfile
+import zlib
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -170,6 +172,34 @@ def test_plain_values_are_those_that_were_saved(place):
     assert values["order",] == [[1, 3], [2, 4]]
     assert (values["counts", "a"], values["lists", "k"], values["empties",]) == (2, [1], [{}, {}])
     assert (values["mixed", 0], values["mixed", 2, 0], values["mixed", 2, 1, "x"]) == (5, {}, 1)
+
+
+OF_OMEGACONF = (
+    "c-m!@dwbMG6vlVATmvFrsG^ht7EA?Jtct}Ow?fs0MS^I&V9X}7dje^)Z!#&YI09;Y+K&L=#Bb-B$wrfh{IPp7$@!i4ymKaxI|?n^"
+    "wOXxKE`2GyFbX8v3LUr2Yxgk|$TSP6>lHGJbIZ%bporqolOoB}%v)cwu+6sJod%F*{zzbZnPOdyQ(xXH7cJ~Cz%$tC&hURQF0iZD"
+    "k=T8+*XngPVD;J?*s~P`X&j3{Mro2;H?mM<B3xlf7WOVWctK*HgBNr6AS1>TQ|5FWjYuX@GV<0%mUANZn-WXivv|qf&k;?=BJ;+6"
+    "=C29K@8D&HS4tVf5nc__H8JvoG#Pev_d1A1macla3~^xb31$^uv)$dC<T1q$ed*)%TI#^hg~bWdj}nnxpT1(@Am_fJ@TTqV;@nIO"
+    "J;`!#DBwR9ZCy+z7UtYN{4gEd<<`sRhXc>kPRl6qJS#L7%o{{H*6#Q*j%=D9?uiMG_TB9q4r70m<Cwx*W=GAfm!+x1!j`+wl+V+c"
+    "ZSn#?Ac5lzyF)Sbi&&PmPSE@Y-gZ#R<{G7}MVfQ>@`8xPnn<Qv-=Vo;U`9Zj%*#00H)$R_BlZ0$h10g%;iWi3x8_=sh9cJ<^f|Eb"
+    "E}L~m;XRw4v-W>Sm-wak6+W=(5Y5ryJ{{Slqtqqt`$JmTqT^)5pLOt2F`$z)>u%Fp*4eV<)${*6)z>o?tXC5r37jKc_hW@mxGrh@"
+    "rwX4n@#i%D^BVrVg9{~|mW}xf593VXB7=A6KK+TFv`e)%;wZ0%>l%mEa9!qlD+*V1Z9Obk6;`LU8#AEOEqqbRxuoTMS(EdXgB~q5"
+    "6H*>8TqCnRM(C+KxNe(f`wBOzX1`Xr*=V-c(sZXrzvbW?!&sr^UYjF*B5o^uTZ#To!JRT_zJ#<j<og=r2M0eA572*tR*2`~Cz>&e"
+    "?kN0RDe@G4Y1%)dVSWuZa1a>CZCYNvptq8*VvrXDQEhFS2!w_$6owUhq(Dt}sM%4Ceb>RgYHRybnm$X24Q)*!sc5OfxJipO4K-Tk"
+    "Ag^efOw*siF{H7uP*|@lysz+}X(36?n$%doI(XQya8_IRn_&XV$opO4Q6=xO!jq;vrICNskbgS(%b*ILW6gPh4dY|Mzviry`Eusv"
+    "S^t|36y1LTYo-4@"
+)
+"""The pickle of {"state_dict": {"w": torch.ones(2)}, "hyper_parameters": …}, by omegaconf 2.4.0."""
+
+
+def test_configurations_of_omegaconf_are_plain_values(place):
+    saved(place, {"w": torch.ones(2)})
+    values = described(rewritten(place, "data.pkl", zlib.decompress(base64.b85decode(OF_OMEGACONF)))).values
+    config = {path[2:]: value for path, value in values.items() if path[:2] == ("hyper_parameters", "cfg")}
+    assert config == {
+        ("lr",): 0.1, ("name",): "${lr}", ("layers", 0): 1, ("layers", 1, "w"): 2.5, ("none",): None,
+        ("flag",): True, ("p", "q"): "x",
+    }  # fmt: skip
+    assert values["hparams_type",] == "omegaconf"
 
 
 class Stranger:
