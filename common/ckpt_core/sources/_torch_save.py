@@ -26,7 +26,7 @@ from ckpt_core.formats.consistency import MAX_DIMS
 from ckpt_core.formats.pickles import PickleError, Sealed, read_pickle
 from ckpt_core.formats.zips import Directory, ReadAt, ZipError, payload_offset, read_directory
 from ckpt_core.sources._layout import OURS, Layout, Path, StoredChunk, StoredTensor
-from ckpt_core.storage import Storage
+from ckpt_core.storage import ForeignFileError, RangeReader, Storage
 
 Find: TypeAlias = Callable[[str, str], Any]
 """(module, name) in a pickle -> what stands for it; see `read_pickle`."""
@@ -254,32 +254,34 @@ def read_tree(storage: Storage, directory: str, file: str, *, find: Find = find_
         IncompatibleCheckpointError: it is of an old release of torch, or of another byte order.
     """
     place = f"{storage.url}/{directory}/{file}"
-    with storage.open_ranges(f"{directory}/{file}") as reader:
+    try:
+        with storage.open_ranges(f"{directory}/{file}") as reader:
+            return _read(reader, file, find)
+    except (ForeignFileError, IsADirectoryError) as error:
+        raise damage(place, str(error.strerror)) from error
+    except OSError:
+        raise
+    except (UnsafeCheckpointError, IncompatibleCheckpointError) as error:
+        raise error.retold(f"{place}: {error}") from error
+    except Exception as error:  # unchecked values raise nearly anything; the error names file and cause
+        raise damage(place, f"not a whole file of torch.save: {error!s:.500}") from error
 
-        def read_at(offset: int, size: int) -> bytes:
-            buffer = bytearray(max(0, min(size, reader.size_bytes - offset)))
-            reader.read_into(offset, memoryview(buffer))
-            return bytes(buffer)
 
-        start = read_at(0, _TAR_AT + len(_TAR))
-        if start.startswith(_BEFORE_ZIPS) or start[_TAR_AT:] == _TAR:
-            raise IncompatibleCheckpointError(
-                f"{place} has the layout of torch before 1.6. Convert it: "
-                f"torch.save(torch.load({file!r}, weights_only=True), 'new.pt')"
-            )
-        if not start.startswith(_ZIP):
-            return None
-        try:
-            directory_of = read_directory(read_at, reader.size_bytes)
-            return _Zip(file, directory_of, read_at).read(find)
-        except UnsafeCheckpointError as error:
-            raise UnsafeCheckpointError(f"{place}: {error}") from error
-        except IncompatibleCheckpointError as error:
-            raise error.retold(f"{place}: {error}") from error
-        except OSError:
-            raise
-        except Exception as error:  # unchecked values raise nearly anything; the error names file and cause
-            raise damage(place, f"not a whole file of torch.save: {error!s:.500}") from error
+def _read(reader: RangeReader, file: str, find: Find) -> Any:
+    def read_at(offset: int, size: int) -> bytes:
+        buffer = bytearray(max(0, min(size, reader.size_bytes - offset)))
+        reader.read_into(offset, memoryview(buffer))
+        return bytes(buffer)
+
+    start = read_at(0, _TAR_AT + len(_TAR))
+    if start.startswith(_BEFORE_ZIPS) or start[_TAR_AT:] == _TAR:
+        raise IncompatibleCheckpointError(
+            "it has the layout of torch before 1.6. Convert it: "
+            f"torch.save(torch.load({file!r}, weights_only=True), 'new.pt')"
+        )
+    if not start.startswith(_ZIP):
+        return None
+    return _Zip(file, read_directory(read_at, reader.size_bytes), read_at).read(find)
 
 
 @final

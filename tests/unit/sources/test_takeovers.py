@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tarfile
 from collections.abc import Callable
@@ -277,6 +278,7 @@ def other_optimizer(folder: Path) -> None:
         (cut("model.safetensors"), "model.safetensors"),
         (cut("optimizer.bin"), "optimizer.bin"),
         (write("scheduler.bin", b"PK\3\4"), "scheduler.bin"),
+        (lambda folder: os.mkfifo(folder / "scaler.pt"), r"scaler\.pt"),
         (write("optimizer_2.bin", {"state": {}, "param_groups": []}), "number 1 is missing"),
         (write("random_states_2.pkl", {"step": 1}), "number 1 is missing"),
         (write("random_states_0.pkl", {"random_state": 1, "torch_manual_seed": torch.ones(3)}), "rng.0"),
