@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from functools import partial
 
 from ckpt_core.cli._arguments import claimed, open_target, options_for
 from ckpt_core.cli._outcome import Outcome
@@ -11,26 +12,19 @@ from ckpt_core.options import bytes_text
 
 
 def run(arguments: Namespace) -> Outcome:
-    from ckpt_core.convert import import_into, open_source  # they need torch, which takes a second
+    from ckpt_core.convert import import_checkpoint  # it needs torch, which takes a second
 
-    options = options_for(arguments.place, arguments)
-    source = open_source(arguments.place, options, step=arguments.step)
     target = open_target(arguments.root, options_for(arguments.root, arguments))
-    with (
-        claimed(target, "ckpt import", take_over=arguments.take_over) as lease,
-        ProgressLine(f"importing to {target.url}", source.size_bytes, plain=True) as line,
-    ):
-        info = import_into(source, target, check=lease.check, progress=line.add)
+    with ProgressLine(f"importing to {target.url}", 0, plain=True) as line:
+        info = import_checkpoint(
+            arguments.place,
+            target,
+            step=arguments.step,
+            storage_options=options_for(arguments.place, arguments),
+            progress=line.add,
+            claim=partial(claimed, command="ckpt import", take_over=arguments.take_over),
+        )
     return Outcome(
-        fields={
-            "source": source.url,
-            "format": source.kind,
-            "root": target.url,
-            "name": info.name,
-            "step": info.step,
-            "size_bytes": info.size_bytes,
-        },
-        parts=[
-            f"{target.url}/{info.name}: step {info.step}, {bytes_text(info.size_bytes)}, of {source.kind}"
-        ],
+        fields={"root": target.url, "name": info.name, "step": info.step, "size_bytes": info.size_bytes},
+        parts=[f"{target.url}/{info.name}: step {info.step}, {bytes_text(info.size_bytes)}"],
     )

@@ -7,7 +7,7 @@ from ckpt_core.convert._conversion import Conversion, ExportOptions
 from ckpt_core.convert._exporting import SINKS, ExportSummary, export
 from ckpt_core.convert._files import Computed, Late, OutFile, OutPiece, Span, Wanted
 from ckpt_core.convert._fill import size_of
-from ckpt_core.convert._importing import import_checkpoint, import_into, open_source
+from ckpt_core.convert._importing import import_checkpoint
 from ckpt_core.convert._output import write
 
 __all__ = [
@@ -23,8 +23,6 @@ __all__ = [
     "Wanted",
     "export",
     "import_checkpoint",
-    "import_into",
-    "open_source",
     "size_of",
     "write",
 ]

@@ -19,7 +19,7 @@ _MOST_LISTED: Final = 5
 
 
 def averaged(each: Sequence[Conversion], output: Conversion, decay: float | None) -> Conversion:
-    """Put averages into files that were laid out for the newest of several checkpoints.
+    """Put averages into files that were laid out for the newest checkpoint.
 
     Floating tensors are computed in fp32, or in their own dtype if that is wider: the sum from the oldest to
     the newest, divided by their number; or with `decay` the average that begins with the oldest and becomes
@@ -55,7 +55,7 @@ def averaged(each: Sequence[Conversion], output: Conversion, decay: float | None
 
 
 def _computed(found: Conversion) -> Iterator[tuple[str, Computed]]:
-    """Yield the tensors in the files, each with its name in the source, or with what is computed."""
+    """Yield the tensors in the files, by name in the source or by computation."""
     for piece in (piece for file in found.files for piece in file.pieces):
         if isinstance(piece, Wanted):
             own = found.tensors[piece.name]
@@ -91,7 +91,7 @@ def _weights(tensors: Mapping[str, LocatedTensor]) -> set[str]:
 
 
 def _average_of(several: Sequence[tuple[int, Computed]], dtype: torch.dtype, decay: float | None) -> Computed:
-    """Return the average of one tensor in several checkpoints, each with its number in the names."""
+    """Return the average of a tensor in checkpoints, whose numbers are in the names."""
 
     def spans(start: int, stop: int) -> list[Span]:
         return [

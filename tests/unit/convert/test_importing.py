@@ -23,10 +23,9 @@ from ckpt_core.errors import (
     CheckpointNotFoundError,
     ConfigError,
     CorruptCheckpointError,
-    NoRoomError,
     RootBusyError,
 )
-from ckpt_core.storage import LocalStorage, Space, open_storage
+from ckpt_core.storage import LocalStorage, open_storage
 from ckpt_core.testing import Fault, FaultyStorage
 from ckpt_core.types import CapturedState
 from lightning_ckpt import ShardedCheckpoint
@@ -167,7 +166,7 @@ def test_several_steps_are_of_one_run_and_training_goes_on_from_the_last(tmp_pat
         assert [info.step for info in manager.checkpoints()] == [3, 5, 9, 10]
 
 
-def test_what_cannot_be_imported_is_refused_before_anything_is_written(tmp_path, ours, monkeypatch):
+def test_what_cannot_be_imported_is_refused_before_anything_is_written(tmp_path, ours):
     root = tmp_path / "root"
     export(ours / "plain", tmp_path / "dcp", to="dcp", step=8)
     export(ours / "plain", tmp_path / "x.pt", to="torch", step=8)
@@ -182,9 +181,6 @@ def test_what_cannot_be_imported_is_refused_before_anything_is_written(tmp_path,
         with pytest.raises(error, match=text):
             import_checkpoint(place, root)
     with Lease.acquire(open_storage(str(root)), "a job"), pytest.raises(RootBusyError, match="a job"):
-        import_checkpoint(tmp_path / "x.pt", root)
-    monkeypatch.setattr(LocalStorage, "space", lambda _: Space(free_bytes=100))
-    with pytest.raises(NoRoomError, match="nothing was written"):
         import_checkpoint(tmp_path / "x.pt", root)
     assert [path.name for path in root.iterdir()] == [".ckpt-suite"]
 
