@@ -111,6 +111,7 @@ def import_checkpoint(
     refuse_as_root(target)
     target.check_root()
     origin = {"from": shown, "format": first.kind or "a checkpoint of DCP"}
+    producer = {"ckpt_suite": __version__, "torch": torch.__version__, **software_versions()}
     with claim(target) as lease:
         collect_orphans(target, keep=())
         there = Catalog(target).survey().everything
@@ -130,8 +131,8 @@ def import_checkpoint(
                 created=time.time(),
                 world_size=max(1, len(state.per_rank)),
                 items=written.items,
-                annotations={IMPORTED: origin},
-                producer={"ckpt_suite": __version__, "torch": torch.__version__, **software_versions()},
+                annotations={"imported": origin},
+                producer={**producer, IMPORTED: origin["format"]},
                 num_chunks=written.num_chunks,
                 lineage=lineage if lineage.number else Lineage(id=secrets.token_hex(4), number=1),
                 files=tuple(sorted(written.entries, key=attrgetter("path"))),

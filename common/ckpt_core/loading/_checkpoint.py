@@ -228,7 +228,7 @@ def open_checkpoint(  # noqa: PLR0913 - what a request says, but without its cla
         per_rank=read_items(rank_name(rank)),
         shared=_shared(files, read_items, rank if same_ranks else None),
         name=directory,
-        world_size=None if manifest is None or IMPORTED in manifest.annotations else manifest.world_size,
+        world_size=None if manifest is None or IMPORTED in manifest.producer else manifest.world_size,
         step=parts[next(iter(parts))].step if manifest is None else manifest.step,
         annotations={} if manifest is None else manifest.annotations,
     )

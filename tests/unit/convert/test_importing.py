@@ -150,6 +150,19 @@ def test_a_bucket_gets_it_too_and_nothing_of_a_torn_one_counts(tmp_path):
     assert verify(inner, "step-000000004") == []
 
 
+def test_only_an_import_loads_as_what_others_wrote(tmp_path):
+    state = {"model": {"w": torch.ones(2)}}
+    with CheckpointManager(tmp_path / "own") as manager:
+        manager.save(1, state, annotations={"imported": "by hand"})
+        manager.wait()
+        assert manager.load(state).world_size == 1
+    torch.save(state, tmp_path / "x.pt")
+    info = import_checkpoint(tmp_path / "x.pt", tmp_path / "root", step=1)
+    with CheckpointManager(tmp_path / "root") as manager:
+        found = manager.load(state, name=info.name)
+    assert (found.world_size, found.annotations["imported"]["from"]) == (None, str(tmp_path / "x.pt"))
+
+
 def test_several_steps_are_of_one_run_and_training_goes_on_from_the_last(tmp_path, ours):
     export(ours / "plain", tmp_path / "x.pt", to="torch", step=8)
     for step in (3, 9, 5):
