@@ -120,7 +120,9 @@ class WholeState:
         for directory, part in self.parts.items():
             inner: dict[str, Any] = {}
             for tensor, leaf in self.leaves(directory):
-                place = tuple((box, each.path, each.offset) for box, each in tensor.boxes.items())
+                place = tuple(
+                    (box, each.path, each.offset, each.strides) for box, each in tensor.boxes.items()
+                )
                 put(inner, tensor.path, first.setdefault((place, leaf.dtype, leaf.shape), leaf))
             for key, (path, content) in self.entries(part).items():
                 if path[0] != PICKLED:

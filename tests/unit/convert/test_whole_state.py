@@ -112,6 +112,17 @@ def test_one_file_has_every_key_and_gives_a_plain_loop_its_state_back(tmp_path, 
     assert new.optimizer.param_groups[0]["lr"] == run.optimizer.param_groups[0]["lr"]
 
 
+def test_tensors_of_one_place_stay_one_and_views_of_it_become_their_own(tmp_path):
+    tied = torch.arange(16.0).view(4, 4)
+    model = {"a": tied, "b": tied, "turned": tied.t(), "row": tied[0], "other": tied.clone()}
+    torch.save({"model": model, "step": 5}, tmp_path / "x.pt")
+    assert export(tmp_path / "x.pt", tmp_path / "y.pt", to="torch").step == 5
+    found = torch.load(tmp_path / "y.pt", weights_only=True)["model"]
+    assert_equal(found, model)
+    assert found["a"].data_ptr() == found["b"].data_ptr()
+    assert len({each.data_ptr() for each in found.values()}) == 4
+
+
 def test_several_optimizers_and_one_kept_as_an_item_are_in_the_form_of_torch(tmp_path):
     one, two = Run.make(1), Run.make(2)
     one.steps(1)
