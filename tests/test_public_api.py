@@ -47,6 +47,7 @@ def test_the_names_users_meet_are_these() -> None:
             "EverySteps",
             "EveryEpochs",
             "EveryTokens",
+            "Export",
             "AtSteps",
             "EverySeconds",
             "EveryFraction",
