@@ -86,7 +86,8 @@ _OF_EXPORTS: Final = (
         "--to",
         "FORMAT",
         "hf (the default), a folder that from_pretrained reads; or the whole state: torch, one file of "
-        "torch.save; lightning, a .ckpt; dcp, a directory of stock DCP",
+        "torch.save; lightning, a .ckpt; dcp, a directory of stock DCP; universal, for "
+        "DeepSpeed; torch_dist, for Megatron-Core",
         default="hf",
     ),
     _one("--step", None, "of the root, instead of the newest", type=int),
@@ -176,6 +177,9 @@ _COPYING: Final[Sequence[_Addable]] = (
             _one("place", "PLACE", "path or URL of the folder or file"),
             _one("root", "ROOT", "path or URL of the run that gets it"),
             _one("--step", None, "its step, where it does not say it", type=int),
+            _one(
+                "--map", "FILE", "JSON, YAML or TOML: names of modules there -> ours; a part '*' is any one"
+            ),
             _flag("--take-over", "import although writer.json names a job in ROOT"),
         ),
         "Reads, verifies, writes and commits 128 MiB at a time, without loading the model. A load from the "

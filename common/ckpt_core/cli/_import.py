@@ -13,6 +13,7 @@ from ckpt_core.options import bytes_text
 
 def run(arguments: Namespace) -> Outcome:
     from ckpt_core.convert import import_checkpoint  # it needs torch, which takes a second
+    from ckpt_core.sources import NameTable
 
     target = open_target(arguments.root, options_for(arguments.root, arguments))
     with ProgressLine(f"importing to {target.url}", 0, plain=True) as line:
@@ -20,6 +21,7 @@ def run(arguments: Namespace) -> Outcome:
             arguments.place,
             target,
             step=arguments.step,
+            names=None if arguments.map is None else dict(NameTable.read(arguments.map).pairs),
             storage_options=options_for(arguments.place, arguments),
             progress=line.add,
             claim=partial(claimed, command="ckpt import", take_over=arguments.take_over),

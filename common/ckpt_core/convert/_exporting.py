@@ -15,6 +15,8 @@ from ckpt_core.convert._conversion import Adapters, Conversion, ExportOptions, P
 from ckpt_core.convert._fill import size_of
 from ckpt_core.convert._huggingface import hugging_face
 from ckpt_core.convert._output import write
+from ckpt_core.convert._torch_dist import torch_dist
+from ckpt_core.convert._universal import universal
 from ckpt_core.convert._whole_state import lightning, stock_dcp, torch_save
 from ckpt_core.coordination import Coordinator
 from ckpt_core.disclosure import public_url
@@ -28,6 +30,8 @@ SINKS: Final[Mapping[str, Callable[[Place, ExportOptions], Conversion]]] = {
     "torch": torch_save,
     "lightning": lightning,
     "dcp": stock_dcp,
+    "universal": universal,
+    "torch_dist": torch_dist,
 }
 """The formats by name: each lays out files, which one engine fills."""
 _DTYPES: Final = {
@@ -92,7 +96,8 @@ def export(  # noqa: PLR0913 - what the command line has
         place: path or URL of a run, of a checkpoint, or of a folder or file that others wrote.
         out: path or URL to write: a name that is free, or an empty directory.
         to: the format: `hf` for a folder that `from_pretrained` reads; `torch` for one file of `torch.save`,
-            `lightning` for a `.ckpt`, `dcp` for a directory of stock DCP, each with the whole state.
+            `lightning` for a `.ckpt`, `dcp` for a directory of stock DCP, `universal` for one of DeepSpeed,
+            `torch_dist` for one of Megatron-Core, each with the whole state.
         step: of the run; None for the newest that is not marked.
         like: a folder with `config.json` and tokenizer, and for adapters with their base; None for what the
             host saved in the checkpoint.

@@ -47,6 +47,7 @@ from ckpt_core.names import IMPORTED, KEPT, MARKER, METADATA, chunks_name, step_
 from ckpt_core.provenance import software_versions
 from ckpt_core.reading import page_memory
 from ckpt_core.saving import RankFiles
+from ckpt_core.sources import NameTable
 from ckpt_core.state import PICKLED
 from ckpt_core.storage import Storage, open_around, open_storage
 from ckpt_core.types import CheckpointInfo, FileEntry, Lineage
@@ -68,6 +69,7 @@ def import_checkpoint(
     root: str | os.PathLike[str] | Storage,
     *,
     step: int | None = None,
+    names: Mapping[str, str] | None = None,
     storage_options: Mapping[str, Any] | None = None,
     progress: Callable[[int], None] = _ignore,
     claim: Callable[[Storage], AbstractContextManager[Lease]] = _claim,
@@ -82,6 +84,8 @@ def import_checkpoint(
             `source`.
         root: of the run that gets it, and that no live job writes to.
         step: optimizer steps done; None if the place says it.
+        names: of parameters and modules there -> ours, in order: the first that fits counts, with `*` for
+            any one part.
         storage_options: for URLs.
         progress: called with bytes that are written.
         claim: takes the root; by default as a manager does.
@@ -103,6 +107,8 @@ def import_checkpoint(
     if is_run or (not file and storage.exists(f"{directory}/{MARKER}")):
         raise ConfigError(f"{shown} is a checkpoint or a run of ours: copy it, `ckpt cp {shown} ROOT`")
     _, files, parts = open_parts(storage, directory, file=file)
+    if names:
+        parts = {part: each.renamed(NameTable(tuple(names.items()))) for part, each in parts.items()}
     first, state = next(iter(parts.values())), WholeState.of(files, parts)
     step = first.step if step is None else step
     if step is None or step < 0:

@@ -1,4 +1,4 @@
-"""The `torch_dist` of Megatron-Core: stock DCP with `common.pt` and `metadata.json` beside it.
+"""The `torch_dist` of Megatron-Core: DCP with `common.pt` and `metadata.json`.
 
 Source: `dist_checkpointing` and `optimizer/optimizer.py` of Megatron-Core 0.16.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any, Final
 
+from ckpt_core.convert._conversion import Conversion, ExportOptions, Place
 from ckpt_core.convert._files import OutFile
 from ckpt_core.convert._torch_file import Leaf, dcp_files, torch_file
 from ckpt_core.convert._whole_state import WholeState
@@ -28,7 +29,7 @@ _OF_RANKS: Final = "/shard_"
 """In names of objects that ranks have of their own, which are entries of DCP."""
 
 
-def torch_dist_files(state: WholeState) -> list[OutFile]:
+def torch_dist(source: Place, options: ExportOptions) -> Conversion:
     """Lay out a directory for `dist_checkpointing.load`.
 
     Tensors of `model` have their names, masters and optimizer state `optimizer.state.KIND.NAME`, others their
@@ -36,7 +37,9 @@ def torch_dist_files(state: WholeState) -> list[OutFile]:
 
     Raises:
         IncompatibleCheckpointError: the checkpoint has several parts, or two tensors would have one name.
+        UnsafeCheckpointError: a value can only be rebuilt by code.
     """
+    state = WholeState.at(source, options)
     if state.parts.keys() != {""}:
         raise IncompatibleCheckpointError(f"{state.url} has several parts, and torch_dist has one")
     common: dict[str, Any] = {"iteration": state.step, "checkpoint_version": 3.0, **state.shared}
@@ -55,11 +58,13 @@ def torch_dist_files(state: WholeState) -> list[OutFile]:
             objects[name] = path, content
         elif path[0] not in {PICKLED, KEPT}:
             put(common, _in_common(path), load_value(content, name, allow_pickle=False))
-    return [
-        *dcp_files(leaves, objects),
-        torch_file("common.pt", common),
-        OutFile(path="metadata.json", pieces=[json.dumps(_CONFIG).encode()]),
-    ]
+    return state.conversion(
+        [
+            *dcp_files(leaves, objects),
+            torch_file("common.pt", common),
+            OutFile(path="metadata.json", pieces=[json.dumps(_CONFIG).encode()]),
+        ]
+    )
 
 
 def _key(path: Path) -> str:

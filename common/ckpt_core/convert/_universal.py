@@ -1,4 +1,4 @@
-"""The Universal Checkpoint of DeepSpeed, which ZeRO 1 and 2 load on any number of ranks.
+"""The Universal Checkpoint of DeepSpeed, for ZeRO 1 and 2 on any number of ranks.
 
 Source: `runtime/base_optimizer.py` and `checkpoint/universal_checkpoint.py` of DeepSpeed 0.19.
 """
@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 
+from ckpt_core.convert._conversion import Conversion, ExportOptions, Place
 from ckpt_core.convert._files import OutFile
 from ckpt_core.convert._torch_file import Leaf, torch_file
 from ckpt_core.convert._whole_state import WholeState
@@ -20,14 +21,17 @@ _VERSION: Final = "0.19.8"
 """Of DeepSpeed, whose layout it is."""
 
 
-def universal_files(state: WholeState) -> list[OutFile]:
-    """Lay out a directory for `load_checkpoint` with `{"checkpoint": {"load_universal": true}}`.
+def universal(source: Place, options: ExportOptions) -> Conversion:
+    """Lay out a directory for DeepSpeed's `load_checkpoint`.
 
-    Masters are those of the checkpoint, or its weights in fp32; groups keep their order.
+    Its configuration needs `{"checkpoint": {"load_universal": true}}`. Masters are those of the checkpoint,
+    or its weights in fp32; groups keep their order.
 
     Raises:
         IncompatibleCheckpointError: it has no step, or not one optimizer, of parameters of its model.
+        UnsafeCheckpointError: a value can only be rebuilt by code.
     """
+    state = WholeState.at(source, options)
     tree = state.tree()
     model, optimizer = tree.get("model", {}), tree.get("optimizer", {})
     groups: Any = optimizer.get("param_groups")
@@ -56,14 +60,15 @@ def universal_files(state: WholeState) -> list[OutFile]:
         "ds_version": _VERSION,
     }
     scheduler = state.shared.get("scheduler", tree.get("scheduler"))
-    return [
-        *files,
-        torch_file(f"{tag}/zero/optimizer_state.pt", shared),
-        torch_file(
-            f"{tag}/mp_rank_00_model_states.pt", _model_states(model, members, scheduler, step=state.step)
-        ),
-        OutFile(path="latest_universal", pieces=[tag.encode()]),
-    ]
+    states = _model_states(model, members, scheduler, step=state.step)
+    return state.conversion(
+        [
+            *files,
+            torch_file(f"{tag}/zero/optimizer_state.pt", shared),
+            torch_file(f"{tag}/mp_rank_00_model_states.pt", states),
+            OutFile(path="latest_universal", pieces=[tag.encode()]),
+        ]
+    )
 
 
 def _in_fp32(leaf: Leaf) -> Leaf:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, takewhile
 from math import prod
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -55,12 +55,16 @@ from ckpt_core.sources import (
     LayoutLocator,
     Locator,
     MegatronLocator,
+    NameTable,
     find_common,
     recognise,
 )
 from ckpt_core.state import PICKLED, BufferKey, decode_buffers, decode_items, pickled_key
 from ckpt_core.storage import BIGGEST_SMALL_FILE, Storage, read_intact
 from ckpt_core.types import SavedState
+
+_OF_PARAMETERS: Final = frozenset({"model", "master"})
+"""Items that name parameters."""
 
 
 @final
@@ -100,6 +104,35 @@ class CheckpointPart:
         """
         if self._files.is_ours:
             Catalog(self._storage).marker(self._files.directory)
+
+    def renamed(self, table: NameTable) -> CheckpointPart:
+        """Return it with other names in the model, and in the optimizer's state.
+
+        Raises:
+            ConfigError: two entries would have one name.
+        """
+        known = self.metadata.planner_data or {}
+        paths = {key: tuple(known.get(key, (key,))) for key in self.metadata.state_dict_metadata}
+        new = table.of_all(
+            {str(path[1]) for path in paths.values() if path[0] in _OF_PARAMETERS and len(path) > 1}
+        )
+        keys: dict[str, str] = {}
+        found = Metadata({}, {}, {})
+        values = dict(self._values)
+        for key, path in paths.items():
+            own = (path[0], *(new.get(each, each) for each in path[1:]))
+            name = keys[key] = ".".join(map(str, own))
+            found.state_dict_metadata[name] = self.metadata.state_dict_metadata[key]
+            found.planner_data[name] = own
+            if "param_groups" in path and path[-1] == "params":
+                index = MetadataIndex(key)
+                listed = load_value(self.read_entry(self.find([index])[index]), key, allow_pickle=False)
+                values[key] = [new.get(each, each) for each in listed]
+        for index, info in (self.metadata.storage_data or {}).items():
+            found.storage_data[MetadataIndex(keys[index.fqn], index.offset)] = info
+        return replace(
+            self, metadata=found, _original={name: key for key, name in keys.items()}, _values=values
+        )
 
     def find(self, indices: Iterable[MetadataIndex]) -> dict[MetadataIndex, ChunkLocation]:
         """Locate these entries; errors as by `ChunkLocator.find`."""

@@ -14,7 +14,7 @@ from ckpt_core.sources._dcp_safetensors import find_dcp_safetensors
 from ckpt_core.sources._deepspeed import find_deepspeed
 from ckpt_core.sources._layout import OURS, Layout, LayoutLocator, Path, StoredChunk, StoredTensor
 from ckpt_core.sources._megatron import Locator, MegatronLocator, find_common
-from ckpt_core.sources._names import NameTable
+from ckpt_core.sources._name_table import NameTable
 from ckpt_core.sources._safetensors import StoredRange, find_safetensors, read_header
 from ckpt_core.sources._torch_save import find_torch_save
 from ckpt_core.sources._training_folders import find_training_folder

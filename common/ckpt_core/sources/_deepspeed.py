@@ -66,7 +66,7 @@ class _Kept(Namespace):
 
 
 def find_data(module: str, name: str) -> Any:
-    """Return what stands for a name: as `find_plain` does, and data for objects of these trainings."""
+    """Return what stands for a name, as `find_plain` does; data for objects, too."""
     package = module.partition(".")[0]
     if name == "ZeroStageEnum" and package == "deepspeed":
         return int
@@ -104,7 +104,7 @@ def find_deepspeed(storage: Storage, directory: str, file: str) -> Layout | None
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _Parameters:
     """What there is of parameters, by name."""
 
     masters: dict[str, StoredTensor] = field(default_factory=dict[str, StoredTensor])
@@ -161,9 +161,11 @@ class _Step:
         items = found.items(weights, _groups(_base(ranks[0]), shapes))
         return self._layout(f"a checkpoint of DeepSpeed's ZeRO stage {stage}", model, items)
 
-    def _found(self, ranks: Sequence[Mapping[str, Any]], shapes: Sequence[_Shapes], stage: int) -> _Found:
+    def _found(
+        self, ranks: Sequence[Mapping[str, Any]], shapes: Sequence[_Shapes], stage: int
+    ) -> _Parameters:
         """Return what all ranks have of each parameter."""
-        found, steps = _Found(), set[Any]()
+        found, steps = _Parameters(), set[Any]()
         for index, group in enumerate(shapes):
             for kind, parts in _flat(ranks, index):
                 if kind == "step":
@@ -193,7 +195,7 @@ class _Step:
 
     def universal(self) -> Layout:
         """Describe a Universal Checkpoint: one directory for each parameter."""
-        models, found = self._models(), _Found()
+        models, found = self._models(), _Parameters()
         is_whole = not self._divided()  # else the model states are those of a part
         shapes = _shapes(models[0]["param_shapes"])
         trained = {name: shape for group in shapes for name, shape in group.items()}
@@ -291,7 +293,7 @@ def _each(ranks: Sequence[Mapping[str, Any]], key: str) -> list[Any]:
 
 
 def _base(rank: Mapping[str, Any]) -> Any:
-    """Return the state of torch's optimizer: a dict, or a list if it was saved without paddings."""
+    """Return the state of torch's optimizer: a dict, or an elastic list."""
     return rank["optimizer_state_dict" if "fp32_flat_groups" in rank else "base_optimizer_state"]
 
 
@@ -345,7 +347,7 @@ def _given(
 
 
 def _shares(parts: Sequence[StoredTensor], at: int, count: int) -> Iterator[tuple[StoredTensor, int, int]]:
-    """Yield the equal shares of a parameter, all at the same place, the last ones padded."""
+    """Yield the equal shares of a parameter, all at one place, the last padded."""
     share = -(-count // len(parts))
     for rank, part in enumerate(parts):
         yield part, at, max(0, min(share, count - rank * share))
@@ -365,7 +367,7 @@ def _of_joined(
 
 
 def _cut(shape: tuple[int, ...], pieces: Iterable[tuple[StoredTensor, int, int]]) -> StoredTensor:
-    """Make a tensor of pieces of flat ones: each with its first element and their number."""
+    """Make a tensor of pieces of flat ones: first element and number of each."""
     at, chunks, dtypes = 0, list[StoredChunk](), set[torch.dtype]()
     for flat, first, count in pieces:
         [whole] = flat.chunks
@@ -398,7 +400,7 @@ def _weights(masters: Mapping[str, StoredTensor], models: Sequence[Mapping[str, 
 
 
 def _step_of(optimizer: Mapping[str, Any]) -> Any:
-    """Return the step of all parameters of a Universal Checkpoint, where they have none of their own."""
+    """Return the step of parameters that have none of their own."""
     base = optimizer.get("optimizer_state_dict")  # of stage 3
     if isinstance(base, dict):
         return base["state"][0].get("step", base["param_groups"][0].get("step"))
@@ -406,7 +408,7 @@ def _step_of(optimizer: Mapping[str, Any]) -> Any:
 
 
 def _groups(base: Any, shapes: Sequence[_Shapes]) -> dict[str, Any]:
-    """Return the groups of torch's optimizer, with names instead of numbers of flat tensors."""
+    """Return the groups of torch's optimizer, with names of parameters."""
     if not isinstance(base, dict):
         return {}
     groups = [

@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron-Core (`torch_dist`): stock DCP, with more beside it and in its metadata.
+"""Checkpoints of Megatron-Core (`torch_dist`): stock DCP, and more beside it.
 
 Weights are in the item `model`; all else has its own name, as `optimizer.state.exp_avg.…` and
 `chained_0.optimizer.state.…` have; `common.pt` is the item `common`. Up to 0.13 the optimizer's shards may be
@@ -48,7 +48,7 @@ class Locator(Protocol):
 
 
 def find_common(storage: Storage, directory: str) -> Layout | None:
-    """Describe what is beside the DCP checkpoint in a folder; None if Megatron-Core did not write it."""
+    """Describe what is beside DCP's files; None if Megatron-Core wrote none."""
     try:
         config = json.loads(read_small(storage, f"{directory}/{_CONFIG}", _MOST_CONFIG_BYTES))
         if config["sharded_backend"] != _BACKEND:
@@ -82,7 +82,7 @@ class _Run:
 
 @final
 class MegatronLocator:
-    """Locator of the entries of a checkpoint of Megatron-Core, and their metadata as it means it.
+    """Locator of the entries of Megatron-Core, and their metadata as it means it.
 
     Args:
         stored: DCP's metadata, which was checked.
@@ -159,7 +159,7 @@ def _whole(key: str, entry: TensorStorageMetadata) -> Iterator[tuple[tuple[int, 
 def _flattened(
     key: str, entry: TensorStorageMetadata, shape: tuple[int, ...]
 ) -> Iterator[tuple[tuple[int, ...], _Run]]:
-    """Yield the boxes of a tensor of `shape` whose shards were flattened, with their offsets.
+    """Yield offsets and boxes of a tensor of `shape` whose shards were flattened.
 
     It is stored as (numbers of shards in each dimension, elements of a shard), in chunks (1, …, 1, range).
     """

@@ -14,24 +14,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ckpt_core import CheckpointManager, TrainState
-from ckpt_core.convert import write
-from ckpt_core.convert._torch_dist import torch_dist_files
-from ckpt_core.convert._universal import universal_files
-from ckpt_core.convert._whole_state import WholeState
+from ckpt_core.convert import export
 from ckpt_core.errors import IncompatibleCheckpointError
-from ckpt_core.loading import located, open_parts
-from ckpt_core.storage import open_storage
 from tests.unit.training import Run, assert_equal
 
 SOURCES = Path(__file__).parents[1] / "sources"
-SINKS = {"universal": universal_files, "torch_dist": torch_dist_files}
-
-
-def convert(source: Path, kind: str, out: Path) -> None:
-    manifest, files, parts = open_parts(open_storage(str(source.parent)), source.name)
-    step = next(iter(parts.values())).step if manifest is None else manifest.step
-    laid_out = SINKS[kind](WholeState.of(files, parts, step))
-    write(located(parts), laid_out, open_storage(str(out.parent)), out.name)
+SINKS = ["universal", "torch_dist"]
 
 
 def write_sample(kind: str, out: Path) -> Path:
@@ -40,7 +28,7 @@ def write_sample(kind: str, out: Path) -> Path:
     sample = out.with_name(f"{out.name}-of")
     with tarfile.open(SOURCES / f"{package}.tar.xz") as archive:
         archive.extractall(sample, filter="data")
-    convert(sample / name, kind, out)
+    export(sample / name, out, to=kind)
     return sample / name
 
 
@@ -79,7 +67,7 @@ def test_a_checkpoint_comes_back_from_the_format_as_it_was(tmp_path: Path, kind:
     run.steps(3)
     with CheckpointManager(tmp_path / "root") as manager:
         manager.save(3, run.state)
-    convert(tmp_path / "root" / "step-000000003", kind, tmp_path / "out")
+    export(tmp_path / "root" / "step-000000003", tmp_path / "out", to=kind)
     new = Run.make(5)
     with CheckpointManager(tmp_path / "other") as manager:
         if kind == "universal":
@@ -108,5 +96,5 @@ def test_weights_without_an_optimizer_are_no_universal_checkpoint(tmp_path: Path
     with CheckpointManager(tmp_path / "root") as manager:
         manager.save(3, TrainState(model=nn.Linear(2, 2)))
     with pytest.raises(IncompatibleCheckpointError, match="a single optimizer"):
-        convert(tmp_path / "root" / "step-000000003", "universal", tmp_path / "out")
+        export(tmp_path / "root" / "step-000000003", tmp_path / "out", to="universal")
     assert not (tmp_path / "out").exists()

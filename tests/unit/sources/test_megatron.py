@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from ckpt_core import CheckpointManager
+from ckpt_core.cli import main
 from ckpt_core.errors import CheckpointError, CorruptCheckpointError, UnsafeCheckpointError
 from ckpt_core.loading import open_parts
 from ckpt_core.storage import LocalStorage
@@ -167,3 +168,13 @@ def fuzz(sample: Path, scratch: Path, mutations: int) -> int:
 @pytest.mark.parametrize("name", ["tp2", "old-tp1-flat"])
 def test_damaged_files_raise_our_errors_and_nothing_else(samples: Path, tmp_path: Path, name: str) -> None:
     assert fuzz(samples / name, tmp_path, 25) > 3
+
+
+def test_show_tells_what_it_is_with_the_shapes_of_parameters(
+    samples: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["show", str(samples / "old-tp2-flat"), "--tensors"]) == 0
+    shown = capsys.readouterr().out
+    assert "a checkpoint of Megatron-Core" in shown
+    (row,) = [line for line in shown.splitlines() if "exp_avg.decoder.experts.weight" in line]
+    assert "4x3x5" in row

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import tarfile
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
 
+from ckpt_core import CheckpointManager, TrainState
+from ckpt_core.cli import main
 from ckpt_core.errors import ConfigError
 from ckpt_core.sources import NameTable
+from tests.unit.sources.make_deepspeed import net
 
 MEGATRON = NameTable(
     (
@@ -64,3 +71,26 @@ def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
     file.write_text('{"a": 1}')
     with pytest.raises(ConfigError, match="not a mapping of names"):
         NameTable.read(file)
+
+
+def test_an_import_renames_weights_state_and_groups(tmp_path: Path) -> None:
+    with tarfile.open(Path(__file__).with_name("deepspeed.tar.xz")) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (tmp_path / "names.json").write_text('{"inner": "body.first", "embedding": "body.words", "*": "*"}')
+    place = str(tmp_path / "stage2-fp32")
+    assert main(["import", place, str(tmp_path / "run"), "--map", str(tmp_path / "names.json")]) == 0
+
+    model = net()
+    model.body = nn.ModuleDict({"first": model.inner, "words": model.embedding})
+    del model.inner, model.embedding
+    groups = [
+        [p for p in model.parameters() if p.requires_grad and (p.ndim > 1) is wide] for wide in (True, False)
+    ]
+    optimizer = torch.optim.AdamW([{"params": each} for each in groups])
+    with CheckpointManager(tmp_path / "run") as manager:
+        manager.load(TrainState(model=model, optimizer=optimizer, rng=False))
+    expected = load_file(tmp_path / "stage2-fp32" / "expected.safetensors")
+    assert torch.equal(model.body["first"].weight, expected["model.inner.weight"])
+    moment = optimizer.state[model.body["first"].weight]["exp_avg"]
+    assert torch.equal(moment, expected["exp_avg.inner.weight"])
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]

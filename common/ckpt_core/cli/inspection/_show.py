@@ -141,8 +141,9 @@ def _uncommitted(arguments: Namespace, storage: Storage, name: str) -> Outcome:
 def _of_others(
     storage: Storage, name: str, file: str
 ) -> tuple[Outcome, Mapping[str, Sequence[TensorEntry]]] | None:
-    """Show what others wrote, and its tensors; None for stock DCP and unknown formats."""
-    if not file and (kind_of(storage, name) is Kind.TORN or any(stock_parts(storage, name))):
+    """Show what others wrote, and its tensors; None for stock DCP and the unknown."""
+    is_stock = not file and any(stock_parts(storage, name)) and not storage.exists(f"{name}/metadata.json")
+    if is_stock or (not file and kind_of(storage, name) is Kind.TORN):
         return None
     from ckpt_core.loading import located, open_parts
 
@@ -152,7 +153,9 @@ def _of_others(
         if file:
             raise file_as_root(f"{storage.url}/{name}/{file}") from None
         return None
-    (part,) = parts.values()
+    part = next(iter(parts.values()))
+    if not part.kind:
+        return None
     entries = [
         TensorEntry(name=each.name, shape=each.shape, dtype=each.form.dtype, size_bytes=each.size_bytes)
         for each in located(parts).values()

@@ -36,7 +36,7 @@ class NameTable:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Self:
-        """Read one from a file of JSON, YAML or TOML: a mapping of names to names, in order.
+        """Read one from JSON, YAML or TOML: a mapping of names to names, in order.
 
         Raises:
             ConfigError: it is not such a file.
