@@ -64,7 +64,7 @@ def _claim(root: Storage) -> Lease:
     return Lease.acquire(root, "ckpt import")
 
 
-def import_checkpoint(
+def import_checkpoint(  # noqa: PLR0913 - keywords of users
     place: str | os.PathLike[str],
     root: str | os.PathLike[str] | Storage,
     *,
