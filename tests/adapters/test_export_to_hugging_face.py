@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import uuid
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from ckpt_core import CheckpointManager, ConfigError, IncompatibleCheckpointError, export
+from ckpt_core import CheckpointManager, ConfigError, IncompatibleCheckpointError, KeepLatest, export
 from ckpt_core.cli import main
 from ckpt_core.storage import ObjectStorage, open_storage
 from tests.adapters.model_families import FAMILIES, made
@@ -202,3 +203,26 @@ def test_the_command_exports_and_says_what_is_wrong(tmp_path, stock, capsys):
     ):
         assert main(["export", *given, *wrong]) in {1, 2}
         assert problem in capsys.readouterr().err
+
+
+def test_what_is_exported_is_not_pruned_meanwhile(tmp_path, stock):
+    seen: list[Any] = []
+    first = threading.Lock()
+    with CheckpointManager(tmp_path / "run", keep=KeepLatest(1)) as manager:
+        manager.save(1, {"model": made("qwen2")})
+        manager.wait()
+
+        def prunes(_: int) -> None:
+            if first.acquire(blocking=False):
+                manager.save(2, {"model": made("qwen2")})
+                manager.wait()
+                seen.extend(manager.checkpoints())
+
+        export(tmp_path / "run", tmp_path / "out", like=stock / "stock", progress=prunes)
+        assert [(info.step, str(info.pinned).partition(",")[0]) for info in seen] == [
+            (1, "in use"),
+            (2, "None"),
+        ]
+        manager.prune()
+        assert [info.step for info in manager.checkpoints()] == [2]
+    same(weights(tmp_path / "out"), weights(stock / "stock"))

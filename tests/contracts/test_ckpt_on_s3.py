@@ -7,6 +7,7 @@ import secrets
 
 import pytest
 
+from ckpt_core import CheckpointManager
 from ckpt_core.cli import main
 from ckpt_core.commit import Catalog, verify
 from ckpt_core.names import DAMAGED, NOTES, OWN, PINS
@@ -66,3 +67,36 @@ def test_every_command_takes_a_bucket_with_its_options(s3_endpoint, tmp_path, ca
     assert {key.split("/")[1] for key in left} == {"step-000000002", OWN}
     own = {key.partition("/")[2] for key in left if OWN in key}
     assert {key for key in own if not key.startswith(f"{NOTES}/measured-")} == {PINS, DAMAGED}
+
+
+def test_an_export_goes_from_bucket_to_bucket(s3_endpoint, tmp_path, capsys):
+    """The index comes last, and what a kill left there is continued."""
+    boto3, torch = pytest.importorskip("boto3"), pytest.importorskip("torch")
+    safetensors = pytest.importorskip("safetensors.torch")
+    keys = {"aws_access_key_id": "job", "aws_secret_access_key": "testing", "region_name": "us-east-1"}
+    bucket = f"bucket-{secrets.token_hex(8)}"
+    client = boto3.client("s3", endpoint_url=s3_endpoint, **keys)
+    client.create_bucket(Bucket=bucket)
+    options = {"key": "job", "secret": "testing", "endpoint_url": s3_endpoint}
+    words = [word for key, value in options.items() for word in ("--storage-option", f"{key}={value}")]
+    state = {name: torch.randn(600, 500) for name in ("first", "second")}
+    with CheckpointManager(f"s3://{bucket}/run", storage_options=options) as manager:
+        manager.save(7, {"model": state})
+
+    def ckpt(*arguments):
+        code = main([*map(str, arguments), *words])
+        return code, capsys.readouterr().err
+
+    def there():
+        return [each["Key"] for each in client.list_objects_v2(Bucket=bucket, Prefix="hf/").get("Contents", ())]
+
+    given = ["export", f"s3://{bucket}/run@7", f"s3://{bucket}/hf", "--shard-size", "1 MB"]
+    shards = [f"hf/model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    assert ckpt(*given)[0] == 0
+    assert there() == [*shards, "hf/model.safetensors.index.json"]
+    code, told = ckpt(*given)
+    assert code != 0
+    assert "is not empty" in told
+    for name, key in zip(state, shards, strict=True):
+        content = client.get_object(Bucket=bucket, Key=key)["Body"].read()
+        assert torch.equal(safetensors.load(content)[name], state[name])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias, final
 
 import torch
 
-from ckpt_core.commit import Catalog, Occupant, content_of
+from ckpt_core.commit import Catalog, Occupant, content_of, in_use
 from ckpt_core.convert._averaging import averaged
 from ckpt_core.convert._conversion import Adapters, Conversion, ExportOptions, Place
 from ckpt_core.convert._fill import size_of
@@ -21,7 +22,7 @@ from ckpt_core.convert._whole_state import lightning, stock_dcp, torch_save
 from ckpt_core.coordination import Coordinator
 from ckpt_core.disclosure import public_url
 from ckpt_core.errors import CheckpointNotFoundError, ConfigError
-from ckpt_core.names import can_count
+from ckpt_core.names import MARKER, can_count
 from ckpt_core.storage import Storage, open_around, open_storage
 from ckpt_core.validation import integer, one_of, require
 
@@ -143,13 +144,15 @@ def export(  # noqa: PLR0913 - what the command line has
         ema=ema,
         shard_bytes=shard_bytes,
     )
-    found = SINKS[to](source, chosen)
-    if average is not None:
-        plain = replace(chosen, dtype=None)
-        found = averaged([SINKS[to](one, plain) for one in _before(source, average)], found, decay)
-    size = sum(size_of(piece, found.tensors) for file in found.files for piece in file.pieces)
-    expect(size)
-    write(found.tensors, found.files, storage, directory, coordinator=coordinator, progress=progress)
+    sources = [source] if average is None else _before(source, average)
+    with _in_use(sources if coordinator is None or coordinator.is_coordinator else ()):
+        found = SINKS[to](source, chosen)
+        if average is not None:
+            plain = replace(chosen, dtype=None)
+            found = averaged([SINKS[to](one, plain) for one in sources], found, decay)
+        size = sum(size_of(piece, found.tensors) for file in found.files for piece in file.pieces)
+        expect(size)
+        write(found.tensors, found.files, storage, directory, coordinator=coordinator, progress=progress)
     return ExportSummary(
         url=f"{storage.url}/{directory}",
         source="/".join(filter(None, (source[0].url, *source[1:]))),
@@ -178,6 +181,17 @@ def _found(place: _Path, step: int | None, options: Mapping[str, Any] | None) ->
         if (newest := Catalog(run).latest()) is not None:
             return run, newest.name, ""
     return storage, directory, ""
+
+
+@contextmanager
+def _in_use(places: Sequence[Place]) -> Generator[None]:
+    """Protect checkpoints of ours from pruning, where this user may write beside them."""
+    with ExitStack() as pins:
+        for storage, directory, file in places:
+            if not file and storage.exists(f"{directory}/{MARKER}"):
+                with suppress(OSError):
+                    pins.enter_context(in_use(storage, Catalog(storage).marker(directory).step))
+        yield
 
 
 def _before(source: Place, most: int) -> list[Place]:
