@@ -24,7 +24,7 @@ from ckpt_core.loading import (
 )
 from ckpt_core.names import KEPT, SHARED, shared_rank
 from ckpt_core.sources import OURS, Path
-from ckpt_core.state import PICKLED, put
+from ckpt_core.state import PICKLED, get, put
 from ckpt_core.types import matches_any
 
 _MODEL: Final = "model"
@@ -144,17 +144,21 @@ def _numbered(tree: Any) -> Any:
     """Return nested state with its optimizers in the form of torch, by number."""
     if not isinstance(tree, Mapping):
         return tree
-    if not isinstance(groups := tree.get(_GROUPS), list):
+    groups, state = tree.get(_GROUPS), tree.get("state", {})
+    params = [get(group, ("params",)) for group in groups] if isinstance(groups, list) else []
+    if not params or not isinstance(state, dict) or not all(isinstance(own, list) for own in params):
         return {key: _numbered(each) for key, each in tree.items()}
-    names = [name for group in groups for name in group["params"]]
-    number = {str(name): index for index, name in enumerate(names)}
-    state = {number.get(name, name): each for name, each in tree.get("state", {}).items()}
+    number = {str(name): index for index, name in enumerate(name for own in params for name in own)}
     packed = []
-    for group in groups:
-        own = [number[str(name)] for name in group["params"]]
-        named = {} if own == group["params"] else {"param_names": list(group["params"])}
+    for group, names in zip(groups or (), params, strict=True):
+        own = [number[str(name)] for name in names]
+        named = {} if own == names else {"param_names": names}
         packed.append({**group, **named, "params": own})
-    return {**tree, "state": state, _GROUPS: packed}
+    return {
+        **tree,
+        "state": {number.get(str(name), name): each for name, each in state.items()},
+        _GROUPS: packed,
+    }
 
 
 def torch_save(source: Place, options: ExportOptions) -> Conversion:
