@@ -21,7 +21,6 @@ from accelerate_ckpt._small_files import Pickles, verified_files, write_files
 from accelerate_ckpt.trainer._data import DataProgress, Resumed, generators_file, progress_file
 from accelerate_ckpt.trainer._session import TrainerSession
 from ckpt_core import (
-    CheckpointError,
     CheckpointInfo,
     CheckpointManager,
     ConfigError,
@@ -308,7 +307,7 @@ def _nothing_usable(storage: Storage, passed: list[str], left: list[str]) -> Cor
 
 def _problem(manager: CheckpointManager, info: CheckpointInfo) -> str | None:
     """Return why a checkpoint cannot be used, or None; mark damage, or unmark it."""
-    storage, catalog = manager.storage, Catalog(manager.storage)
+    storage = manager.storage
     try:
         require_trusted(storage, info.name, manager.options.manifest_verifier)
     except UntrustedCheckpointError as error:
@@ -318,13 +317,8 @@ def _problem(manager: CheckpointManager, info: CheckpointInfo) -> str | None:
     if info.bad is not None:
         return f"it is marked as bad: {info.bad}"
     failures = verify(storage, info.name)
-    try:
-        if failures:
-            catalog.mark_damaged(info.name, "; ".join(str(failure) for failure in failures[:5]))
-        elif info.damaged is not None:
-            catalog.unmark(info.name)
-    except (CheckpointError, OSError) as error:
-        _logger.warning("%s/%s: its mark could not be changed: %s", storage.url, info.name, error)
+    if failures or info.damaged is not None:
+        Catalog(storage).remark(info.name, "; ".join(map(str, failures[:5])))
     return f"it is damaged: {failures[0]}" if failures else None
 
 

@@ -50,9 +50,19 @@ def preemptions(policy: SavePolicy | None) -> tuple[OnPreemption, ...]:
     return tuple(leaf for leaf in leaves(policy) if isinstance(leaf, OnPreemption))
 
 
+class _Agreed(SavePolicy):
+    """A policy whose answer goes by what every rank knows alike."""
+
+    __slots__ = ()
+
+    @property
+    def needs_agreement(self) -> bool:
+        return False
+
+
 @final
 @dataclass(frozen=True, slots=True)
-class EverySteps(SavePolicy):
+class EverySteps(_Agreed):
     """Saves at `offset`, `offset + n`, `offset + 2n`…, but not at step 0.
 
     If steps advance by more than one, the first decision at or after a boundary fires.
@@ -69,14 +79,10 @@ class EverySteps(SavePolicy):
         due = boundary >= self.offset and boundary > max(context.since, 0)
         return f"every {self.n} steps" if due else None
 
-    @property
-    def needs_agreement(self) -> bool:
-        return False
-
 
 @final
 @dataclass(frozen=True, slots=True)
-class AtSteps(SavePolicy):
+class AtSteps(_Agreed):
     """Saves at these steps, or at the first decision after one that was jumped over."""
 
     steps: Collection[int]
@@ -89,10 +95,6 @@ class AtSteps(SavePolicy):
     def decide(self, context: CadenceContext) -> str | None:
         due = [step for step in self.steps if context.since < step <= context.step]
         return f"at step {due[-1]}" if due else None
-
-    @property
-    def needs_agreement(self) -> bool:
-        return False
 
 
 @final
@@ -117,7 +119,7 @@ class EverySeconds(SavePolicy):
 
 @final
 @dataclass(frozen=True, slots=True)
-class EveryFraction(SavePolicy):
+class EveryFraction(_Agreed):
     """Saves at each such fraction of training: `EveryFraction(0.1)` saves ten times.
 
     `total_steps` is required unless the training loop gives it to the manager.
@@ -145,13 +147,9 @@ class EveryFraction(SavePolicy):
         due = context.step // interval > max(context.since, 0) // interval
         return f"every {self.fraction:.6g} of {total} steps" if due else None
 
-    @property
-    def needs_agreement(self) -> bool:
-        return False
-
 
 @dataclass(frozen=True, slots=True)
-class _EveryCount(SavePolicy):
+class _EveryCount(_Agreed):
     """Saves at the first decision that finds a count at or beyond the next multiple."""
 
     n: int
@@ -171,10 +169,6 @@ class _EveryCount(SavePolicy):
             )
         due = count // self.n > context.since_counts.get(name, count) // self.n
         return f"every {self.n} {name}" if due else None
-
-    @property
-    def needs_agreement(self) -> bool:
-        return False
 
     @property
     def counts(self) -> frozenset[str]:

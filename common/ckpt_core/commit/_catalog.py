@@ -477,22 +477,19 @@ class Catalog:
         """Remove a mark of damage, or a `bad` one; harmless where there is none."""
         self._change_mark(name, "bad" if bad else "damaged", None)
 
-    def remark(self, name: str, problem: str, *, check: Callable[[], None] = lambda: None) -> None:
-        """Mark a checkpoint as damaged, or with "" no more; a failure is a warning."""
+    def remark(
+        self, name: str, problem: str, *, bad: bool = False, check: Callable[[], None] = lambda: None
+    ) -> None:
+        """Mark a checkpoint as damaged or `bad`, or with "" no more; a failure is a warning."""
+        kind = "bad" if bad else "damaged"
         try:
             check()
-            if problem:
-                self.mark_damaged(name, problem)
-            else:
-                self.unmark(name)
+            self._change_mark(name, kind, Mark.of(self.marker(name), problem) if problem else None)
         except (CheckpointNotFoundError, CorruptCheckpointError):
             return  # then it does not count anyway
         except (CheckpointError, OSError) as error:
-            failed = (
-                "is damaged, but could not be marked so"
-                if problem
-                else "verifies, but is still marked as damaged"
-            )
+            failed = f"is {kind}, but could not be marked so"
+            failed = failed if problem else f"verifies, but is still marked as {kind}"
             _logger.warning("%s/%s %s: %s", self._storage.url, name, failed, error)
 
     def _change_mark(self, name: str, kind: str, mark: Mark | None) -> None:

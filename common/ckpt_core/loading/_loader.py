@@ -349,11 +349,12 @@ class Loader:
             return
         for tier, damaged in zip(self._tiers[1:], passed_over.damaged[1:], strict=True):
             for name, problem in damaged.items():
-                _mark(tier, name, problem)
+                Catalog(tier.storage).remark(name, problem)
         for held in union.everything:
             for copy in held.copies if held.info.bad is not None else ():
                 if copy.info.bad is None and not copy.part:
-                    _mark(self._tiers[copy.tier], copy.info.name, str(held.info.bad), bad=True)
+                    catalog = Catalog(self._tiers[copy.tier].storage)
+                    catalog.remark(copy.info.name, str(held.info.bad), bad=True)
 
     def _note_parts(self, surveys: Sequence[Survey], loaded: Loaded | None) -> None:
         """Refuse to start afresh where parts of checkpoints are; log those passed over."""
@@ -582,17 +583,6 @@ def _log_newer(storage: Storage, step: int, survey: Survey) -> None:
                 "step %d was resumed, although %s holds %s, newer but %s",
                 step, storage.url, ", ".join(newer), why,
             )  # fmt: skip
-
-
-def _mark(tier: Tier, name: str, why: str, *, bad: bool = False) -> None:
-    """Mark a copy for later readers of its tier; a failure is a warning."""
-    catalog, what = Catalog(tier.storage), "bad" if bad else "damaged"
-    try:
-        (catalog.mark_bad if bad else catalog.mark_damaged)(name, why)
-    except CorruptCheckpointError:
-        return  # without its marker it does not count anyway
-    except (CheckpointError, OSError) as error:
-        _logger.warning("%s/%s is %s, but could not be marked so: %s", tier.storage.url, name, what, error)
 
 
 def _unreadable(survey: Survey) -> dict[str, str]:

@@ -16,7 +16,7 @@ from ckpt_core.storage import LocalStorage
 from ckpt_core.telemetry import Telemetry
 from ckpt_core.testing import Fault, FaultyStorage
 from ckpt_core.tiers import FurtherTier, Tier
-from ckpt_core.tiers.uploading import TierUploads
+from ckpt_core.tiers.uploading import RunExports, TierUploads
 from tests.unit.commit.checkpoints import FILES, manifest_of, save, write_files
 
 LOST = "__1_0.distcp"
@@ -134,7 +134,7 @@ def test_a_checkpoint_of_which_the_root_has_a_part_and_a_tier_all_is_one_to_cont
     nearest, further_tier = Tier("disk", disk), FurtherTier("tier", whole)
     job = Job(storage=disk, coordinator=Solo(), telemetry=Telemetry())
     options = CheckpointOptions(upload=Upload(tmp_path / "tier"))
-    uploads = TierUploads(job, options, [nearest, further_tier])
+    uploads = TierUploads(job, options, [nearest, further_tier], RunExports(job, options, ""))
     further, present = uploads.claim(nearest.survey())
     uploads.close(leave=True, preempted=False)
     assert [(info.step, info.lineage, info.abandoned) for info in further] == [(1, present, False)]
