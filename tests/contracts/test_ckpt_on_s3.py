@@ -88,7 +88,9 @@ def test_an_export_goes_from_bucket_to_bucket(s3_endpoint, tmp_path, capsys):
         return code, capsys.readouterr().err
 
     def there():
-        return [each["Key"] for each in client.list_objects_v2(Bucket=bucket, Prefix="hf/").get("Contents", ())]
+        return [
+            each["Key"] for each in client.list_objects_v2(Bucket=bucket, Prefix="hf/").get("Contents", ())
+        ]
 
     given = ["export", f"s3://{bucket}/run@7", f"s3://{bucket}/hf", "--shard-size", "1 MB"]
     shards = [f"hf/model-0000{number}-of-00002.safetensors" for number in (1, 2)]
