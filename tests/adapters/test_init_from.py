@@ -13,8 +13,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 from lightning.fabric import Fabric
-from safetensors.torch import save_file
+from lightning.pytorch.strategies import ModelParallelStrategy
+from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 import accelerate_ckpt
@@ -23,6 +25,7 @@ from ckpt_core.errors import CheckpointNotFoundError, ConfigError, IncompatibleC
 from lightning_ckpt import ShardedCheckpoint, setup_fabric
 from tests.adapters.accelerate_jobs import forget_accelerators
 from tests.adapters.trainer_jobs import Tokens
+from tests.kit.ranks import run_ranks
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("fresh_accelerate")]
 
@@ -171,6 +174,47 @@ def test_a_first_start_begins_with_them_and_a_resume_ignores_them(tmp_path, weig
     assert torch.equal(again.body.weight, made.body.weight)
     assert torch.equal(again.head.weight, made.head.weight)
     assert len([each for each in caplog.messages if "init_from= is ignored" in each]) == 1
+
+
+class Sharded(Net):
+    def configure_model(self) -> None:
+        fully_shard(self.body, mesh=self.device_mesh["data_parallel"])
+        fully_shard(self.head, mesh=self.device_mesh["data_parallel"])
+
+
+def in_sharded_lightning(root: str, folder: str) -> bool:
+    net = Sharded()
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    made = pl.Trainer(
+        max_steps=1,
+        callbacks=[
+            ShardedCheckpoint(
+                root, init_from={"place": folder, "rename": {"backbone": "body"}, "strict": False}
+            )
+        ],
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    made.fit(net, DataLoader(ROWS, batch_size=1))
+    values = load_file(f"{folder}/model.safetensors")
+    return torch.equal(net.body.weight.full_tensor(), values["backbone.weight"].float())
+
+
+@pytest.mark.distributed
+def test_a_sharded_fit_begins_with_them(tmp_path, weights):
+    found = run_ranks(
+        in_sharded_lightning,
+        2,
+        str(tmp_path / "run"),
+        str(weights[0]),
+        process_group=False,
+        timeout_seconds=240,
+    )
+    assert found == [True, True]
 
 
 @pytest.mark.parametrize("host", HOSTS)
