@@ -18,6 +18,7 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.spawn import get_executable
+from pathlib import Path
 from typing import Any, Final, TypeAlias, final
 
 from ckpt_core import messages
@@ -166,6 +167,8 @@ def serve(descriptor: int, parent: int, service: str) -> None:
             of what is done, on any thread.
     """
     give_way()
+    with suppress(OSError):  # Linux may share processors between sessions first, whatever is nice in each
+        Path("/proc/self/autogroup").write_text(str(os.nice(0)))
     threading.Thread(target=_end_with, args=(parent,), name="ckpt-parent", daemon=True).start()
     connection: Connection[bytes, bytes] = Connection(descriptor)
     guard = threading.Lock()
