@@ -1,4 +1,4 @@
-"""Models with adapters of PEFT: kept as PEFT reads them, or merged as PEFT merges them."""
+"""Models with adapters of PEFT: kept or merged, as PEFT does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final, Self, final
 
 import torch
 
-from ckpt_core.convert._files import Computed, Span
+from ckpt_core.convert._laid_out import Computed, Span
 from ckpt_core.errors import ConfigError
 from ckpt_core.loading import LocatedTensor
 
@@ -182,7 +182,7 @@ def _parts(name: str) -> list[str]:
 
 
 def _biases(base: Mapping[str, str], factors: Iterable[str], trained: str) -> dict[str, str]:
-    """Return the biases that PEFT saves with an adapter: all, those of its modules, or none."""
+    """Return the biases that PEFT saves with an adapter."""
     modules = {name.removesuffix(".weight") for name in factors}
     found = {name: each for name, each in base.items() if name.endswith(".bias") and trained != "none"}
     inner = {name: name.removesuffix(".bias") for name in found}

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias, final
 
 import torch
 
-from ckpt_core.convert._files import OutFile
+from ckpt_core.convert._laid_out import OutFile
 from ckpt_core.loading import LocatedTensor
 from ckpt_core.storage import Storage
 

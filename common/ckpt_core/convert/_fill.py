@@ -11,7 +11,7 @@ from typing import Final, Self, final
 
 import torch
 
-from ckpt_core.convert._files import Computed, Late, OutFile, OutPiece, Wanted
+from ckpt_core.convert._laid_out import Computed, Late, OutFile, OutPiece, Wanted
 from ckpt_core.dcp import ChunkLocation, TensorRead, TensorTarget, boxes_of_range, bytes_of
 from ckpt_core.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from ckpt_core.formats.checksums import crc32

@@ -1,4 +1,4 @@
-"""The form in which transformers itself would save a model, found without its weights.
+"""The form in which transformers would save a model, without its weights.
 
 A model in memory may have other tensors than its files: experts are one tensor there, tied weights two. A
 model of the configuration on the meta device goes through the functions that `save_pretrained` calls; each
@@ -22,7 +22,7 @@ _logger = logger_of(__name__)
 
 
 class StateView(NamedTuple):
-    """A tensor of a file, in a tensor of the state: shape, strides and offset in elements."""
+    """A tensor of a file, as a view of one of the state, in elements."""
 
     name: str
     shape: tuple[int, ...]
@@ -52,7 +52,7 @@ class HubForm:
 
 
 def hub_form(config: Mapping[str, Any]) -> HubForm | None:
-    """Return the form of a configuration's model; None if transformers does not know it, or is missing.
+    """Return the form of a configuration's model; None if it is not known.
 
     Raises:
         ConfigError: no model can be built of it.
@@ -124,7 +124,7 @@ def _views(
 
 @final
 class _WithoutCopies(TorchFunctionMode):
-    """Lets `contiguous` return the tensor itself, so that what it is a view of can be seen."""
+    """Lets `contiguous` return the tensor itself, still a view."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

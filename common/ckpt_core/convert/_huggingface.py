@@ -1,4 +1,4 @@
-"""Weights as transformers and PEFT read them: safetensors, configuration, tokenizer."""
+"""Weights in the folders that transformers and PEFT read."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 
 from ckpt_core.convert._adapters import AdaptedModel, base_name, has_adapters
 from ckpt_core.convert._conversion import Conversion, ExportOptions, Place
-from ckpt_core.convert._files import Computed, OutFile, Wanted
 from ckpt_core.convert._fill import size_of
 from ckpt_core.convert._hub_form import HubForm, StateView, hub_form
+from ckpt_core.convert._laid_out import Computed, OutFile, Wanted
 from ckpt_core.convert._weights import Folder, Weights, unwrapped
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.loading import LocatedTensor
@@ -42,7 +42,7 @@ _Piece: TypeAlias = Wanted | Computed
 
 
 def hugging_face(source: Place, options: ExportOptions) -> Conversion:
-    """Lay out a folder that `from_pretrained` reads, or `PeftModel.from_pretrained` with adapters kept.
+    """Lay out a folder that `from_pretrained` of transformers, or of PEFT, reads.
 
     Raises:
         ConfigError: options that do not fit what is there.
@@ -165,7 +165,7 @@ class _Model:
 
 
 def _adapted(weights: Weights, folders: Sequence[Folder], options: ExportOptions) -> AdaptedModel | None:
-    """Return the model with its adapter, if it has one and the options say what becomes of it."""
+    """Return the model with its adapter, if it has one."""
     url = weights.folder.url
     if not has_adapters(weights.names):
         if options.adapters is not None:
@@ -189,7 +189,7 @@ def _adapted(weights: Weights, folders: Sequence[Folder], options: ExportOptions
 
 
 def _base(weights: Weights, own: Collection[str], like: Folder | None) -> Weights | None:
-    """Return the weights that were not saved because nothing trains them; None if all were.
+    """Return the weights that were not saved; None if all were.
 
     Raises:
         ConfigError: they are needed, and no folder has them.
@@ -358,7 +358,7 @@ def _text(value: Any) -> bytes:
 
 
 def _weights_in(like: Folder | None) -> Collection[str]:
-    """Return the names of the weights in a folder; none if it has only a configuration."""
+    """Return the names of the weights in a folder, if it has any."""
     if like is None or not any(name.endswith(".safetensors") for name in like.names()):
         return ()
     return Weights.of(like.storage, like.directory).names.keys()

@@ -226,7 +226,7 @@ class _Writer:
 
 
 class _Slab(NamedTuple):
-    """A box of a tensor whose elements follow one another, row-major, from a byte of it on."""
+    """A box of a tensor whose bytes follow one another, from one of them on."""
 
     name: str
     start: int

@@ -23,8 +23,8 @@ from math import prod
 from typing import Any, Final, final
 
 from ckpt_core.collective import collective_phase
-from ckpt_core.convert._files import Computed, OutFile, Wanted
 from ckpt_core.convert._fill import FileFill, size_of
+from ckpt_core.convert._laid_out import Computed, OutFile, Wanted
 from ckpt_core.coordination import Coordinator, Solo
 from ckpt_core.crew import run_all
 from ckpt_core.errors import (

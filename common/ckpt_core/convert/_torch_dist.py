@@ -9,7 +9,7 @@ import json
 from typing import Any, Final
 
 from ckpt_core.convert._conversion import Conversion, ExportOptions, Place
-from ckpt_core.convert._files import OutFile
+from ckpt_core.convert._laid_out import OutFile
 from ckpt_core.convert._torch_file import Leaf, dcp_files, torch_file
 from ckpt_core.convert._whole_state import WholeState
 from ckpt_core.dcp import load_value

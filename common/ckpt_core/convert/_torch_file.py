@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckpt_core._torch_internals import StorageInfo
-from ckpt_core.convert._files import Late, OutFile, OutPiece, Wanted
+from ckpt_core.convert._laid_out import Late, OutFile, OutPiece, Wanted
 from ckpt_core.dcp import TensorForm, build_archive, bytes_of, encode_metadata, pickled_state, tensor_pickle
 from ckpt_core.formats.checksums import crc32
 from ckpt_core.names import METADATA, data_name

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 
 from ckpt_core.convert._conversion import Conversion, ExportOptions, Place
-from ckpt_core.convert._files import OutFile
+from ckpt_core.convert._laid_out import OutFile
 from ckpt_core.convert._torch_file import Leaf, torch_file
 from ckpt_core.convert._whole_state import WholeState
 from ckpt_core.errors import IncompatibleCheckpointError

@@ -138,7 +138,7 @@ class Weights:
 
 
 def unwrapped(weights: Weights, wanted: Collection[str]) -> dict[str, str]:
-    """Return the names without the attribute that holds the model; names of others are left out.
+    """Return the names without the attribute that holds the model.
 
     Args:
         weights: to name.
@@ -187,7 +187,7 @@ def _chosen(names: Mapping[str, str], include: Sequence[str]) -> dict[str, str]:
 def _in_files(
     storage: Storage, directory: str, places: Mapping[str, Any], tensors: dict[str, LocatedTensor]
 ) -> dict[str, str]:
-    """Locate the tensors that only the host's own files hold, which are verified first."""
+    """Locate, and verify, the tensors that only the host's own files hold."""
     files = sorted({file for file, _ in places.values()})
     if failures := lost(verify(storage, directory, paths=files) if files else []):
         raise CorruptCheckpointError(f"{storage.url}/{directory}/{failures[0]}", failures=tuple(failures))

@@ -133,7 +133,7 @@ def supplied(model: nn.Module, saved: SavedState, contents: Contents | None, *, 
 
 
 def recorded_base(shared: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return what shared items say of a base that was not saved: its name, and its tensors' `facts_of`."""
+    """Return the name and the `facts_of` the tensors of a base that was not saved."""
     items = [value for item, value in shared.items() if is_of_base(item)]
     facts = {name: fact for each in items for name, fact in each["tensors"].items()}
     return next((str(each["source"]) for each in items), ""), facts

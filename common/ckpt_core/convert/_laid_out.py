@@ -63,7 +63,7 @@ class Computed:
         return replace(self, dtype=dtype, compute=lambda *window: compute(*window).to(dtype))
 
     def part(self, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Computed:
-        """Return a part of it, by strides and offset in elements; one that is not contiguous needs all."""
+        """Return a part of it; one that is not contiguous needs all of it."""
         end = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
         spans, compute = self.spans, self.compute
         if torch.empty(shape, device="meta").stride() == strides:
