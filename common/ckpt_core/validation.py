@@ -105,7 +105,7 @@ def take_duration(owner: Any, name: str) -> None:
 
 
 def bytes_in(value: Any, *, rate: bool = False) -> float | None:
-    """Return the bytes, or with `rate` bytes per second, of a number or text; else None."""
+    """Return the bytes, or bytes per second, of a number or text; None of others."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     found = _WRITTEN.fullmatch(value) if isinstance(value, str) else None

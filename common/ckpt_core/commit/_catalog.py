@@ -480,7 +480,7 @@ class Catalog:
     def remark(
         self, name: str, problem: str, *, bad: bool = False, check: Callable[[], None] = lambda: None
     ) -> None:
-        """Mark a checkpoint as damaged or `bad`, or with "" no more; a failure is a warning."""
+        """Mark a checkpoint as damaged or `bad`, or with "" no more; failing warns."""
         kind = "bad" if bad else "damaged"
         try:
             check()

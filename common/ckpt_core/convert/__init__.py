@@ -3,11 +3,19 @@
 A sink is a function that lays out the files of a format as `OutFile`s; one engine fills them.
 """
 
-from ckpt_core.convert._conversion import Conversion, ExportOptions
 from ckpt_core.convert._exporting import SINKS, ExportSummary, export
 from ckpt_core.convert._fill import size_of
 from ckpt_core.convert._importing import import_checkpoint
-from ckpt_core.convert._laid_out import Computed, Late, OutFile, OutPiece, Span, Wanted
+from ckpt_core.convert._laid_out import (
+    Computed,
+    Conversion,
+    ExportOptions,
+    Late,
+    OutFile,
+    OutPiece,
+    Span,
+    Wanted,
+)
 from ckpt_core.convert._output import write
 
 __all__ = [

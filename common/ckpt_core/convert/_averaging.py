@@ -8,8 +8,7 @@ from typing import Final
 
 import torch
 
-from ckpt_core.convert._conversion import Conversion
-from ckpt_core.convert._laid_out import Computed, Late, OutPiece, Span, Wanted
+from ckpt_core.convert._laid_out import Computed, Conversion, Late, OutPiece, Span, Wanted
 from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.loading import LocatedTensor
 

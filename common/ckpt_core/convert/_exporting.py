@@ -12,12 +12,11 @@ import torch
 
 from ckpt_core.commit import Catalog, Occupant, content_of, in_use
 from ckpt_core.convert._averaging import averaged
-from ckpt_core.convert._conversion import Adapters, Conversion, ExportOptions, Place
 from ckpt_core.convert._fill import size_of
 from ckpt_core.convert._huggingface import hugging_face
+from ckpt_core.convert._laid_out import Adapters, Conversion, ExportOptions, Place
 from ckpt_core.convert._output import write
-from ckpt_core.convert._torch_dist import torch_dist
-from ckpt_core.convert._universal import universal
+from ckpt_core.convert._trainers import torch_dist, universal
 from ckpt_core.convert._whole_state import lightning, stock_dcp, torch_save
 from ckpt_core.coordination import Coordinator
 from ckpt_core.disclosure import public_url

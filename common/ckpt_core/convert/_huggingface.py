@@ -12,10 +12,9 @@ from typing import Any, Final, TypeAlias, final
 import torch
 
 from ckpt_core.convert._adapters import AdaptedModel, base_name, has_adapters
-from ckpt_core.convert._conversion import Conversion, ExportOptions, Place
 from ckpt_core.convert._fill import size_of
 from ckpt_core.convert._hub_form import HubForm, StateView, hub_form
-from ckpt_core.convert._laid_out import Computed, OutFile, Wanted
+from ckpt_core.convert._laid_out import Computed, Conversion, ExportOptions, OutFile, Place, Wanted
 from ckpt_core.convert._weights import Folder, Weights, unwrapped
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.loading import LocatedTensor

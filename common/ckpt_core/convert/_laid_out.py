@@ -1,12 +1,15 @@
-"""The files that a conversion writes, laid out before their bytes are read."""
+"""What a conversion is: options, and files laid out before bytes are read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Self, TypeAlias, final
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, Self, TypeAlias, final
 
 import torch
+
+from ckpt_core.loading import LocatedTensor
+from ckpt_core.storage import Storage
 
 
 @final
@@ -112,3 +115,39 @@ class OutFile:
 
     path: str
     pieces: Sequence[OutPiece]
+
+
+Adapters: TypeAlias = Literal["merge", "keep"]
+Place: TypeAlias = tuple[Storage, str, str]
+"""A storage, a directory in it, and a file in that; "" for the directory itself."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportOptions:
+    """How a checkpoint is exported; see `export`."""
+
+    like: Place | None = None
+    dtype: torch.dtype | None = None
+    adapters: Adapters | None = None
+    include: Sequence[str] = ()
+    ema: str | None = None
+    shard_bytes: int
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversion:
+    """Files that are laid out, and not yet written.
+
+    Attributes:
+        files: the one last that makes the others a whole.
+        tensors: that they are made of.
+        step: the training's; None if it is not known.
+        left_out: names of tensors that are in no file.
+    """
+
+    files: Sequence[OutFile]
+    tensors: Mapping[str, LocatedTensor]
+    step: int | None = None
+    left_out: Sequence[str] = field(default_factory=tuple[str, ...])

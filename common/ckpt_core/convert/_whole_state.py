@@ -9,8 +9,7 @@ from typing import Any, Final, Self, final
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from ckpt_core.convert._conversion import Conversion, ExportOptions, Place
-from ckpt_core.convert._laid_out import OutFile, Wanted
+from ckpt_core.convert._laid_out import Conversion, ExportOptions, OutFile, Place, Wanted
 from ckpt_core.convert._torch_file import Leaf, dcp_files, torch_file
 from ckpt_core.dcp import load_value
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError

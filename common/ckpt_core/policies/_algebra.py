@@ -94,7 +94,7 @@ class RetentionPolicy(_Policy["RetentionPolicy"]):
         """
 
     def preferred(self, history: Sequence[CheckpointInfo], now: float) -> Sequence[int]:
-        """Return the steps that `keep` selects, first those that go last where room is short."""
+        """Return the steps that `keep` selects; the first go last where room is short."""
         return sorted(self.keep(history, now), reverse=True)
 
     @property

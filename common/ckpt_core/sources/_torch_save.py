@@ -477,7 +477,7 @@ def items_of(tree: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def one_or_numbered(trees: Sequence[Any]) -> Any:
-    """Return the only one, or all by number, as a `TrainState` names several of a kind."""
+    """Return the only one, or all by number, as a `TrainState` names several."""
     return trees[0] if len(trees) == 1 else {str(number): each for number, each in enumerate(trees)}
 
 
