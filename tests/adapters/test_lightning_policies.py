@@ -397,7 +397,7 @@ def test_what_cannot_work_is_refused_with_the_way_out(tmp_path):
     with pytest.raises(ConfigError, match="one ShardedCheckpoint or one ShardedCheckpointIO"):
         trainer.fit(Model(), loader)
 
-    with pytest.raises(ConfigError, match="save=, keep=, upload= and export= need dirpath="):
+    with pytest.raises(ConfigError, match=r"save, keep, upload.* need dirpath="):
         ShardedCheckpoint(save=EverySteps(2))
     with pytest.raises(ConfigError, match="every_stepz"):
         ShardedCheckpoint(tmp_path, save={"every_stepz": 2})

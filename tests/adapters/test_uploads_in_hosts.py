@@ -71,7 +71,7 @@ def test_a_trainer_uploads_its_checkpoints(tmp_path: Path) -> None:
 
 
 def test_an_upload_needs_a_root_of_the_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="upload= and export= need dirpath="):
+    with pytest.raises(ConfigError, match=r"upload.* need dirpath="):
         ShardedCheckpoint(upload=str(tmp_path))
     made = accelerate_ckpt.enable(
         accelerator(Job(strategy="single", world=1, root=str(tmp_path))), upload=str(tmp_path / "tier")
