@@ -294,7 +294,7 @@ class Loader:
             for name, error in survey.unreadable.items():
                 if isinstance(error, OSError) and not isinstance(error, ArchivedError):
                     raise LoadError(
-                        f"{tier.label}/{name} may hold the newest checkpoint, and could not be read: "
+                        f"{tier.label}/{name} may hold the newest checkpoint, and rank 0 could not read it: "
                         f"{failure_text(error)}. Nothing was loaded, for to go on from an older one would "
                         "lose work; make it readable for this user, or move it out of the root"
                     ) from error

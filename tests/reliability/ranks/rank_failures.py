@@ -78,7 +78,7 @@ _PHASES: Final = {
     "sync": "phase write",
     "commit": "phase commit|phase write|not known whether",
     "prune": "while deciding whether to save|while agreeing on a save|phase plan|pruning|phase open",
-    "load": "while|could not be read|partly overwritten|broadcast of",
+    "load": "while|could not be (read|loaded)|partly overwritten|broadcast of",
 }
 _BROKEN: Final = "broken on purpose"
 
