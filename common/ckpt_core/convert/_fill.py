@@ -181,7 +181,11 @@ class FileFill:
                 self._engines[key] = self._closing.enter_context(part.engine())
             engine, ranges = self._engines[key], [each for read in reads for each in read.ranges()]
             twin_of = files.twin if files.has_twins else None
-            failures = engine.verify(self._unverified(ranges), twin_of=twin_of, on_arrival=True)
+            on_arrival = twin_of is None
+            try:
+                failures = engine.verify(self._unverified(ranges), twin_of=twin_of, on_arrival=on_arrival)
+            except FileNotFoundError as error:
+                raise CorruptCheckpointError(f"{files.url}: a file is missing: {error}") from error
             if failures := files.without_mended(failures):
                 more = f" and {len(failures) - 1} more" if len(failures) > 1 else ""
                 raise CorruptCheckpointError(f"{files.url}/{failures[0]}{more}", failures=tuple(failures))

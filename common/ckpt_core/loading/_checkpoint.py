@@ -93,8 +93,8 @@ class CheckpointPart:
         return self._files
 
     def engine(self) -> Engine:
-        """Return a reader of the files."""
-        return Engine(self._storage, self._files.directory)
+        """Return a reader of the files that can compare on arrival."""
+        return Engine(self._storage, self._files.directory, once=True)
 
     def require_there(self) -> None:
         """Raise if a checkpoint of ours was pruned since it was opened.

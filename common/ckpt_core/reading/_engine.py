@@ -57,11 +57,18 @@ class Engine:
     """
 
     def __init__(
-        self, storage: Storage, directory: str, *, threads: int | None = None, keep_bytes: int = _KEEP_BYTES
+        self,
+        storage: Storage,
+        directory: str,
+        *,
+        threads: int | None = None,
+        keep_bytes: int = _KEEP_BYTES,
+        once: bool = False,
     ) -> None:
-        self._rereads = storage.rereads_from_memory
-        self._reads_in_place = storage.reads_in_place and not self._rereads
-        self._threads = threads or (min(_LOCAL_THREADS, _cpus()) if self._rereads else _REMOTE_THREADS)
+        is_near = storage.rereads_from_memory
+        self._rereads = is_near and not once  # else `on_arrival` is heeded there, too
+        self._reads_in_place = storage.reads_in_place and not is_near
+        self._threads = threads or (min(_LOCAL_THREADS, _cpus()) if is_near else _REMOTE_THREADS)
         self._limits = MEMORY_LIMITS if self._rereads else NETWORK_LIMITS
         self._files = DataFiles(storage, directory, keep_bytes)
         self._buffers = Buffers(self._limits.verified_bytes)
