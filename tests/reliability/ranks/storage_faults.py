@@ -200,7 +200,9 @@ class StorageFault(Case):
             # What the device cannot read is lost; any other error may be gone at the next try.
             lost = self.number == errno.EIO and (self.place, self.method) in _LOST
             return "passed over" if lost else "not loaded"
-        if self.short_bytes or self.place == "prune":
+        # A job starts on a full disk, too: a spare file is there for its claim.
+        spared = self.place == "take the root" and self.number in {errno.ENOSPC, errno.EDQUOT}
+        if self.short_bytes or self.place == "prune" or spared:
             return "saved"
         committing = self.hangs and self.place in {"marker", "rename"}
         return "in doubt" if committing or self.place == "root after the rename" else "refused"
