@@ -16,6 +16,7 @@ from ckpt_core.convert._fill import size_of
 from ckpt_core.convert._hub_form import HubForm, StateView, hub_form
 from ckpt_core.convert._laid_out import Computed, Conversion, ExportOptions, OutFile, Place, Wanted
 from ckpt_core.convert._weights import Folder, Weights, unwrapped
+from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.loading import LocatedTensor
 from ckpt_core.state import facts_of, recorded_base
@@ -33,6 +34,7 @@ _CODES: Final = {
     torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64", torch.complex64: "C64",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
+_logger = logger_of(__name__)
 _FLOATING: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _EMBEDDINGS: Final = ("embed", "shared", "wte")
 _MOST_SHOWN: Final = 3
@@ -58,7 +60,12 @@ def hugging_face(source: Place, options: ExportOptions) -> Conversion:
         pieces = _cast(own, weights.tensors, options.dtype)
         texts = {**_beside(folders), _ADAPTER_CONFIG: _text(adapted.config)}
         return _conversion(weights, weights.tensors, texts, {"adapter_model.safetensors": pieces})
-    config = _json(folders, _CONFIG)
+    if (config := _json(folders, _CONFIG)) is None:
+        _logger.warning(
+            "%s has no config.json: weights alone are written, under the names of the model, tied ones "
+            "under each. For from_pretrained give like= (--like), a folder with the configuration",
+            weights.folder.url,
+        )
     form = None if config is None else hub_form(config)
     names = (
         unwrapped(weights, form.shapes if form else _weights_in(like)) if adapted is None else adapted.base
