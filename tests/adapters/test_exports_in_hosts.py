@@ -23,7 +23,7 @@ from lightning_ckpt import ShardedCheckpoint, ShardedCheckpointIO, setup_fabric
 from tests.adapters.accelerate_jobs import Job, accelerator, prepared, step
 from tests.adapters.test_contents_in_hosts import ROWS, Tuned
 from tests.adapters.trainer_jobs import TrainerJob, run, trainer
-from tests.support.hub import running_hub
+from tests.support.services.hub import running_hub
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("fresh_accelerate")]
 

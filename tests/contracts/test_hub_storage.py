@@ -9,7 +9,7 @@ import pytest
 
 from ckpt_core.storage import Storage, open_storage
 from ckpt_core.testing import StorageTests
-from tests.support.hub import Hub, running_hub
+from tests.support.services.hub import Hub, running_hub
 
 
 @pytest.fixture

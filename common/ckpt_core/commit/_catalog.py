@@ -23,7 +23,7 @@ from ckpt_core.commit._manifest import (
     read_committed,
     whole_info,
 )
-from ckpt_core.commit._notes import read_notes
+from ckpt_core.commit._notes import Notes, read_notes
 from ckpt_core.commit._occupant import holds_torn_save, is_link
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
@@ -305,11 +305,12 @@ class Catalog:
         survey.log_unreadable(self._storage.url)
         return survey.everything if abandoned else survey.committed
 
-    def survey(self, read: Callable[[str], CheckpointInfo] | None = None) -> Survey:
+    def survey(self, read: Callable[[str], CheckpointInfo] | None = None, *, noted: bool = True) -> Survey:
         """List every committed checkpoint and every directory with an unreadable marker.
 
         The job that owns the root may commit and prune meanwhile. Then the root is listed again: one listing
         could miss both the pruned checkpoint and the new one. `read` is `info`, or remembers its results.
+        Without `noted`, the notes of others, which cost one more listing, are left out.
         """
         infos, unreadable = list[CheckpointInfo](), dict[str, CheckpointError | OSError]()
         listed: list[str] | None = None
@@ -320,7 +321,7 @@ class Catalog:
             infos, unreadable = read_all(listed, read or self.info)
             if len(infos) + len(unreadable) == len(listed):
                 break
-        return arranged(self._storage, infos, unreadable)
+        return arranged(self._storage, infos, unreadable, noted=noted)
 
     def latest(self) -> CheckpointInfo | None:
         """Return the newest unmarked checkpoint of the present lineage, or None.
@@ -557,7 +558,11 @@ def read_all(
 
 
 def arranged(
-    storage: Storage, infos: Sequence[CheckpointInfo], unreadable: Mapping[str, CheckpointError | OSError]
+    storage: Storage,
+    infos: Sequence[CheckpointInfo],
+    unreadable: Mapping[str, CheckpointError | OSError],
+    *,
+    noted: bool = True,
 ) -> Survey:
     """Arrange checkpoints along the present lineage, as pinned, marked and noted."""
     others = [lineage for name in unreadable if (lineage := lineage_in_manifest(storage, name)) is not None]
@@ -565,7 +570,11 @@ def arranged(
     names = {info.name for info in infos}
     # Without those that were set aside and whose successor has the name.
     found = on_present_line([info for info in infos if set_aside(info.name) not in names], present)
-    pins, marks, notes = known_pins(storage), known_marks(storage), read_notes(storage)
+    pins, marks, notes = (
+        known_pins(storage),
+        known_marks(storage),
+        read_notes(storage) if noted else Notes({}, {}),
+    )
 
     def remarked(info: CheckpointInfo) -> CheckpointInfo:
         pinned = _PINS_UNREADABLE if pins is None else pins.get(info.step, notes.in_use.get(info.step))

@@ -85,6 +85,10 @@ class _Ignored(metaclass=Sealed):
         return object.__new__(cls)
 
 
+class _IgnoredKind(_Ignored):
+    """An enum of the planner's; early releases of Python 3.11 pickle it by name."""
+
+
 class _EncodingByName(metaclass=Sealed):
     """Stand-in for `getattr`, by which early releases of Python 3.11 pickle enums."""
 
@@ -92,7 +96,7 @@ class _EncodingByName(metaclass=Sealed):
         match asked:
             case (owner, str(name)) if owner is int and name in _ENCODINGS:
                 return _ENCODINGS[name]
-            case (owner, str()) if owner is _Ignored:
+            case (owner, str(name)) if owner is _IgnoredKind and name in _KINDS_OF_ITEMS:
                 return None
             case _:
                 raise UnsafeCheckpointError(
@@ -104,6 +108,7 @@ class _EncodingByName(metaclass=Sealed):
 _DCP: Final = "torch.distributed.checkpoint.metadata"
 _PLANNER: Final = "torch.distributed.checkpoint.planner"
 _MEGATRON: Final = "megatron.core.dist_checkpointing.strategies.torch"
+_KINDS_OF_ITEMS: Final = frozenset({"TENSOR", "SHARD", "BYTE_IO"})
 _ALLOWED: Final[dict[tuple[str, str], Any]] = {
     (_DCP, "Metadata"): Index,
     (_DCP, "TensorStorageMetadata"): Tensor,
@@ -114,7 +119,8 @@ _ALLOWED: Final[dict[tuple[str, str], Any]] = {
     (_DCP, "StorageMeta"): _Ignored,
     (_DCP, "_MEM_FORMAT_ENCODING"): int,
     # Megatron-Core keeps the ranks' plans, too.
-    **{(_PLANNER, name): _Ignored for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")},
+    **{(_PLANNER, name): _Ignored for name in ("SavePlan", "WriteItem", "TensorWriteData")},
+    (_PLANNER, "WriteItemType"): _IgnoredKind,
     (_MEGATRON, "MCoreSavePlan"): _Ignored,
     (_MEGATRON, "MCoreMetadata"): Index,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): Place,

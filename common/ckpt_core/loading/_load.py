@@ -234,7 +234,8 @@ class Load:
                 opened.saved.world_size,
             )
         if opened.saved.left:
-            _logger.warning("%s: partial load: %s", self._place, opened.saved.report)
+            report = opened.saved.report if opened.saved.matched else opened.saved.left[0]
+            _logger.warning("%s: partial load: %s", self._place, report)
         return opened.saved
 
     def _phase(self, what: str, *, touched: bool = False) -> AbstractContextManager[Note]:

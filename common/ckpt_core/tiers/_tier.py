@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, final
 
 from typing_extensions import override
@@ -112,21 +113,22 @@ class Tier:
         self.label = label
         self.storage = storage
 
-    def survey(self) -> Survey:
-        """List the root as this process sees it. Not collective.
+    def survey(self, *, noted: bool = True) -> Survey:
+        """List the root as this process sees it, with the notes of others. Not collective.
 
         Raises:
             ConfigError: it is a file.
             OSError: storage failed.
         """
         try:
-            return Catalog(self.storage).survey()
+            return Catalog(self.storage).survey(noted=noted)
         except NotADirectoryError:
             raise file_as_root(self.storage.url) from None
 
     def survey_for_all(self, coordinator: Coordinator) -> Survey:
-        """List the root, equal on every rank. Collective; errors as by `survey`."""
-        return coordinator.run_on_coordinator(self.survey, what="looking for checkpoints")
+        """List the root for a load, equal on every rank. Collective; raises as `survey`."""
+        listed = partial(self.survey, noted=False)  # they choose no checkpoint
+        return coordinator.run_on_coordinator(listed, what="looking for checkpoints")
 
     def reading(self, info: CheckpointInfo, coordinator: Coordinator) -> Storage:
         """Return the storage from which this rank reads a checkpoint. Collective."""
@@ -148,11 +150,12 @@ class FurtherTier(Tier):
         self._listed: Asked[Survey] | None = None
 
     @override
-    def survey(self) -> Survey:
+    def survey(self, *, noted: bool = True) -> Survey:
         """List the tier.
 
         The first reader gets the listing that was made when the tier was claimed.
         """
+        del noted
         listed, self._listed = self._listed, None
         if listed is None or time.monotonic() - listed.at > 2 * self.patience_seconds:
             listed = ask(super().survey)
