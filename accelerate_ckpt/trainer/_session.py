@@ -151,8 +151,9 @@ class TrainerSession:
     def begin(self, step: int) -> None:
         """Begin, or begin again; from an earlier step than was saved, on a new lineage."""
         if not self._begun and not step:
-            model, contents = self._trainer.model_wrapped, self.settings.contents
-            self.manager.initialise(TrainState(model=model, contents=contents))
+            trainer: Any = self._trainer
+            state = TrainState(model=trainer.model_wrapped, contents=self.settings.contents)
+            self.manager.initialise(state)
         self.manager.has_weights()
         self._begun, self._options = True, replace(self._options, init_from=None)
         if self.saved_step is not None and step < self.saved_step:
