@@ -6,7 +6,6 @@ import email
 import os
 import subprocess
 import sys
-import tarfile
 import tomllib
 import zipfile
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from packaging.requirements import Requirement
 
 import ckpt_core
 from ckpt_core._version import __version__
+from tests.archives import unpack
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = {"ckpt_core", "lightning_ckpt", "accelerate_ckpt"}
@@ -58,10 +58,7 @@ def wheel(built: Path) -> Iterator[zipfile.ZipFile]:
 def sources(built: Path) -> Path:
     """The archive of the sources, unpacked."""
     (found,) = built.glob("*.tar.gz")
-    with tarfile.open(found) as archive:
-        # As `filter="data"`, which Python has from 3.11.4 on.
-        archive.extraction_filter = getattr(tarfile, "data_filter", lambda member, _path: member)
-        archive.extractall(built)
+    unpack(found, built)
     return built / found.name.removesuffix(".tar.gz")
 
 

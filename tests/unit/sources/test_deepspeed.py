@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from ckpt_core.loading import open_parts
 from ckpt_core.sources import Layout, StoredTensor, recognise
 from ckpt_core.sources._torch_save import Namespace, find_plain, read_tree
 from ckpt_core.storage import LocalStorage
+from tests.archives import unpack
 from tests.unit.sources.make_deepspeed import CASES, STEPS, net
 
 UNIVERSAL = [
@@ -38,8 +38,7 @@ TAG = f"global_step{STEPS}"
 def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What DeepSpeed 0.19.8 saved; see `make_deepspeed`."""
     place = tmp_path_factory.mktemp("deepspeed")
-    with tarfile.open(Path(__file__).with_name("deepspeed.tar.xz")) as archive:
-        archive.extractall(place, filter="data")
+    unpack(Path(__file__).with_name("deepspeed.tar.xz"), place)
     return place
 
 

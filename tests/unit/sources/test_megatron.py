@@ -6,7 +6,6 @@ import json
 import os
 import random
 import shutil
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from ckpt_core.cli import main
 from ckpt_core.errors import CheckpointError, CorruptCheckpointError, UnsafeCheckpointError
 from ckpt_core.loading import open_parts
 from ckpt_core.storage import LocalStorage
+from tests.archives import unpack
 from tests.unit.sources.make_megatron import CASES
 
 
@@ -27,8 +27,7 @@ from tests.unit.sources.make_megatron import CASES
 def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What Megatron-Core 0.16.1 and 0.12.1 saved; see `make_megatron`."""
     place = tmp_path_factory.mktemp("megatron")
-    with tarfile.open(Path(__file__).with_name("megatron.tar.xz")) as archive:
-        archive.extractall(place, filter="data")
+    unpack(Path(__file__).with_name("megatron.tar.xz"), place)
     return place
 
 

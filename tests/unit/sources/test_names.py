@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from ckpt_core import CheckpointManager, TrainState
 from ckpt_core.cli import main
 from ckpt_core.errors import ConfigError
 from ckpt_core.sources import NameTable
+from tests.archives import unpack
 from tests.unit.sources.make_deepspeed import net
 
 MEGATRON = NameTable(
@@ -74,8 +74,7 @@ def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_import_renames_weights_state_and_groups(tmp_path: Path) -> None:
-    with tarfile.open(Path(__file__).with_name("deepspeed.tar.xz")) as archive:
-        archive.extractall(tmp_path, filter="data")
+    unpack(Path(__file__).with_name("deepspeed.tar.xz"), tmp_path)
     (tmp_path / "names.json").write_text('{"inner": "body.first", "embedding": "body.words", "*": "*"}')
     place = str(tmp_path / "stage2-fp32")
     assert main(["import", place, str(tmp_path / "run"), "--map", str(tmp_path / "names.json")]) == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from ckpt_core import CheckpointManager, Counters, TrainState
 from ckpt_core.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError
+from tests.archives import unpack
 from tests.unit.sources.test_torch_save import bits, described, read_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -238,8 +238,7 @@ def test_weights_in_shards_of_torch_save_are_one_model(tmp_path):
 
 
 def test_what_deepspeed_saved_under_the_trainer_is_a_part_of_its_checkpoint(trainer_folder, tmp_path):
-    with tarfile.open(Path(__file__).with_name("deepspeed.tar.xz")) as archive:
-        archive.extractall(tmp_path, filter="data")
+    unpack(Path(__file__).with_name("deepspeed.tar.xz"), tmp_path)
     folder = tmp_path / "stage2-fp32"
     for name in ("trainer_state.json", "scheduler.pt", "rng_state.pth"):
         shutil.copy(trainer_folder[0] / name, folder)
