@@ -5,8 +5,8 @@ environment has written PLACE by `write_sample` of `tests/unit/convert/test_trai
 
     python tests/unit/convert/read_torch_dist.py PLACE
 
-Two ranks load it, tensor-parallel, although one process wrote it whole. The digest of `.metadata` is then that of
-its content, by `digest_of` of the same tests.
+Two ranks load it, tensor-parallel, although one process wrote it whole. The digest of `.metadata` is then
+that of its content, by `digest_of` of the same tests.
 """
 
 from __future__ import annotations
