@@ -84,7 +84,7 @@ class Contents:
     def _safetensors(self, path: str, part: CheckpointPart) -> dict[str, LocatedTensor]:
         """Locate the tensors in a file of safetensors, by its header."""
         found: dict[str, LocatedTensor] = {}
-        for key, each in read_header(self._storage, self._files.directory, path).items():
+        for key, each in read_header(self._storage, self._files.directory, path)[0].items():
             payload = Payload(path=path, key=key, offset=each.offset, size_bytes=each.size_bytes, crc32=None)
             place = ChunkLocation(
                 path=path, key=key, offset=each.offset, size_bytes=each.size_bytes, payload=payload

@@ -13,14 +13,12 @@ import torch
 from ckpt_core.convert._laid_out import Computed, Span
 from ckpt_core.errors import ConfigError
 from ckpt_core.loading import LocatedTensor
+from ckpt_core.sources import MAGNITUDE, start_of
 
 _PREFIX: Final = "base_model.model."
 _BASE: Final = "base_layer"
 _SAVED: Final = "modules_to_save"
 _ORIGINAL: Final = "original_module"
-_MAGNITUDE: Final = "lora_magnitude_vector"
-_STARTS: Final = {"ADALORA": "lora_", "LOHA": "hada_", "VERA": "vera_lambda_", "PVERA": "pvera_lambda_"}
-"""How the parameters of a kind of adapter begin; of others, with the name of the kind."""
 _PLAIN: Final = frozenset(
     [
         "task_type",
@@ -94,7 +92,7 @@ class AdaptedModel:
             ConfigError: it has no adapter of the configuration's kind, or several.
         """
         kind = str(config.get("peft_type"))
-        start = _STARTS.get(kind, f"{kind.lower()}_")
+        start = start_of(kind)
         base: dict[str, str] = {}
         factors: dict[str, dict[str, str]] = {}
         own: dict[str, str] = {}
@@ -109,7 +107,7 @@ class AdaptedModel:
             adapters.add(parts[at + 1])
             is_module = parts[at] == _SAVED
             left = ".".join(parts[: at if is_module else at + 1] + parts[at + 2 :])
-            own[_PREFIX + (left.removesuffix(".weight") if parts[at] == _MAGNITUDE else left)] = value
+            own[_PREFIX + (left.removesuffix(".weight") if parts[at] == MAGNITUDE else left)] = value
             if is_module:
                 base[left] = value
             else:

@@ -19,6 +19,7 @@ from ckpt_core.convert._weights import Folder, Weights, unwrapped
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.loading import LocatedTensor
+from ckpt_core.sources import DTYPES
 from ckpt_core.state import facts_of, recorded_base
 
 _CONFIG: Final = "config.json"
@@ -28,12 +29,9 @@ _BESIDE: Final = (
     "*.tiktoken", "*.jinja", "chat_template*", "*processor_config.json", "normalizer.json",
     "generation_config.json",
 )  # fmt: skip
-_CODES: Final = {
-    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.uint16: "U16", torch.int16: "I16",
-    torch.uint32: "U32", torch.int32: "I32", torch.uint64: "U64", torch.int64: "I64", torch.float16: "F16",
-    torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64", torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
+_NEWER: Final = frozenset({"F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"})
+"""Codes that not every reader of safetensors knows."""
+_CODES: Final = {dtype: code for code, dtype in DTYPES.items() if code not in _NEWER}
 _logger = logger_of(__name__)
 _FLOATING: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _EMBEDDINGS: Final = ("embed", "shared", "wte")

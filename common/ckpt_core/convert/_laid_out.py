@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal, Self, TypeAlias, final
 
 import torch
@@ -144,10 +144,8 @@ class Conversion:
         files: the one last that makes the others a whole.
         tensors: that they are made of.
         step: the training's; None if it is not known.
-        left_out: names of tensors that are in no file.
     """
 
     files: Sequence[OutFile]
     tensors: Mapping[str, LocatedTensor]
     step: int | None = None
-    left_out: Sequence[str] = field(default_factory=tuple[str, ...])

@@ -15,13 +15,22 @@ from ckpt_core.sources._deepspeed import find_deepspeed
 from ckpt_core.sources._layout import OURS, Layout, LayoutLocator, Path, StoredChunk, StoredTensor
 from ckpt_core.sources._megatron import Locator, MegatronLocator, find_common
 from ckpt_core.sources._name_table import NameTable
-from ckpt_core.sources._safetensors import StoredRange, find_safetensors, read_header
+from ckpt_core.sources._safetensors import (
+    DTYPES,
+    MAGNITUDE,
+    StoredRange,
+    find_safetensors,
+    read_header,
+    start_of,
+)
 from ckpt_core.sources._torch_save import find_torch_save
 from ckpt_core.sources._training_folders import find_training_folder
 from ckpt_core.sources._unread import refuse_unread
 from ckpt_core.storage import Storage
 
 __all__ = [
+    "DTYPES",
+    "MAGNITUDE",
     "OURS",
     "Layout",
     "LayoutLocator",
@@ -35,6 +44,7 @@ __all__ = [
     "find_common",
     "read_header",
     "recognise",
+    "start_of",
 ]
 
 _FORMATS: Final[Sequence[Callable[[Storage, str, str], Layout | None]]] = (

@@ -40,11 +40,9 @@ def find_dcp_safetensors(storage: Storage, directory: str, file: str) -> Layout 
 
 def _boxes(storage: Storage, directory: str, name: str) -> dict[str, StoredTensor]:
     """Read the boxes in a file, each as a tensor of one chunk at its offsets."""
-    header = read_header(storage, directory, name)  # which checks its size
-    with storage.open(f"{directory}/{name}") as stream:
-        content = stream.read(int.from_bytes(stream.read(8), "little"))
+    header, metadata = read_header(storage, directory, name)
     try:
-        places = json.loads(json.loads(content)["__metadata__"]["DCP_SHARDING_INFO"])
+        places = json.loads(metadata["DCP_SHARDING_INFO"])
         offsets = {
             key: tuple(count(each, "offset") for each in places[key]["saved_offsets"]) for key in header
         }

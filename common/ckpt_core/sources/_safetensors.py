@@ -14,8 +14,8 @@ from typing import Any, Final, NamedTuple, final
 
 import torch
 
-from ckpt_core.errors import ConfigError, CorruptCheckpointError, FileFailure, IncompatibleCheckpointError
-from ckpt_core.formats.codec import count, relative_paths
+from ckpt_core.errors import ConfigError, CorruptCheckpointError, IncompatibleCheckpointError
+from ckpt_core.formats.codec import count, damage, relative_paths
 from ckpt_core.sources._layout import Layout, Path, StoredChunk, StoredTensor
 from ckpt_core.storage import ForeignFileError, Storage, read_small
 
@@ -26,7 +26,7 @@ _PREFERRED: Final = ("model", "diffusion_pytorch_model")
 _SHARD: Final = re.compile(r"(?P<base>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 _MOST_HEADER_BYTES: Final = 100_000_000
 _MOST_SHOWN: Final = 3
-_DTYPES: Final = {
+DTYPES: Final = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16,
     "U32": torch.uint32, "I32": torch.int32, "U64": torch.uint64, "I64": torch.int64, "F16": torch.float16,
     "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
@@ -37,8 +37,9 @@ _DTYPES: Final = {
 _ADAPTER: Final = "adapter_model"
 _ADAPTER_CONFIG: Final = "adapter_config.json"
 _ADAPTER_NAME: Final = "default"
-_MAGNITUDE: Final = "lora_magnitude_vector"
-_PREFIXES: Final = {"ADALORA": "lora_", "LOHA": "hada_", "VERA": "vera_lambda_", "PVERA": "pvera_lambda_"}
+MAGNITUDE: Final = "lora_magnitude_vector"
+"""A parameter of DoRA, which is a module in memory."""
+_STARTS: Final = {"ADALORA": "lora_", "LOHA": "hada_", "VERA": "vera_lambda_", "PVERA": "pvera_lambda_"}
 """How the parameters of a kind of adapter begin; of others, with the name of the kind."""
 
 
@@ -87,13 +88,14 @@ def find_safetensors(storage: Storage, directory: str, file: str) -> Layout | No
     return folder.layout(bases.pop(), names)
 
 
-def read_header(storage: Storage, directory: str, file: str) -> dict[str, StoredRange]:
-    """Read and check the header of a file of safetensors.
+def read_header(storage: Storage, directory: str, file: str) -> tuple[dict[str, StoredRange], dict[str, Any]]:
+    """Read and check the header of a file of safetensors: its tensors, and its metadata.
 
     Raises:
         CorruptCheckpointError: it is missing or damaged, or says what its bytes cannot be.
         IncompatibleCheckpointError: a dtype is unknown.
     """
+    place = f"{storage.url}/{directory}/{file}"
     try:
         with storage.open(f"{directory}/{file}") as stream:
             size = storage.size(f"{directory}/{file}")
@@ -106,15 +108,15 @@ def read_header(storage: Storage, directory: str, file: str) -> dict[str, Stored
         metadata = header.pop("__metadata__", {})
         if type(metadata) is not dict:
             raise ValueError("its __metadata__ is no mapping")
-        return _ranges(header, begin, size)
+        return _ranges(header, begin, size), metadata
     except FileNotFoundError:
-        raise damaged(storage, directory, file, "missing") from None
+        raise damage(place, "missing") from None
     except (ForeignFileError, IsADirectoryError) as error:
-        raise damaged(storage, directory, file, str(error.strerror)) from error
+        raise damage(place, str(error.strerror)) from error
     except (ValueError, RecursionError) as error:
-        raise damaged(storage, directory, file, f"is no file of safetensors: {error}") from error
+        raise damage(place, f"is no file of safetensors: {error}") from error
     except IncompatibleCheckpointError as error:
-        raise error.retold(f"{storage.url}/{directory}/{file}: {error}") from None
+        raise error.retold(f"{place}: {error}") from None
 
 
 def _ranges(header: Mapping[str, Any], begin: int, size: int) -> dict[str, StoredRange]:
@@ -138,7 +140,7 @@ def _range(name: str, entry: Any, begin: int) -> StoredRange:
     code, lengths, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if type(lengths) is not list or type(offsets) is not list or len(offsets) != len(("start", "stop")):
         raise ValueError(f"{name!r:.200} has no shape, or no place")
-    dtype = _DTYPES.get(code) if isinstance(code, str) else None
+    dtype = DTYPES.get(code) if isinstance(code, str) else None
     if dtype is None:
         raise IncompatibleCheckpointError(f"{name!r:.200} has the dtype {code!r:.40}, which is not read")
     shape = tuple(count(each, "shape") for each in lengths)
@@ -147,12 +149,6 @@ def _range(name: str, entry: Any, begin: int) -> StoredRange:
     if stop - start != found.size_bytes:
         raise ValueError(f"{name!r:.200} has {stop - start} bytes, {code} of shape {shape!s:.200} has others")
     return found
-
-
-def damaged(storage: Storage, directory: str, file: str, problem: str) -> CorruptCheckpointError:
-    """Return the error for a file in a folder."""
-    failure = FileFailure(path=file, problem=problem)
-    return CorruptCheckpointError(f"{storage.url}/{directory}/{file}: {problem}", failures=(failure,))
 
 
 @final
@@ -188,7 +184,7 @@ class _WeightSets:
     def _tensors(self, files: Sequence[str]) -> dict[str, StoredTensor]:
         found: dict[str, StoredTensor] = {}
         for file in files:
-            for name, each in read_header(self._storage, self._directory, file).items():
+            for name, each in read_header(self._storage, self._directory, file)[0].items():
                 if name in found:
                     other = found[name].chunks[0].path
                     raise self._damaged(file, f"{name!r:.200} is in it, and in {other}, too")
@@ -229,27 +225,42 @@ class _WeightSets:
         kind, saved = config.get("peft_type"), config.get("modules_to_save") or []
         if type(kind) is not str or type(saved) is not list or not {str}.issuperset(map(type, saved)):
             raise self._damaged(_ADAPTER_CONFIG, "is no configuration of PEFT")
-        prefix = _PREFIXES.get(kind, f"{kind.lower()}_")
-        return {name: ("model", _live_name(name, prefix, saved)) for name in names}
+        start = start_of(kind)
+        return {name: ("model", _live_name(name, start, saved)) for name in names}
 
     def _json(self, file: str) -> dict[str, Any]:
-        try:
-            return _parsed(read_small(self._storage, f"{self._directory}/{file}", _MOST_HEADER_BYTES))
-        except FileNotFoundError:
-            raise self._damaged(file, "missing") from None
-        except (ValueError, RecursionError) as error:
-            raise self._damaged(file, f"cannot be read: {error}") from error
+        return read_json(self._storage, self._directory, file)
 
     def _damaged(self, file: str, problem: str) -> CorruptCheckpointError:
-        return damaged(self._storage, self._directory, file, problem)
+        return damage(f"{self.url}/{file}", problem)
 
 
-def _live_name(name: str, prefix: str, saved: Sequence[str]) -> str:
+def read_json(storage: Storage, directory: str, file: str) -> dict[str, Any]:
+    """Read a small file that holds a JSON object, in which no name comes twice.
+
+    Raises:
+        CorruptCheckpointError: it is missing, or holds none.
+    """
+    place = f"{storage.url}/{directory}/{file}"
+    try:
+        return _parsed(read_small(storage, f"{directory}/{file}", _MOST_HEADER_BYTES))
+    except FileNotFoundError:
+        raise damage(place, "missing") from None
+    except (ValueError, RecursionError) as error:
+        raise damage(place, f"cannot be read: {error}") from error
+
+
+def start_of(kind: str) -> str:
+    """Return how the names of parameters of a kind of adapter begin."""
+    return _STARTS.get(kind, f"{kind.lower()}_")
+
+
+def _live_name(name: str, start: str, saved: Sequence[str]) -> str:
     parts = name.split(".")
     for place in range(len(parts) - 1, -1, -1):
-        if parts[place].startswith(prefix):
+        if parts[place].startswith(start):
             parts.insert(place + 1, _ADAPTER_NAME)
-            return ".".join(parts) + (".weight" if parts[place] == _MAGNITUDE else "")
+            return ".".join(parts) + (".weight" if parts[place] == MAGNITUDE else "")
     for place in range(1, len(parts)):
         module = ".".join(parts[:place])
         if module.endswith(tuple(saved)):

@@ -6,7 +6,6 @@ pickles a sampler as a whole: its file is not read.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -16,9 +15,9 @@ from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.formats.codec import damage, relative_paths
 from ckpt_core.sources._deepspeed import find_deepspeed
 from ckpt_core.sources._layout import Layout, StoredTensor
-from ckpt_core.sources._safetensors import find_safetensors
+from ckpt_core.sources._safetensors import find_safetensors, read_json
 from ckpt_core.sources._torch_save import bare_names, layout_of, one_or_numbered, read_tree
-from ckpt_core.storage import Storage, read_small
+from ckpt_core.storage import Storage
 
 _TRAINER: Final = "trainer_state.json"
 _BIN: Final = "pytorch_model.bin"
@@ -164,10 +163,4 @@ class _TrainingFolder:
         return tree
 
     def _json(self, name: str) -> dict[str, Any]:
-        try:
-            found = json.loads(read_small(self._storage, f"{self._directory}/{name}"))
-        except (ValueError, RecursionError) as error:
-            raise damage(f"{self._url}/{name}", f"not JSON: {error!s:.200}") from error
-        if type(found) is not dict:
-            raise damage(f"{self._url}/{name}", "it is no JSON object")
-        return found
+        return read_json(self._storage, self._directory, name)
