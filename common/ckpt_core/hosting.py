@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # the command line runs without torch
 T = TypeVar("T")
 
 _ATTACHED: Final = "_ckpt_suite"
+_MOST_DIGITS: Final = 18
 _LOCAL_URL: Final = re.compile(r"(?:file|local)://(?P<path>.*)", re.DOTALL)
 _logger = logger_of(__name__)
 
@@ -51,6 +52,18 @@ def root_of(path: str | os.PathLike[str]) -> str:
     text = _without_local_scheme(path)
     scheme, separator, rest = text.partition("://")
     return f"{scheme}://{rest.rstrip('/')}" if separator else os.path.realpath(open_storage(text).url)
+
+
+def number_in(text: str) -> int | None:
+    """Return the number that digits from 0 to 9 write; None for other text."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS else None
+
+
+def step_in(place: str) -> tuple[str, int] | None:
+    """Split ROOT@STEP into root and step; None for any other place."""
+    root, _, text = place.rpartition("@")
+    step = number_in(text)
+    return None if not root or step is None else (root, step)
 
 
 @final

@@ -24,7 +24,7 @@ from ckpt_core.options import CheckpointOptions, given_options, signature_with_o
 from ckpt_core.preemption import CadenceKeeper, LastStep
 from ckpt_core.retention import PrunePlan
 from ckpt_core.root import Job, Ownership, Pruner
-from ckpt_core.saving import SaveHandle, Saver, SaveRequest, SaveThread
+from ckpt_core.saving import Means, SaveHandle, Saver, SaveRequest, SaveThread
 from ckpt_core.state import Override, State, as_captured, as_source, checked_override
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Sink, Telemetry
@@ -119,7 +119,8 @@ class CheckpointManager:
             elsewhere=self._uploads.claim,
         )
         self._pruner = pruner = Pruner(storage, options, ownership=ownership, telemetry=telemetry)
-        self._saver = Saver(job, thread, options, ownership=ownership, pruner=pruner)
+        means = Means(job, thread, options, ownership=ownership, pruner=pruner)
+        self._saver = Saver(job, means)
         self._meter = CostMeter(telemetry, coordinator, self._saver)
         self._cadence = CadenceKeeper(
             options.save,

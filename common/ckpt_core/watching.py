@@ -14,7 +14,7 @@ from typing import Any, Final, final
 from ckpt_core.commit import Catalog, Inventory, forget_notes, in_use, note_measured, refuse_as_root, verify
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointNotFoundError, ConfigError, lost
-from ckpt_core.hosting import CheckpointPath, root_of
+from ckpt_core.hosting import CheckpointPath, root_of, step_in
 from ckpt_core.storage import Storage, open_storage
 from ckpt_core.types import CheckpointInfo, Lineage
 from ckpt_core.validation import boolean, integer, mapping, positive, require, text
@@ -192,8 +192,7 @@ def annotate(
             f"metrics must be finite numbers, not {wrong[0]!r:.80}: {metrics[wrong[0]]!r:.40}; a checkpoint "
             "that is no good is marked instead: `ckpt mark`"
         )
-    root, _, digits = os.fspath(place).rpartition("@")
-    step = int(digits) if root and digits.isascii() and digits.isdecimal() else None
+    root, step = step_in(os.fspath(place)) or ("", None)
     path = CheckpointPath.of(place) if step is None else CheckpointPath(root_of(root))
     storage = open_storage(path.root, storage_options)
     info = Catalog(storage).find(step=step, name=path.name or None)

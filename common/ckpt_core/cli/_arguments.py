@@ -20,7 +20,7 @@ from ckpt_core.commit import (
 )
 from ckpt_core.disclosure import public_url
 from ckpt_core.errors import CheckpointNotFoundError, ConfigError, RootBusyError
-from ckpt_core.hosting import CheckpointPath, root_of
+from ckpt_core.hosting import CheckpointPath, root_of, step_in
 from ckpt_core.names import DATA_SUFFIX, MARKER, WRITER, can_count
 from ckpt_core.options import parse_yaml
 from ckpt_core.storage import Storage, excludes_others, open_around, open_storage
@@ -29,7 +29,6 @@ OPTIONS_VARIABLE: Final = "CKPT_SUITE_STORAGE_OPTIONS"
 """The same variable as of `accelerate_ckpt`."""
 _COMMANDS: Final = frozenset({"ckpt cp", "ckpt import", "ckpt prune", "ckpt upload"})
 _LOCAL: Final = ("file://", "local://")
-_MOST_DIGITS: Final = 18
 ROOT_OR_CHECKPOINT: Final[Mapping[str, Any]] = {
     "metavar": "ROOT_OR_CHECKPOINT",
     "help": "path or URL of a run or of a checkpoint, or ROOT@STEP",
@@ -134,18 +133,6 @@ def open_target(root: str, options: Mapping[str, Any]) -> Storage:
     refuse_as_root(storage)
     storage.check_root()
     return storage
-
-
-def number_in(text: str) -> int | None:
-    """Return the number that digits from 0 to 9 write; None for other text."""
-    return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS else None
-
-
-def step_in(place: str) -> tuple[str, int] | None:
-    """Split ROOT@STEP into root and step; None for any other place."""
-    root, _, text = place.rpartition("@")
-    step = number_in(text)
-    return None if not root or step is None else (root, step)
 
 
 def nothing_at(place: str) -> CheckpointNotFoundError:

@@ -7,11 +7,12 @@ from argparse import Namespace
 from dataclasses import asdict
 from typing import Any, Literal
 
-from ckpt_core.cli._arguments import is_local, options_for, step_in, storage_options
+from ckpt_core.cli._arguments import is_local, options_for, storage_options
 from ckpt_core.cli._cp import interruptible
 from ckpt_core.cli._outcome import Outcome
 from ckpt_core.cli._progress_line import ProgressLine
 from ckpt_core.errors import ConfigError
+from ckpt_core.hosting import step_in
 from ckpt_core.options import bytes_text
 from ckpt_core.validation import parse_size
 

@@ -10,18 +10,19 @@ from typing import Any, Final, TypeAlias, final
 
 import torch
 
-from ckpt_core.commit import Catalog, Occupant, content_of, in_use
+from ckpt_core.commit import Catalog, in_use
 from ckpt_core.convert._averaging import averaged
 from ckpt_core.convert._fill import size_of
 from ckpt_core.convert._huggingface import hugging_face
-from ckpt_core.convert._laid_out import Adapters, Conversion, ExportOptions, Place
+from ckpt_core.convert._laid_out import Adapters, Conversion, ExportOptions, Place, ignore
 from ckpt_core.convert._output import write
 from ckpt_core.convert._trainers import torch_dist, universal
 from ckpt_core.convert._whole_state import lightning, stock_dcp, torch_save
 from ckpt_core.coordination import Coordinator
 from ckpt_core.disclosure import public_url
-from ckpt_core.errors import CheckpointNotFoundError, ConfigError
-from ckpt_core.names import MARKER, can_count
+from ckpt_core.errors import ConfigError
+from ckpt_core.loading import find_source
+from ckpt_core.names import MARKER
 from ckpt_core.storage import Storage, open_around, open_storage
 from ckpt_core.validation import integer, one_of, require
 
@@ -39,10 +40,6 @@ _DTYPES: Final = {
     "fp32": torch.float32, "float32": torch.float32,
 }  # fmt: skip
 _Path: TypeAlias = str | os.PathLike[str]
-
-
-def _ignore(_: int) -> None:
-    """Ignore progress."""
 
 
 @final
@@ -82,8 +79,8 @@ def export(  # noqa: PLR0913 - what the command line has
     storage_options: Mapping[str, Any] | None = None,
     out_storage_options: Mapping[str, Any] | None = None,
     coordinator: Coordinator | None = None,
-    progress: Callable[[int], None] = _ignore,
-    expect: Callable[[int], None] = _ignore,
+    progress: Callable[[int], None] = ignore,
+    expect: Callable[[int], None] = ignore,
 ) -> ExportSummary:
     """Write a checkpoint in a format of others, in bounded memory.
 
@@ -167,19 +164,8 @@ def _found(place: _Path, step: int | None, options: Mapping[str, Any] | None) ->
     if step is not None:
         run = open_storage(place, given)
         return run, Catalog(run).name_of(step), ""
-    storage, directory, file = open_around(place, given)
-    if file:
-        return storage, directory, file
-    kind = content_of(storage, directory)
-    if kind is Occupant.TORN or not can_count(directory):
-        raise CheckpointNotFoundError(
-            f"{storage.url}/{directory} is a checkpoint that was never committed; nothing was written"
-        )
-    if kind is not Occupant.COMMITTED:
-        run = open_storage(place, given)
-        if (newest := Catalog(run).latest()) is not None:
-            return run, newest.name, ""
-    return storage, directory, ""
+    root, directory, file = find_source(place, given)
+    return open_storage(root, given), directory, file
 
 
 @contextmanager

@@ -37,6 +37,7 @@ from ckpt_core.commit import (
     refuse_as_root,
 )
 from ckpt_core.convert._fill import FileFill
+from ckpt_core.convert._laid_out import ignore
 from ckpt_core.convert._whole_state import WholeState
 from ckpt_core.dcp import Image, ImageLayout, ShardSpec, encode_metadata, entries, places_in
 from ckpt_core.disclosure import public_url
@@ -56,10 +57,6 @@ _FILE_BYTES: Final = 64 << 20
 """Of a data file, which is made in memory; it may have twice as many."""
 
 
-def _ignore(_: int) -> None:
-    """Ignore progress."""
-
-
 def _claim(root: Storage) -> Lease:
     return Lease.acquire(root, "ckpt import")
 
@@ -71,7 +68,7 @@ def import_checkpoint(  # noqa: PLR0913 - keywords of users
     step: int | None = None,
     names: Mapping[str, str] | None = None,
     storage_options: Mapping[str, Any] | None = None,
-    progress: Callable[[int], None] = _ignore,
+    progress: Callable[[int], None] = ignore,
     claim: Callable[[Storage], AbstractContextManager[Lease]] = _claim,
 ) -> CheckpointInfo:
     """Make a committed checkpoint of what others wrote, without loading the model.

@@ -12,6 +12,10 @@ from ckpt_core.loading import LocatedTensor
 from ckpt_core.storage import Storage
 
 
+def ignore(_: int) -> None:
+    """Ignore progress."""
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class Wanted:

@@ -24,7 +24,7 @@ from typing import Any, Final, final
 
 from ckpt_core.collective import collective_phase
 from ckpt_core.convert._fill import FileFill, size_of
-from ckpt_core.convert._laid_out import Computed, OutFile, Wanted
+from ckpt_core.convert._laid_out import Computed, OutFile, Wanted, ignore
 from ckpt_core.coordination import Coordinator, Solo
 from ckpt_core.crew import run_all
 from ckpt_core.errors import (
@@ -47,10 +47,6 @@ _ALONE: Final = "content"
 """What the draft of a place that is one file has it as."""
 
 
-def _ignore(_: int) -> None:
-    """Ignore progress."""
-
-
 def write(
     tensors: Mapping[str, LocatedTensor],
     files: Sequence[OutFile],
@@ -58,7 +54,7 @@ def write(
     directory: str,
     *,
     coordinator: Coordinator | None = None,
-    progress: Callable[[int], None] = _ignore,
+    progress: Callable[[int], None] = ignore,
 ) -> None:
     """Write the files of a conversion: all of them, or none. Collective.
 

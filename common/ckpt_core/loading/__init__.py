@@ -4,7 +4,7 @@ from ckpt_core.loading._checkpoint import CheckpointPart, open_parts, values_bes
 from ckpt_core.loading._committed_files import CommittedFiles
 from ckpt_core.loading._fetch import Fetcher
 from ckpt_core.loading._load import LoadRequest
-from ckpt_core.loading._loader import Loader
+from ckpt_core.loading._loader import Loader, find_source
 from ckpt_core.loading._located import LocatedTensor, located
 from ckpt_core.loading._repair import Repairer
 from ckpt_core.loading._selection import Selection, narrowed
@@ -18,6 +18,7 @@ __all__ = [
     "LocatedTensor",
     "Repairer",
     "Selection",
+    "find_source",
     "located",
     "narrowed",
     "open_parts",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -186,23 +187,9 @@ class Loader:
         self, request: LoadRequest, source: StateSource, place: str, options: Mapping[str, Any]
     ) -> SavedState:
         """Load what is at a place, a folder or a file, of whatever format that is known."""
-
-        def find() -> tuple[str, str, str]:
-            root, directory, file = around(place, options)
-            storage = open_storage(root, options)
-            kind = Occupant.FILES if file else content_of(storage, directory)
-            if kind is Occupant.TORN or not can_count(directory):
-                raise CheckpointNotFoundError(
-                    f"{storage.url}/{directory} is a checkpoint that was never committed: its save was "
-                    "interrupted, or goes on. Nothing was loaded"
-                )
-            if kind is not Occupant.COMMITTED and not file:
-                run = f"{root}/{directory}"
-                if (newest := Catalog(open_storage(run, options)).latest()) is not None:
-                    return run, newest.name, ""
-            return root, directory, file
-
-        root, directory, file = self._coordinator.run_on_coordinator(find, what="looking for a source")
+        root, directory, file = self._coordinator.run_on_coordinator(
+            lambda: find_source(place, options), what="looking for a source"
+        )
         with _telling(self.overwritten):
             one = replace(request, directory=directory, file=file, whole=True)
             return self._load_directory(one, source, open_storage(root, options))
@@ -539,6 +526,30 @@ class Loader:
         if self._coordinator.is_coordinator:
             url = self._tiers[tier].storage.url
             _logger.error("%s/%s is committed but %s (%s) and is passed over", url, name, what, problem)
+
+
+def find_source(place: str | os.PathLike[str], options: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Find a checkpoint: of a run of ours the newest, or what others wrote.
+
+    Returns:
+        What to open as a storage, the directory in it, and a file in that or "", as `around` does.
+
+    Raises:
+        CheckpointNotFoundError: there is nothing, or a checkpoint that was never committed.
+    """
+    root, directory, file = around(place, options)
+    storage = open_storage(root, options)
+    kind = Occupant.FILES if file else content_of(storage, directory)
+    if kind is Occupant.TORN or not can_count(directory):
+        raise CheckpointNotFoundError(
+            f"{storage.url}/{directory} is a checkpoint that was never committed: its save was interrupted, "
+            "or goes on. Nothing was read"
+        )
+    if kind is not Occupant.COMMITTED and not file:
+        run = f"{root}/{directory}"
+        if (newest := Catalog(open_storage(run, options)).latest()) is not None:
+            return run, newest.name, ""
+    return root, directory, file
 
 
 @contextmanager

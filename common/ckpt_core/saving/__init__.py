@@ -3,6 +3,7 @@
 from ckpt_core.saving._files import RankFiles
 from ckpt_core.saving._handle import SaveHandle, SaveRequest
 from ckpt_core.saving._in_flight import SaveThread
+from ckpt_core.saving._save import Means
 from ckpt_core.saving._saver import Saver
 
-__all__ = ["RankFiles", "SaveHandle", "SaveRequest", "SaveThread", "Saver"]
+__all__ = ["Means", "RankFiles", "SaveHandle", "SaveRequest", "SaveThread", "Saver"]

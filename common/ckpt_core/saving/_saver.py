@@ -10,11 +10,10 @@ from typing import Any, final
 from ckpt_core.crew import run_with_timeout
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, ConfigError, SaveError
-from ckpt_core.options import CheckpointOptions
-from ckpt_core.root import Job, Ownership, Pruner
+from ckpt_core.root import Job
 from ckpt_core.saving._checks import refuse_non_finite_loss
 from ckpt_core.saving._handle import SaveHandle, SaveRequest
-from ckpt_core.saving._in_flight import InFlightSaves, SaveThread
+from ckpt_core.saving._in_flight import InFlightSaves
 from ckpt_core.saving._prepare import Preparer
 from ckpt_core.saving._save import Means
 from ckpt_core.saving._stager import StepGuard
@@ -40,22 +39,15 @@ class Saver:
     def __init__(
         self,
         job: Job,
-        thread: SaveThread,
-        options: CheckpointOptions,
-        *,
-        ownership: Ownership,
-        pruner: Pruner,
+        means: Means,
     ) -> None:
-        self._job = job
-        self._ownership = ownership
-        self._thread = thread
-        self._options = options
-        self._means = Means(job, thread, options, ownership=ownership, pruner=pruner)
-        self._preparer = Preparer(job.coordinator, self._means)
+        self._job, self._means = job, means
+        self._ownership, self._thread, self._options = means.ownership, means.thread, means.options
+        self._preparer = Preparer(job.coordinator, means)
         self._asked = ""
         self._warned = False
         self._entered = threading.Lock()
-        self.in_flight = InFlightSaves(job.coordinator, thread, options)
+        self.in_flight = InFlightSaves(job.coordinator, means.thread, means.options)
         self.copies = StepGuard()
         self.skipped = False
         self.optimizers: Sequence[Any] = ()

@@ -14,8 +14,8 @@ from typing import Any, Final, NamedTuple, final
 
 import torch
 
-from ckpt_core.errors import ConfigError, CorruptCheckpointError, IncompatibleCheckpointError
-from ckpt_core.formats.codec import count, damage, relative_paths
+from ckpt_core.errors import ConfigError, CorruptCheckpointError, FileFailure, IncompatibleCheckpointError
+from ckpt_core.formats.codec import count, relative_paths
 from ckpt_core.sources._layout import Layout, Path, StoredChunk, StoredTensor
 from ckpt_core.storage import ForeignFileError, Storage, read_small
 
@@ -89,13 +89,12 @@ def find_safetensors(storage: Storage, directory: str, file: str) -> Layout | No
 
 
 def read_header(storage: Storage, directory: str, file: str) -> tuple[dict[str, StoredRange], dict[str, Any]]:
-    """Read and check the header of a file of safetensors: its tensors, and its metadata.
+    """Read and check the header of a file: its tensors, and its metadata.
 
     Raises:
         CorruptCheckpointError: it is missing or damaged, or says what its bytes cannot be.
         IncompatibleCheckpointError: a dtype is unknown.
     """
-    place = f"{storage.url}/{directory}/{file}"
     try:
         with storage.open(f"{directory}/{file}") as stream:
             size = storage.size(f"{directory}/{file}")
@@ -110,13 +109,13 @@ def read_header(storage: Storage, directory: str, file: str) -> tuple[dict[str, 
             raise ValueError("its __metadata__ is no mapping")
         return _ranges(header, begin, size), metadata
     except FileNotFoundError:
-        raise damage(place, "missing") from None
+        raise damaged(storage, directory, file, "missing") from None
     except (ForeignFileError, IsADirectoryError) as error:
-        raise damage(place, str(error.strerror)) from error
+        raise damaged(storage, directory, file, str(error.strerror)) from error
     except (ValueError, RecursionError) as error:
-        raise damage(place, f"is no file of safetensors: {error}") from error
+        raise damaged(storage, directory, file, f"is no file of safetensors: {error}") from error
     except IncompatibleCheckpointError as error:
-        raise error.retold(f"{place}: {error}") from None
+        raise error.retold(f"{storage.url}/{directory}/{file}: {error}") from None
 
 
 def _ranges(header: Mapping[str, Any], begin: int, size: int) -> dict[str, StoredRange]:
@@ -149,6 +148,12 @@ def _range(name: str, entry: Any, begin: int) -> StoredRange:
     if stop - start != found.size_bytes:
         raise ValueError(f"{name!r:.200} has {stop - start} bytes, {code} of shape {shape!s:.200} has others")
     return found
+
+
+def damaged(storage: Storage, directory: str, file: str, problem: str) -> CorruptCheckpointError:
+    """Return the error for a file in a folder, which names it by its path there."""
+    failure = FileFailure(path=file, problem=problem)
+    return CorruptCheckpointError(f"{storage.url}/{directory}/{file}: {problem}", failures=(failure,))
 
 
 @final
@@ -232,7 +237,7 @@ class _WeightSets:
         return read_json(self._storage, self._directory, file)
 
     def _damaged(self, file: str, problem: str) -> CorruptCheckpointError:
-        return damage(f"{self.url}/{file}", problem)
+        return damaged(self._storage, self._directory, file, problem)
 
 
 def read_json(storage: Storage, directory: str, file: str) -> dict[str, Any]:
@@ -241,13 +246,12 @@ def read_json(storage: Storage, directory: str, file: str) -> dict[str, Any]:
     Raises:
         CorruptCheckpointError: it is missing, or holds none.
     """
-    place = f"{storage.url}/{directory}/{file}"
     try:
         return _parsed(read_small(storage, f"{directory}/{file}", _MOST_HEADER_BYTES))
     except FileNotFoundError:
-        raise damage(place, "missing") from None
+        raise damaged(storage, directory, file, "missing") from None
     except (ValueError, RecursionError) as error:
-        raise damage(place, f"cannot be read: {error}") from error
+        raise damaged(storage, directory, file, f"cannot be read: {error}") from error
 
 
 def start_of(kind: str) -> str:

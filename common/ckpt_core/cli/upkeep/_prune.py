@@ -9,11 +9,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import Final
 
-from ckpt_core.cli._arguments import claimed, none_committed, number_in, open_root
+from ckpt_core.cli._arguments import claimed, none_committed, open_root
 from ckpt_core.cli._outcome import Outcome, Table
 from ckpt_core.cli._progress_line import ProgressLine
 from ckpt_core.commit import Catalog, Inventory, Lease, collect_orphans, look_around, read_notes, remove
 from ckpt_core.errors import ConfigError, CorruptCheckpointError
+from ckpt_core.hosting import number_in
 from ckpt_core.journal import add_event
 from ckpt_core.options import CheckpointOptions, bytes_text
 from ckpt_core.retention import (
