@@ -180,6 +180,28 @@ def test_only_so_many_stay_and_nothing_that_is_not_an_export_is_touched(run):
     ]
 
 
+@pytest.mark.parametrize("kind", ["a directory", "a file"])
+def test_what_has_the_name_of_an_export_and_is_none_is_never_deleted(run, caplog, kind):
+    """Neither by the export that it is in the way of, nor by those after it."""
+    theirs = run.place / "step-000000002"
+    theirs.mkdir(parents=True)
+    mine = theirs / "mine"
+    mine.write_text("mine")
+    if kind == "a file":
+        content = mine.rename(run.place / "moved")
+        theirs.rmdir()
+        mine = content.rename(theirs)
+    with run.manager() as manager:
+        save(manager, 2)
+    assert "step 2 was not exported" in caplog.text
+    assert "is no export of ours" in caplog.text
+    assert (run.steps, mine.read_text()) == ([], "mine")
+    with run.manager(keep=None) as manager:
+        manager.resume({"w": torch.zeros(100)})
+        save(manager, 3)
+    assert (run.steps, mine.read_text()) == ([3], "mine")
+
+
 def manager_keep(run: Run, manager: CheckpointManager) -> None:
     for step in (1, 2, 3):
         save(manager, step)

@@ -7,11 +7,11 @@ export. What is not listed is never touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Final, final
 
-from ckpt_core.errors import CheckpointError, CorruptCheckpointError, failure_text
+from ckpt_core.errors import CheckpointError, CheckpointExistsError, CorruptCheckpointError, failure_text
 from ckpt_core.formats import codec
 from ckpt_core.messages import message
 from ckpt_core.names import FORMAT_VERSION, export_draft, parse_step_name, step_name
@@ -58,6 +58,7 @@ def exporting(terms: ExportTerms) -> Callable[[CheckpointInfo, Callable[[int], N
         name, (whole, begun) = step_name(info.step), read_exports(place)
         if whole.get(name) == info.save_id:
             return
+        _require_free(place, name, whole | begun)
         gone = [each for each, save_id in begun.items() if (each, save_id) != (name, info.save_id)]
         if name in whole:  # of a lineage that went back
             gone.append(name)
@@ -110,6 +111,21 @@ def read_exports(place: Storage) -> tuple[dict[str, str], dict[str, str]]:
         if odd := [name for name in (*whole, *begun) if parse_step_name(name) is None]:
             raise ValueError(f"{odd[0]!r} is no name of an export")
         return whole, begun
+
+
+def _require_free(place: Storage, name: str, listed: Collection[str]) -> None:
+    """Refuse the name of what somebody else has there: what is listed may be deleted.
+
+    Raises:
+        CheckpointExistsError: it is a file, or a directory with something in it.
+    """
+    entry = place.entry(name)
+    is_file = entry is not None and not entry.is_directory
+    if name not in listed and (is_file or place.list(name)):
+        raise CheckpointExistsError(
+            f"{place.url}/{name} is there already, and is no export of ours; nothing was written: move it "
+            "away, or export elsewhere"
+        )
 
 
 def _write(place: Storage, whole: Mapping[str, str], begun: Mapping[str, str]) -> None:
