@@ -201,7 +201,12 @@ def _target(place: _Path, options: Mapping[str, Any] | None) -> tuple[Storage, s
     parent, _, name = url.rpartition("/")
     if not name or parent.endswith(":/"):
         raise ConfigError(f"{public_url(url)} has no place above it: name a directory below it to write")
-    return open_storage(parent or "/", given), name
+    storage = open_storage(parent or "/", given)
+    if storage.exists(MARKER):
+        raise ConfigError(
+            f"{storage.url} is a checkpoint, into which nothing else is written: name another place"
+        )
+    return storage, name
 
 
 def _for(place: _Path, options: Mapping[str, Any] | None) -> Mapping[str, Any]:

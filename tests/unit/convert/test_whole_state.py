@@ -199,6 +199,17 @@ def test_stock_lightning_loads_its_checkpoint_and_continues_to_the_same_weights(
     assert_equal(new.state_dict(), module.state_dict())
 
 
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+def test_nothing_is_exported_into_a_checkpoint(tmp_path, saved, to):
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, saved[0].state)
+    checkpoint = tmp_path / "step-000000001"
+    before = sorted(checkpoint.iterdir())
+    with pytest.raises(ConfigError, match="is a checkpoint, into which nothing else is written"):
+        export(checkpoint, checkpoint / "out", to=to)
+    assert sorted(checkpoint.iterdir()) == before
+
+
 def test_what_no_trainer_of_lightning_saved_is_refused_with_what_it_is(tmp_path, saved):
     with pytest.raises(IncompatibleCheckpointError, match="holds model, optimizer, rng_seed, scheduler"):
         export(saved[1], tmp_path / "x.ckpt", to="lightning")
