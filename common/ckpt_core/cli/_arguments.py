@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from ckpt_core.commit import (
     Catalog,
@@ -29,19 +29,6 @@ OPTIONS_VARIABLE: Final = "CKPT_SUITE_STORAGE_OPTIONS"
 """The same variable as of `accelerate_ckpt`."""
 _COMMANDS: Final = frozenset({"ckpt cp", "ckpt import", "ckpt prune", "ckpt upload"})
 _LOCAL: Final = ("file://", "local://")
-ROOT_OR_CHECKPOINT: Final[Mapping[str, Any]] = {
-    "metavar": "ROOT_OR_CHECKPOINT",
-    "help": "path or URL of a run or of a checkpoint, or ROOT@STEP",
-}
-
-
-class Commands(Protocol):
-    """Commands of a parser, to which each adds itself; argparse's class is private."""
-
-    @property
-    def choices(self) -> Mapping[str, ArgumentParser]: ...
-
-    def add_parser(self, *args: Any, **kwargs: Any) -> ArgumentParser: ...
 
 
 @contextmanager

@@ -5,11 +5,11 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
 from ckpt_core._version import __version__
 from ckpt_core.cli import _completion, _cp, _export, _import, _plan
-from ckpt_core.cli._arguments import OPTIONS_VARIABLE, ROOT_OR_CHECKPOINT, Commands
+from ckpt_core.cli._arguments import OPTIONS_VARIABLE
 from ckpt_core.cli._outcome import Outcome
 from ckpt_core.cli.inspection import _diff, _du, _ls, _report, _show
 from ckpt_core.cli.upkeep import _mark, _prune, _verify, _watch
@@ -18,11 +18,10 @@ _EXIT_CODES: Final = (
     "Exit codes: 0 all is well; 1 something is wrong with a checkpoint, or the storage failed; 2 wrong usage "
     "or option; 3 nothing there; 130 interrupted."
 )
+_OF_A_COMPARISON: Final = (
+    "Exit codes: 0 the states are equal; 1 they differ; 2 they could not be compared; 130 interrupted."
+)
 _Argument: TypeAlias = tuple[str, Mapping[str, Any]]
-
-
-class _Addable(Protocol):
-    def add(self, commands: Commands, shared: ArgumentParser) -> None: ...
 
 
 @final
@@ -33,17 +32,13 @@ class _Command:
     help: str
     arguments: Sequence[_Argument]
     description: str | None = None
-
-    def add(self, commands: Commands, shared: ArgumentParser) -> None:
-        parser = commands.add_parser(
-            self.name, parents=[shared], help=self.help, description=self.description
-        )
-        for name, settings in self.arguments:
-            parser.add_argument(name, **settings)
-        parser.set_defaults(command=self.run, commands=commands.choices)
+    trouble: int | None = None
+    """The exit code of every failure, if it is one for all."""
 
 
-def _one(name: str, metavar: str | None, text: str | None = None, **settings: Any) -> _Argument:
+def _one(
+    name: str, metavar: str | tuple[str, str] | None, text: str | None = None, **settings: Any
+) -> _Argument:
     return name, {"metavar": metavar, "help": text, **settings}
 
 
@@ -67,7 +62,7 @@ _SHARED: Final = (
 )
 _ROOT: Final = _one("root", "ROOT", "path or URL of a run")
 _CHECKPOINT: Final = _one("checkpoint", "CHECKPOINT", "ROOT@STEP, or the path or URL of a checkpoint")
-_PLACE: Final = ("place", ROOT_OR_CHECKPOINT)
+_PLACE: Final = _one("place", "ROOT_OR_CHECKPOINT", "path or URL of a run or of a checkpoint, or ROOT@STEP")
 _OTHER_OPTIONS: Final = _many(
     "--to-storage-option",
     "KEY=VALUE",
@@ -99,7 +94,7 @@ _OF_EXPORTS: Final = (
     _one("--shard-size", "SIZE", "of the files of weights (5 GB)", default="5 GB"),
     _OTHER_OPTIONS,
 )
-_LOOKING: Final[Sequence[_Addable]] = (
+_LOOKING: Final = (
     _Command(
         "ls",
         _ls.run,
@@ -110,8 +105,39 @@ _LOOKING: Final[Sequence[_Addable]] = (
             _many("--tier", "URL", "ask this place, with the storage options given; may be repeated"),
         ),
     ),
-    _show,
-    _diff,
+    _Command(
+        "show",
+        _show.run,
+        "show what one checkpoint holds",
+        (
+            _PLACE,
+            _one("--step", None, "show this step of the root", type=int),
+            _flag(
+                "--tensors",
+                "list every tensor: name, shape, dtype, elements, size; also of what others wrote",
+            ),
+        ),
+        "Shows a checkpoint: the one named, or of a root the newest that can be used, for which all markers "
+        "are read.",
+    ),
+    _Command(
+        "diff",
+        _diff.run,
+        "show what of two checkpoints differs",
+        (
+            _one("place", "A", "ROOT@STEP, or a place as of `show`; of a root its newest"),
+            _one("other", "B", "the same", nargs="?"),
+            _one("--steps", ("A", "B"), "compare these steps of the root A", nargs=2, type=int),
+            _many("--only", "PATTERN", "compare only what has such a name, e.g. 'model.*'; may be repeated"),
+            _flag(
+                "--quick", "compute no figures: where checksums tell that a tensor differs, it is not read"
+            ),
+        ),
+        "Compares two checkpoints, of ours or of others, however many ranks saved them: facts in their "
+        "manifests, tensors and values. Tensors of equal checksums are not read, and nothing is unpickled "
+        "but plain values. Facts alone, such as the step, do not make them different.",
+        _diff.TROUBLE,
+    ),
     _Command(
         "du",
         _du.run,
@@ -147,7 +173,7 @@ _LOOKING: Final[Sequence[_Addable]] = (
         "is marked, so that no resume relies on it; one that verifies loses its mark.",
     ),
 )
-_COPYING: Final[Sequence[_Addable]] = (
+_COPYING: Final = (
     _Command(
         "cp",
         _cp.run,
@@ -220,7 +246,7 @@ _COPYING: Final[Sequence[_Addable]] = (
         "`export` does. Everything else is the newest's.",
     ),
 )
-_KEEPING: Final[Sequence[_Addable]] = (
+_KEEPING: Final = (
     _Command(
         "prune",
         _prune.run,
@@ -276,7 +302,7 @@ _KEEPING: Final[Sequence[_Addable]] = (
         "that to roll back past it is one command. It is not deleted; see `prune --bad`.",
     ),
 )
-_OTHERS: Final[Sequence[_Addable]] = (
+_OTHERS: Final = (
     _Command(
         "watch",
         _watch.run,
@@ -349,7 +375,14 @@ def parser() -> ArgumentParser:
     for name, settings in _SHARED:
         shared.add_argument(name, **settings)
     for each in (*_LOOKING, *_COPYING, *_KEEPING, *_OTHERS):
-        each.add(commands, shared)
-    for command in commands.choices.values():
-        command.epilog = command.epilog or _EXIT_CODES
+        command = commands.add_parser(
+            each.name,
+            parents=[shared],
+            help=each.help,
+            description=each.description,
+            epilog=_EXIT_CODES if each.trouble is None else _OF_A_COMPARISON,
+        )
+        for name, settings in each.arguments:
+            command.add_argument(name, **settings)
+        command.set_defaults(command=each.run, commands=commands.choices, trouble=each.trouble)
     return top

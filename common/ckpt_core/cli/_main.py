@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    trouble: int | None = getattr(parsed, "trouble", None)
+    trouble: int | None = parsed.trouble
     try:
         place = place_of(parsed)
         options = storage_options(parsed.storage_option, place)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
-from ckpt_core.cli._arguments import Commands, find_any
+from ckpt_core.cli._arguments import find_any
 from ckpt_core.cli._outcome import Outcome, Table, moment_text
 from ckpt_core.cli._progress_line import ProgressLine
 from ckpt_core.cli.inspection._origin import code_text, data_text
@@ -21,42 +21,8 @@ from ckpt_core.types import SavedTensor
 if TYPE_CHECKING:  # of the commands only this one needs torch, which takes a second to import
     from ckpt_core.comparison import Comparison
 
-_TROUBLE: Final = 2
+TROUBLE: Final = 2
 """The exit code if the two cannot be compared, as of the program of that name."""
-
-
-def add(commands: Commands, shared: ArgumentParser) -> None:
-    """Add the command to those of `ckpt`."""
-    command = commands.add_parser(
-        "diff",
-        parents=[shared],
-        help="show what of two checkpoints differs",
-        description="Compares two checkpoints, of ours or of others, however many ranks saved them: facts "
-        "in their manifests, tensors and values. Tensors of equal checksums are not read, and nothing is "
-        "unpickled but plain values. Facts alone, such as the step, do not make them different.",
-        epilog="Exit codes: 0 the states are equal; 1 they differ; 2 they could not be compared; "
-        "130 interrupted.",
-    )
-    command.add_argument(
-        "place", metavar="A", help="ROOT@STEP, or a place as of `show`; of a root its newest"
-    )
-    command.add_argument("other", metavar="B", nargs="?", help="the same")
-    command.add_argument(
-        "--steps", nargs=2, type=int, metavar=("A", "B"), help="compare these steps of the root A"
-    )
-    command.add_argument(
-        "--only",
-        action="append",
-        default=[],
-        metavar="PATTERN",
-        help="compare only what has such a name, e.g. 'model.*'; may be repeated",
-    )
-    command.add_argument(
-        "--quick",
-        action="store_true",
-        help="compute no figures: where checksums tell that a tensor differs, it is not read",
-    )
-    command.set_defaults(command=run, trouble=_TROUBLE)
 
 
 def run(arguments: Namespace) -> Outcome:
@@ -97,7 +63,7 @@ def run(arguments: Namespace) -> Outcome:
             *_parts(found),
             _summary(found),
         ],
-        exit_code=_TROUBLE if found.undecided else int(not found.equal),
+        exit_code=TROUBLE if found.undecided else int(not found.equal),
     )
 
 

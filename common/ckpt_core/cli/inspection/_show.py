@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 
-from ckpt_core.cli._arguments import ROOT_OR_CHECKPOINT, Commands, find_any, nothing_at
+from ckpt_core.cli._arguments import find_any, nothing_at
 from ckpt_core.cli._outcome import Outcome, Table, metrics_text, moment_text, time_text
 from ckpt_core.cli.inspection._origin import code_text, data_text
 from ckpt_core.commit import (
@@ -28,25 +28,6 @@ from ckpt_core.names import MARKER, METADATA, SIGNATURE
 from ckpt_core.options import bytes_text
 from ckpt_core.storage import Storage, open_storage, read_small
 from ckpt_core.types import Lineage
-
-
-def add(commands: Commands, shared: ArgumentParser) -> None:
-    """Add the command to those of `ckpt`."""
-    command = commands.add_parser(
-        "show",
-        parents=[shared],
-        help="show what one checkpoint holds",
-        description="Shows a checkpoint: the one named, or of a root the newest that can be used, for "
-        "which all markers are read.",
-    )
-    command.add_argument("place", **ROOT_OR_CHECKPOINT)
-    command.add_argument("--step", type=int, help="show this step of the root")
-    command.add_argument(
-        "--tensors",
-        action="store_true",
-        help="list every tensor: name, shape, dtype, elements, size; also of what others wrote",
-    )
-    command.set_defaults(command=run)
 
 
 def run(arguments: Namespace) -> Outcome:
