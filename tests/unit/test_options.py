@@ -22,7 +22,7 @@ from ckpt_core.cadence import (
     Optimal,
 )
 from ckpt_core.errors import ConfigError
-from ckpt_core.options import CheckpointOptions, Upload, policy_from, upload_from
+from ckpt_core.options import CheckpointOptions, Upload, policy_from
 from ckpt_core.retention import (
     KeepAll,
     KeepBest,
@@ -459,7 +459,8 @@ def test_nested_arguments_of_a_command_line_are_taken(dotted, policy):
     assert policy_from(dotted, "save") == policy
     assert str(dotted) == before
     place = {"to": "s3://bucket/run", "keep.latest": 3, "keep.best.metric": "val.loss"}
-    assert upload_from(place) == Upload("s3://bucket/run", keep=KeepLatest(3) | KeepBest("val.loss"))
+    upload = CheckpointOptions.from_mapping({"upload": place}).upload
+    assert upload == Upload("s3://bucket/run", keep=KeepLatest(3) | KeepBest("val.loss"))
 
 
 @pytest.mark.parametrize(

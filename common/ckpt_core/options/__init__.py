@@ -8,7 +8,6 @@ A policy is written as a mapping whose entries are joined by "or"; `any`, `all_o
 
 from __future__ import annotations
 
-from ckpt_core.options._exports import Export, Exports, ExportWhen, export_from
 from ckpt_core.options._options import (
     SECTION,
     BackPressure,
@@ -25,9 +24,9 @@ from ckpt_core.options._options import (
     signature_with_options,
 )
 from ckpt_core.options._parsing import Headroom, bytes_text, parse_yaml, read_document
+from ckpt_core.options._places import Export, Exports, ExportWhen, Upload, Uploads, WhenBusy
 from ckpt_core.options._policies import policy_from
 from ckpt_core.options._sameness import difference, given_options, text_of
-from ckpt_core.options._uploads import Upload, Uploads, WhenBusy, upload_from
 
 __all__ = [
     "SECTION",
@@ -50,7 +49,6 @@ __all__ = [
     "WhenBusy",
     "bytes_text",
     "difference",
-    "export_from",
     "given_options",
     "parse_yaml",
     "policy_from",
@@ -58,5 +56,4 @@ __all__ = [
     "shows_options",
     "signature_with_options",
     "text_of",
-    "upload_from",
 ]

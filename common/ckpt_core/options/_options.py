@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any, Final, Literal, Self, TypeAlias, TypeVar, cast, final, get_args
 
 from ckpt_core.errors import ConfigError
-from ckpt_core.options._exports import Export, Exports, export_from
-from ckpt_core.options._initial import InitialWeights
 from ckpt_core.options._parsing import (
     Headroom,
     Problems,
@@ -23,8 +21,16 @@ from ckpt_core.options._parsing import (
     read_document,
     refused,
 )
+from ckpt_core.options._places import (
+    Export,
+    Exports,
+    InitialWeights,
+    Upload,
+    Uploads,
+    further_from,
+    problem_of_several,
+)
 from ckpt_core.options._policies import policy_from
-from ckpt_core.options._uploads import Upload, Uploads, problem_of_several, upload_from
 from ckpt_core.policies import RetentionPolicy, SavePolicy, is_of_kind
 from ckpt_core.retention import Abandoned
 from ckpt_core.validation import boolean, function, imported, integer, one_of, parse_size, positive, require
@@ -295,9 +301,9 @@ class CheckpointOptions:
             value = values.pop(kind, None)
             if value is not None:
                 values[kind] = problems.collect(policy_from, value, kind)
-        for kind, read in (("upload", upload_from), ("export", export_from)):
-            if values.get(kind) is not None:
-                values[kind] = problems.collect(read, values[kind])
+        for name, further in (("upload", Upload), ("export", Export)):
+            if values.get(name) is not None:
+                values[name] = problems.collect(further_from, further, values[name], name)
         options = problems.collect(partial(cls, **values))
         problems.raise_if_any()
         return cast("Self", options)
