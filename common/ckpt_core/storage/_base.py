@@ -209,8 +209,13 @@ class Storage(ABC):
             FileExistsError: something else is there.
             OSError: storage failed.
         """
-        del identity  # a disk keeps none: bytes are compared
-        put_whole(self, key, PutSource(size_bytes, read, pace or unlimited, progress or nothing))
+        source = PutSource(size_bytes, read, pace or unlimited, progress or nothing)
+        self.put_source(key, source, identity)
+
+    def put_source(self, key: str, source: PutSource, identity: str) -> None:
+        """Do what `put_file` does; the default, for disks, compares bytes instead of identities."""
+        del identity
+        put_whole(self, key, source)
 
     @abstractmethod
     def open(self, key: str) -> AbstractContextManager[IO[bytes]]:

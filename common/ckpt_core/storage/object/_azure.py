@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final, cast, final
 from urllib.parse import urlsplit
 
 from ckpt_core.errors import ConfigError
-from ckpt_core.storage.object._storage import Found
-from ckpt_core.storage.object._words import refuse_others
+from ckpt_core.storage._base import StorageEntry
+from ckpt_core.storage.object._translation import refuse_others
 
 if TYPE_CHECKING:
     from azure.storage.blob import BlobClient, BlobServiceClient
@@ -60,7 +60,7 @@ class AzureContainer:
         self.token_name = AZURE_METADATA
         self._container = container
 
-    def listed(self, prefix: str, delimiter: str) -> Iterator[Found]:
+    def listed(self, prefix: str, delimiter: str) -> Iterator[StorageEntry]:
         from azure.storage.blob import BlobPrefix
 
         container = self.service.get_container_client(self._container)
@@ -69,9 +69,9 @@ class AzureContainer:
             found = container.walk_blobs(name_starts_with=prefix, delimiter=delimiter)
         for entry in found:
             if isinstance(entry, BlobPrefix):
-                yield Found(entry.name[:-1], is_directory=True, size_bytes=0)
+                yield StorageEntry(entry.name[:-1], is_directory=True, size_bytes=0)
             else:
-                yield Found(entry.name, is_directory=False, size_bytes=entry.size)
+                yield StorageEntry(entry.name, is_directory=False, size_bytes=entry.size)
 
     def remove(self, path: str) -> None:
         self.blob(path).delete_blob()

@@ -9,12 +9,11 @@ from typing import IO, Any, Final, cast, final
 
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError
+from ckpt_core.storage._base import StorageEntry
 from ckpt_core.storage._keys import file_key
 from ckpt_core.storage._putting import PutSource
-from ckpt_core.storage.object._reader import ObjectRanges
-from ckpt_core.storage.object._storage import Found, ObjectStorage
-from ckpt_core.storage.object._translation import translated_errors
-from ckpt_core.storage.object._words import refused
+from ckpt_core.storage.object._storage import Limits, ObjectRanges, ObjectStorage
+from ckpt_core.storage.object._translation import refused, translated_errors
 
 _BLOCK_BYTES: Final = 64 * 2**20
 
@@ -32,28 +31,19 @@ class FsspecStorage(ObjectStorage):
         ConfigError: the protocol is unknown, its package is not installed, or it refuses an option.
     """
 
-    def __init__(
-        self,
-        url: str,
-        storage_options: dict[str, Any],
-        *,
-        request_seconds: float,
-        conditional_writes: bool,
-        block_bytes: int | None,
-    ) -> None:
+    def __init__(self, url: str, storage_options: dict[str, Any], limits: Limits) -> None:
         from fsspec.asyn import AsyncFileSystem
 
-        del conditional_writes
         super().__init__(url, storage_options)
         self._options = tuple(sorted(storage_options))
         self.filesystem, path = self._connect(url, storage_options)
         self.base = path.rstrip("/")
         self.bucket = path.strip("/").partition("/")[0]
-        self._block_bytes = block_bytes or _BLOCK_BYTES
+        self._block_bytes = limits.block_bytes or _BLOCK_BYTES
         if url.startswith("hf:"):
             self.delete_threads = 1  # each deletion is a commit, and the Hub refuses one beside another
         takes_limit = isinstance(self.filesystem, AsyncFileSystem) and not self.filesystem.asynchronous
-        self._limit = {"timeout": request_seconds} if takes_limit else {}
+        self._limit = {"timeout": limits.request_seconds} if takes_limit else {}
 
     def size_of(self, path: str) -> int:
         self.filesystem.invalidate_cache()
@@ -62,7 +52,7 @@ class FsspecStorage(ObjectStorage):
             raise FileNotFoundError(errno.ENOENT, "a prefix, not an object", self.shown(path))
         return int(info["size"])
 
-    def children(self, path: str) -> list[Found]:
+    def children(self, path: str) -> list[StorageEntry]:
         try:
             self.filesystem.invalidate_cache()
             found = self._call("ls", path, detail=True)
@@ -70,7 +60,12 @@ class FsspecStorage(ObjectStorage):
             return []
         prefix = path.strip("/") + "/"
         children = [(str(info["name"]).strip("/"), info) for info in found]
-        return [_found(name, info) for name, info in children if name.startswith(prefix)]
+        return [
+            StorageEntry(name.rpartition("/")[2], is_directory, 0 if is_directory else int(info["size"]))
+            for name, info in children
+            for is_directory in (info["type"] == "directory",)
+            if name.startswith(prefix)
+        ]
 
     def below(self, path: str) -> list[str]:
         """List an object, even one that no listing shows yet, and all below it."""
@@ -109,9 +104,10 @@ class FsspecStorage(ObjectStorage):
                 self._abandon(stream, path)
                 raise
 
-    def put_source(self, path: str, source: PutSource, identity: str) -> None:
+    def put_source(self, key: str, source: PutSource, identity: str) -> None:
         """Send a file whole, unless it is there."""
         del identity
+        path = self.path(file_key(key))
         with suppress(FileNotFoundError):
             size = self.size_of(path)
             if size != source.size_bytes:
@@ -162,8 +158,3 @@ class FsspecStorage(ObjectStorage):
         finally:
             if isinstance(stream, AbstractBufferedFile):
                 stream.closed = True  # to close it, as the garbage collector does, completes the upload
-
-
-def _found(path: str, info: dict[str, Any]) -> Found:
-    is_directory = info["type"] == "directory"
-    return Found(path.rpartition("/")[2], is_directory, 0 if is_directory else int(info["size"]))

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final, cast, final
 from urllib.parse import quote
 
 from ckpt_core.crew import run_all
-from ckpt_core.storage.object._storage import Found
-from ckpt_core.storage.object._words import refuse_others
+from ckpt_core.storage._base import StorageEntry
+from ckpt_core.storage.object._translation import refuse_others
 
 if TYPE_CHECKING:
     from obstore.store import AzureStore, GCSStore
@@ -62,15 +62,15 @@ class GcsBucket:
         self._account = account(project, options.get("access", "full_control"), options.get("token"))
         self.store: AzureStore | GCSStore = self._open(**arguments)
 
-    def listed(self, prefix: str, delimiter: str) -> Iterator[Found]:
+    def listed(self, prefix: str, delimiter: str) -> Iterator[StorageEntry]:
         wanted = {"prefix": prefix, "delimiter": delimiter, "fields": _LISTED}
         page: dict[str, Any] = {"nextPageToken": ""}
         while "nextPageToken" in page:
             page = self._ask("GET", "o", params={**wanted, "pageToken": page["nextPageToken"]}).json()
             for name in page.get("prefixes", []):
-                yield Found(name[:-1], is_directory=True, size_bytes=0)
+                yield StorageEntry(name[:-1], is_directory=True, size_bytes=0)
             for item in page.get("items", []):
-                yield Found(item["name"], is_directory=False, size_bytes=int(item["size"]))
+                yield StorageEntry(item["name"], is_directory=False, size_bytes=int(item["size"]))
 
     def remove(self, path: str) -> None:
         self._ask("DELETE", f"o/{quote(path, safe='')}")

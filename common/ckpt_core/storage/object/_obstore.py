@@ -14,11 +14,12 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
 from ckpt_core.errors import ConfigError
+from ckpt_core.storage._base import StorageEntry
 from ckpt_core.storage._keys import file_key
 from ckpt_core.storage.object._azure import AzureContainer
 from ckpt_core.storage.object._gcs import GcsBucket
 from ckpt_core.storage.object._parts import CONNECTIONS, PartedObject, PartStorage
-from ckpt_core.storage.object._storage import Found
+from ckpt_core.storage.object._storage import Limits
 from ckpt_core.storage.object._translation import translated_errors, unanswered
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class Container(Protocol):
     token_name: str
     """The name of an upload's token in the metadata of its object."""
 
-    def listed(self, prefix: str, delimiter: str) -> Iterator[Found]:
+    def listed(self, prefix: str, delimiter: str) -> Iterator[StorageEntry]:
         """List objects by their prefix, up to the next delimiter; names are whole."""
         ...
 
@@ -63,25 +64,17 @@ class ObstoreStorage(PartStorage):
         ConfigError: an option has no translation, or a library is not installed.
     """
 
-    def __init__(
-        self,
-        url: str,
-        storage_options: Mapping[str, Any],
-        *,
-        request_seconds: float,
-        conditional_writes: bool,
-        block_bytes: int | None,
-    ) -> None:
-        super().__init__(url, storage_options, block_bytes=block_bytes, connections=CONNECTIONS)
-        if not conditional_writes:
+    def __init__(self, url: str, storage_options: Mapping[str, Any], limits: Limits) -> None:
+        seconds = limits.request_seconds
+        super().__init__(url, storage_options, block_bytes=limits.block_bytes, connections=CONNECTIONS)
+        if not limits.conditional_writes:
             raise ConfigError(
                 f"{self.url}: leave out storage_options conditional_writes=False, which is for stores like S3"
             )
         kind = GcsBucket if url.partition("://")[0] in {"gs", "gcs"} else AzureContainer
-        limits = _limits(request_seconds)
-        self._try_seconds = request_seconds / 2
+        self._try_seconds = seconds / 2
         with translated_errors(self.url, self.redaction):
-            self._place: Container = kind(url, self.bucket, storage_options, request_seconds, **limits)
+            self._place: Container = kind(url, self.bucket, storage_options, seconds, **_limits(seconds))
 
     def size_and_token(self, path: str) -> tuple[int, str | None]:
         import obstore
@@ -91,21 +84,9 @@ class ObstoreStorage(PartStorage):
             token = found.attributes.get(self._place.token_name)
             return found.meta["size"], None if token is None else str(token)
 
-    def children(self, path: str) -> list[Found]:
-        prefix, unfinished = f"{path}/" if path else "", self.path(_UNFINISHED)
-        return [
-            entry._replace(name=entry.name[len(prefix) :])
-            for entry in self._listed(prefix, "/")
-            if entry.name != unfinished and (entry.is_directory or entry.name != prefix)
-        ]
-
-    def below(self, path: str) -> list[str]:
-        """List an object, even if listings do not show it yet, and all below it."""
-        found: list[str] = []
-        with suppress(FileNotFoundError):
-            self.size_of(path)
-            found.append(path)
-        return found + [entry.name for entry in self._listed(f"{path}/", "")]
+    def children(self, path: str) -> Sequence[StorageEntry]:
+        found = super().children(path)
+        return [each for each in found if each.name != _UNFINISHED] if path == self.path("") else found
 
     def remove(self, path: str) -> None:
         with suppress(FileNotFoundError), self._asking(path):
@@ -167,7 +148,7 @@ class ObstoreStorage(PartStorage):
         """Delete parts of objects that were never made; Azure drops its blocks itself."""
         root = f"{self.path(_UNFINISHED)}/"
         abandoned: set[str] = set()
-        for entry in self._listed(root, ""):
+        for entry in self.listed(root, ""):
             key = entry.name[len(root) :].partition("/")[2].rpartition("/")[0]
             if unwanted(key):
                 self.remove(entry.name)
@@ -187,7 +168,7 @@ class ObstoreStorage(PartStorage):
                 use_multipart=False,
             )
 
-    def _listed(self, prefix: str, delimiter: str) -> list[Found]:
+    def listed(self, prefix: str, delimiter: str) -> Sequence[StorageEntry]:
         try:
             with self._asking(prefix):
                 return list(self._place.listed(prefix, delimiter))

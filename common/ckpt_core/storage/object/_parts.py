@@ -20,6 +20,7 @@ from typing import IO, Any, Final, Protocol, Self, cast, final
 from ckpt_core.crew import Workers, run_all
 from ckpt_core.disclosure import logger_of
 from ckpt_core.formats.checksums import crc32
+from ckpt_core.storage._base import StorageEntry
 from ckpt_core.storage._keys import file_key
 from ckpt_core.storage._putting import PutSource
 from ckpt_core.storage.object._storage import ObjectStorage
@@ -102,11 +103,28 @@ class PartStorage(ObjectStorage):
         """
 
     @abstractmethod
+    def listed(self, prefix: str, delimiter: str) -> Sequence[StorageEntry]:
+        """List objects by their prefix, up to the next delimiter; names are whole."""
+
+    @abstractmethod
     def begin(self, path: str, token: str, *, again: bool) -> PartedObject:
         """Begin an upload; `again`: continue one with that token, if there is one."""
 
     def size_of(self, path: str) -> int:
         return self.size_and_token(path)[0]
+
+    def children(self, path: str) -> Sequence[StorageEntry]:
+        prefix = f"{path}/" if path else ""
+        found = [entry for entry in self.listed(prefix, "/") if entry.is_directory or entry.name != prefix]
+        return [entry._replace(name=entry.name[len(prefix) :]) for entry in found]
+
+    def below(self, path: str) -> Sequence[str]:
+        """List an object, even one that no listing shows yet, and all below it."""
+        found: list[str] = []
+        with suppress(FileNotFoundError):
+            self.size_of(path)
+            found.append(path)
+        return found + [entry.name for entry in self.listed(f"{path}/", "")]
 
     @contextmanager
     def create(self, key: str) -> Generator[IO[bytes]]:
@@ -129,9 +147,9 @@ class PartStorage(ObjectStorage):
                 upload.take(piece)
             upload.finish()
 
-    def put_source(self, path: str, source: PutSource, identity: str) -> None:
-        size = source.size_bytes
-        token = token_of(identity, size)
+    def put_source(self, key: str, source: PutSource, identity: str) -> None:
+        path, size = self.path(file_key(key)), source.size_bytes
+        token = hashlib.sha256(f"{identity} {size}".encode()).hexdigest()[:32]
         with suppress(FileNotFoundError):
             if self.size_and_token(path) != (size, token):
                 raise self._occupied(path)
@@ -214,11 +232,6 @@ class PartStorage(ObjectStorage):
 
     def _occupied(self, path: str) -> FileExistsError:
         return FileExistsError(errno.EEXIST, "the object exists already", f"{self.url}: {self.shown(path)}")
-
-
-def token_of(identity: str, size_bytes: int) -> str:
-    """Return the token of a file that is put; see `Storage.put_file`."""
-    return hashlib.sha256(f"{identity} {size_bytes}".encode()).hexdigest()[:32]
 
 
 def mark(content: Sequence[memoryview]) -> str:

@@ -12,11 +12,12 @@ from contextlib import suppress
 from typing import Any, Final, final
 
 from ckpt_core.disclosure import Redaction, public_url
+from ckpt_core.storage._base import StorageEntry
 from ckpt_core.storage._keys import file_key
 from ckpt_core.storage.object._parts import MOST_PARTS, PartedObject, PartStorage, mark
 from ckpt_core.storage.object._s3_options import S3Settings
 from ckpt_core.storage.object._s3_requests import Body, S3Requests
-from ckpt_core.storage.object._storage import Found
+from ckpt_core.storage.object._storage import Limits
 
 _METADATA: Final = "ckpt-upload"
 # It holds the token of its upload, which no listing of uploads shows, and is never a part of an object.
@@ -29,9 +30,6 @@ class S3Storage(PartStorage):
 
     Args:
         storage_options: in the words of s3fs.
-        request_seconds: the time limit of one request, retries included.
-        conditional_writes: whether to create objects only if there is none.
-        block_bytes: size of the parts of an upload; None for the default.
 
     Raises:
         ConfigError: an option cannot be translated, or botocore refuses it.
@@ -39,48 +37,33 @@ class S3Storage(PartStorage):
 
     reads_in_place = True
 
-    def __init__(
-        self,
-        url: str,
-        storage_options: dict[str, Any],
-        *,
-        request_seconds: float,
-        conditional_writes: bool,
-        block_bytes: int | None,
-    ) -> None:
+    def __init__(self, url: str, storage_options: dict[str, Any], limits: Limits) -> None:
+        seconds = limits.request_seconds
         secrets = Redaction.of(url, storage_options)
-        settings = S3Settings.of(public_url(url).rstrip("/"), storage_options, request_seconds, secrets)
-        super().__init__(url, storage_options, block_bytes=block_bytes, connections=settings.connections)
-        self._condition: dict[str, Any] = {"IfNoneMatch": "*"} if conditional_writes else {}
+        settings = S3Settings.of(public_url(url).rstrip("/"), storage_options, seconds, secrets)
+        super().__init__(
+            url, storage_options, block_bytes=limits.block_bytes, connections=settings.connections
+        )
+        self._condition: dict[str, Any] = {"IfNoneMatch": "*"} if limits.conditional_writes else {}
         self._settings = settings
         self._requests = S3Requests(
-            self.url, self.bucket, settings, redaction=self.redaction, seconds=request_seconds
+            self.url, self.bucket, settings, redaction=self.redaction, seconds=seconds
         )
 
     def size_and_token(self, path: str) -> tuple[int, str | None]:
         found = self._requests.call("head_object", Key=path)
         return int(found["ContentLength"]), found.get("Metadata", {}).get(_METADATA)
 
-    def children(self, path: str) -> list[Found]:
-        prefix = f"{path}/" if path else ""
-        found: list[Found] = []
-        for page in self._requests.pages("list_objects_v2", Prefix=prefix, Delimiter="/"):
-            directories = [str(entry["Prefix"])[:-1] for entry in page.get("CommonPrefixes", [])]
-            sizes = {str(entry["Key"]): int(entry["Size"]) for entry in page.get("Contents", [])}
-            found += [Found(name[len(prefix) :], is_directory=True, size_bytes=0) for name in directories]
+    def listed(self, prefix: str, delimiter: str) -> Sequence[StorageEntry]:
+        found: list[StorageEntry] = []
+        until = {"Delimiter": delimiter} if delimiter else {}
+        for page in self._requests.pages("list_objects_v2", Prefix=prefix, **until):
+            names = [str(entry["Prefix"])[:-1] for entry in page.get("CommonPrefixes", [])]
+            found += [StorageEntry(name, is_directory=True, size_bytes=0) for name in names]
             found += [
-                Found(name[len(prefix) :], is_directory=False, size_bytes=sizes[name]) for name in sizes
+                StorageEntry(str(entry["Key"]), is_directory=False, size_bytes=int(entry["Size"]))
+                for entry in page.get("Contents", [])
             ]
-        return [each for each in found if each.name or each.is_directory]
-
-    def below(self, path: str) -> list[str]:
-        """List an object, even one that no listing shows yet, and all below it."""
-        found: list[str] = []
-        with suppress(FileNotFoundError):
-            self.size_of(path)
-            found.append(path)
-        for page in self._requests.pages("list_objects_v2", Prefix=f"{path}/"):
-            found += [str(entry["Key"]) for entry in page.get("Contents", [])]
         return found
 
     def remove(self, path: str) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, final
 
 from ckpt_core.disclosure import Redaction
 from ckpt_core.storage.object._parts import CONNECTIONS
-from ckpt_core.storage.object._words import refuse_others, refused
+from ckpt_core.storage.object._translation import refuse_others, refused
 
 if TYPE_CHECKING:
     from botocore.config import Config
@@ -60,17 +60,14 @@ _WITHOUT_EFFECT: Final = (
 )
 
 
-def attempts_within(seconds: float) -> int:
-    """Return how many tries fit, if the waits double from at most 1 s on."""
-    return max(2, min(int(math.log2(seconds / 2 + 1)) + 1, _MOST_ATTEMPTS))
-
-
 def time_limits(seconds: float) -> dict[str, Any]:
     """Return botocore's time-outs and retries that fit into `seconds`."""
+    # So many tries fit if the waits between them double from at most 1 s on.
+    attempts = max(2, min(int(math.log2(seconds / 2 + 1)) + 1, _MOST_ATTEMPTS))
     return {
         "connect_timeout": max(1.0, min(10.0, seconds / 4)),
         "read_timeout": max(1.0, min(60.0, seconds / 4)),
-        "retries": {"mode": "standard", "total_max_attempts": attempts_within(seconds)},
+        "retries": {"mode": "standard", "total_max_attempts": attempts},
     }
 
 

@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import errno
+import io
 from abc import abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import IO, Any, Final, NamedTuple
+from typing import IO, Any, Final, NamedTuple, final
 
 from ckpt_core.crew import run_all
 from ckpt_core.disclosure import Redaction, logger_of, public_url
 from ckpt_core.storage._base import Lock, RangeReader, Storage, StorageEntry
-from ckpt_core.storage._keys import file_key, is_plain, key_parts
-from ckpt_core.storage._putting import Pace, Progress, PutSource, ReadAt, nothing, unlimited
+from ckpt_core.storage._keys import RangeStream, ends_early, file_key, is_plain, key_parts
 from ckpt_core.storage.local._locks import UnguardedLock
-from ckpt_core.storage.object._reader import ObjectRanges, open_object
 
 _PROBE: Final = ".probe"
+_BUFFER_BYTES: Final = 4 * 2**20
+_START_BYTES: Final = 2**20
 
 _logger = logger_of(__name__)
 _warned_odd: set[str] = set()
 
 
-class Found(NamedTuple):
-    """One name below a prefix; it may be one that no path can have."""
+class Limits(NamedTuple):
+    """What `object_storage` is told of requests; see its arguments."""
 
-    name: str
-    is_directory: bool
-    size_bytes: int
+    request_seconds: float
+    conditional_writes: bool
+    block_bytes: int | None
 
 
 class ObjectStorage(Storage):
@@ -76,8 +77,11 @@ class ObjectStorage(Storage):
         """
 
     @abstractmethod
-    def children(self, path: str) -> Sequence[Found]:
-        """List the names below a prefix, up to the next slash; [] if there are none."""
+    def children(self, path: str) -> Sequence[StorageEntry]:
+        """List the names below a prefix, up to the next slash; [] if there are none.
+
+        A name may be one that no path can have.
+        """
 
     @abstractmethod
     def below(self, path: str) -> Sequence[str]:
@@ -112,10 +116,6 @@ class ObjectStorage(Storage):
         count = self.read_into(path, 0, memoryview(start)) if start else 0
         return size, bytes(start[:count])
 
-    @abstractmethod
-    def put_source(self, path: str, source: PutSource, identity: str) -> None:
-        """Create an object from a source; see `Storage.put_file`."""
-
     def check_root(self) -> None:
         """Create and delete a tiny object.
 
@@ -131,24 +131,24 @@ class ObjectStorage(Storage):
             raise FileNotFoundError(errno.ENOENT, message, self._url) from error
         self.remove(self.path(_PROBE))
 
-    def put_file(
-        self,
-        key: str,
-        size_bytes: int,
-        read: ReadAt,
-        *,
-        identity: str,
-        pace: Pace | None = None,
-        progress: Progress | None = None,
-    ) -> None:
-        """Upload a file, without parts that an earlier call has sent where the client can."""
-        source = PutSource(size_bytes, read, pace or unlimited, progress or nothing)
-        self.put_source(self.path(file_key(key)), source, identity)
-
     @contextmanager
     def open(self, key: str) -> Generator[IO[bytes]]:
-        """Open an object for reading, by ranged requests."""
-        with open_object(self, self.path(file_key(key))) as stream:
+        """Open a buffered stream over an object; a small one has been read by then.
+
+        Small reads are served from blocks, large ones are one ranged request. fsspec's own files are not used
+        because some share their position between readers, and others read tens of megabytes ahead.
+        """
+        path = self.path(file_key(key))
+        size, start = self.read_start(path, _START_BYTES)
+
+        def read_into(offset: int, buffer: memoryview) -> int:
+            known = start[offset : offset + len(buffer)]
+            buffer[: len(known)] = known
+            rest = buffer[len(known) :]
+            return len(known) + (self.read_into(path, offset + len(known), rest) if rest else 0)
+
+        ranges = RangeStream(size, read_into, self.shown(path))
+        with io.BufferedReader(ranges, min(_BUFFER_BYTES, max(size, 1))) as stream:
             yield stream
 
     @contextmanager
@@ -159,7 +159,7 @@ class ObjectStorage(Storage):
         yield ObjectRanges(self, path, size, start)
 
     def list(self, key: str) -> list[StorageEntry]:
-        entries = [StorageEntry(*each) for each in self.children(self.path(key))]
+        entries = self.children(self.path(key))
         odd = [entry.name for entry in entries if not is_plain(entry.name)]
         if odd:
             _warn_odd(self._url, key, odd)
@@ -211,3 +211,40 @@ def _warn_odd(url: str, key: str, names: Sequence[str]) -> None:
             place,
             " and ".join(repr(name) for name in names),
         )
+
+
+@final
+class ObjectRanges:
+    """Ranges of an object, one request each, so that several threads run in parallel."""
+
+    def __init__(self, storage: ObjectStorage, path: str, size_bytes: int, start: bytes = b"") -> None:
+        """Read from an object of that size; its first bytes may be known."""
+        self._storage = storage
+        self._start = start
+        self._path = path
+        self.size_bytes = size_bytes
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill the buffer from `offset` on."""
+        if buffer:
+            end = self._checked_end(offset, len(buffer))
+            if end <= len(self._start):
+                buffer[:] = self._start[offset:end]
+                return
+            count = self._storage.read_into(self._path, offset, buffer)
+            if offset + count != end:
+                raise ends_early(self._storage.shown(self._path), end, offset + count)
+
+    def read_spread(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill the buffers, by one request where the client can."""
+        end = self._checked_end(offset, sum(map(len, buffers)))
+        count = self._storage.read_spread(self._path, offset, buffers)
+        if offset + count != end:
+            raise ends_early(self._storage.shown(self._path), end, offset + count)
+
+    def _checked_end(self, offset: int, size_bytes: int) -> int:
+        """Return the end of a range; stores differ in their answers to one past the end."""
+        end = offset + size_bytes
+        if end > self.size_bytes:
+            raise ends_early(self._storage.shown(self._path), end, self.size_bytes)
+        return end

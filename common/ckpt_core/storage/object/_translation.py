@@ -1,4 +1,4 @@
-"""Translation of cloud libraries' errors into the OS errors of the contract.
+"""Errors of cloud libraries as OS errors of the contract; refusal of their options.
 
 Those libraries are optional, so their errors are recognised by name, without importing them.
 """
@@ -8,13 +8,13 @@ from __future__ import annotations
 import errno
 import re
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from http import HTTPStatus
-from typing import Final, TypeAlias, cast
+from typing import Any, Final, TypeAlias, cast
 
 from ckpt_core.disclosure import Redaction
-from ckpt_core.errors import ArchivedError
+from ckpt_core.errors import ArchivedError, ConfigError
 
 _LIBRARIES = {"aiohttp", "azure", "botocore", "ftplib", "google", "obstore", "requests", "urllib3"}
 _NO_CREDENTIALS = {
@@ -62,7 +62,11 @@ def translated_errors(url: str, redaction: Redaction = _NOTHING_SECRET) -> Gener
         if hasattr(error, _IN_OUR_WORDS):
             raise  # one of these within another
         secret = redaction.quotes(error)
-        translation = _late(error, began, url, redaction) or _translation(error, url, redaction)
+        text = redaction.text(f"{type(error).__name__}: {_brief(error)}")
+        translation = _late(error, time.monotonic() - began, url, text)
+        of_system = isinstance(error, OSError) and type(error).__module__ != "requests.exceptions"
+        if translation is None and not of_system and _library(error) in _LIBRARIES:
+            translation = _of_library(error, text, url)
         if translation is None and secret:
             translation = _plain(error, redaction)
         if translation is None:
@@ -73,14 +77,13 @@ def translated_errors(url: str, redaction: Redaction = _NOTHING_SECRET) -> Gener
         raise translation from error
 
 
-def _late(error: Exception, began: float, url: str, redaction: Redaction) -> TimeoutError | None:
+def _late(error: Exception, seconds: float, url: str, text: str) -> OSError | None:
     """Translate a library's error that no answer came; None for others."""
     # requests wraps what its tries met.
     wrapped = getattr(error.args[0], "reason", None) if error.args else None
     if not {type(error).__name__, type(wrapped).__name__} & _NO_ANSWER:
         return None
-    text = redaction.text(f"{type(error).__name__}: {_brief(error)}")
-    return late(url, time.monotonic() - began, text)
+    return late(url, seconds, text)
 
 
 def _plain(error: Exception, redaction: Redaction) -> OSError | None:
@@ -92,14 +95,6 @@ def _plain(error: Exception, redaction: Redaction) -> OSError | None:
         return cast("OSError", kind(redaction.text(str(error))))
     where = None if error.filename is None else redaction.text(str(error.filename))
     return cast("OSError", kind(error.errno, redaction.text(str(error.strerror)), where))
-
-
-def _translation(error: Exception, url: str, redaction: Redaction) -> OSError | None:
-    """Translate an error, with the library's text; None if it needs no translation."""
-    text = redaction.text(f"{type(error).__name__}: {_brief(error)}")
-    if isinstance(error, OSError) and type(error).__module__ != "requests.exceptions":
-        return None
-    return _of_library(error, text, url) if _library(error) in _LIBRARIES else None
 
 
 def _brief(error: Exception) -> str:
@@ -153,23 +148,18 @@ def _status(error: Exception) -> int | None:
 
 def _of_s3(error: Exception, text: str, url: str) -> OSError | None:
     """Translate an answer of S3; None for an error of botocore without one."""
+    # Of a lost connection botocore has the attribute, too: None, or a response without a body.
     response = getattr(error, "response", None)
     if not isinstance(response, dict):
         return None
-    status, code = response.get("ResponseMetadata", {}).get("HTTPStatusCode"), _code(error)
+    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    code = str(response.get("Error", {}).get("Code", ""))
     if make := _OF_S3.get(code) or _OF_STATUS.get(status):
         return make(text, url)
     if code == "400" and getattr(error, "operation_name", "").startswith("Head"):
         # An answer to HEAD has no body with the reason; with a correct client it is this one.
         return _expired(f"{text}; this answer comes without a reason", url)
     return _failed(text, url)
-
-
-def _code(answer: Exception) -> str:
-    """Return S3's code of an error; "" if it is not from S3."""
-    # Of a lost connection botocore has the attribute, too: None, or a response without a body.
-    response = getattr(answer, "response", None)
-    return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
 
 
 def _archived(text: str, url: str) -> ArchivedError:
@@ -251,3 +241,28 @@ _AS_OS_ERRORS: Final[dict[str, _Make]] = {
     "PermissionDeniedError": _denied,
     "UnauthenticatedError": _expired,
 }
+
+
+def refused(
+    url: str, library: str, options: Iterable[str], *, error: Exception, redaction: Redaction
+) -> ConfigError:
+    """Build the error for arguments that a library refuses, with names only."""
+    names = ", ".join(sorted(options))
+    given = f", and storage_options ({names})" if names else ""
+    text = redaction.text(f"{type(error).__name__}: {error}")
+    return ConfigError(f"{url}: {library} cannot open this ({text}); check the URL{given}")
+
+
+def refuse_others(
+    url: str, options: Mapping[str, Any], known: Collection[str], library: str = "obstore"
+) -> None:
+    """Refuse options without a translation.
+
+    Raises:
+        ConfigError: it names them.
+    """
+    others = sorted(name for name in options if name not in known)
+    if others:
+        raise ConfigError(
+            f"{url}: {library} has nothing like storage_options {', '.join(others)}; leave them out"
+        )
