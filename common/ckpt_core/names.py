@@ -12,6 +12,8 @@ MARKER = "COMMITTED"
 MANIFEST = "manifest.json"
 SIGNATURE = f"{MANIFEST}.sig"
 METADATA = ".metadata"
+PLAIN = "plain.json.z"
+"""Of a compressed checkpoint: the frames, and what the plain one has otherwise."""
 SHARED = "shared.json"
 KEPT = "kept_by_rank"
 IMPORTED = "imported"
@@ -205,7 +207,7 @@ def twin_name(path: str) -> str:
 def is_own_file(path: str) -> bool:
     """Return whether a file has a name that only this package or DCP gives."""
     name = path.rpartition("/")[2].removesuffix(TWIN_SUFFIX)
-    return name in {MARKER, MANIFEST, SIGNATURE, METADATA, SHARED} or bool(
+    return name in {MARKER, MANIFEST, SIGNATURE, METADATA, PLAIN, SHARED} or bool(
         _DATA.fullmatch(name) or is_own_json(name) or _SHARED.fullmatch(name)
     )
 

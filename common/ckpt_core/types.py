@@ -97,6 +97,7 @@ class CheckpointInfo:
         save_id: of the save that wrote it.
         manifest_sha256: SHA-256 of its `manifest.json`, hexadecimal; it identifies its content as firmly as
             the checksums in the manifest do.
+        plain_sha256: that of the plain checkpoint, if this is a compressed one; else "".
     """
 
     step: int
@@ -112,6 +113,12 @@ class CheckpointInfo:
     abandoned: bool = False
     save_id: str = ""
     manifest_sha256: str = ""
+    plain_sha256: str = ""
+
+    @property
+    def content_sha256(self) -> str:
+        """The same for a plain checkpoint and for those made of it by compressing."""
+        return self.plain_sha256 or self.manifest_sha256
 
     @property
     def usable(self) -> bool:

@@ -4,11 +4,12 @@ The one rule of the whole suite is enforced here: no `COMMITTED`, no checkpoint.
 torch, so that listing and verifying stay fast.
 """
 
-from ckpt_core.commit._catalog import Catalog, Survey, known_pins, read_manifest
+from ckpt_core.commit._catalog import Catalog, Survey, known_pins, plain_storage, read_entry, read_manifest
 from ckpt_core.commit._inventory import Inventory
 from ckpt_core.commit._lease import Lease, Owner
 from ckpt_core.commit._manifest import (
     MAX_MARKER_BYTES,
+    NEWEST_FORMAT,
     ItemKind,
     Manifest,
     Marker,
@@ -46,6 +47,7 @@ from ckpt_core.commit._verify import TensorEntry, list_tensors, share, verify
 __all__ = [
     "MAX_MARKER_BYTES",
     "MAX_SIGNATURE_BYTES",
+    "NEWEST_FORMAT",
     "Catalog",
     "Inventory",
     "ItemKind",
@@ -75,8 +77,10 @@ __all__ = [
     "next_lineage",
     "note_measured",
     "on_present_line",
+    "plain_storage",
     "present_lineage",
     "quarantine",
+    "read_entry",
     "read_manifest",
     "read_notes",
     "refuse_as_root",

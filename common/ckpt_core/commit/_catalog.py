@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import time
@@ -37,6 +38,8 @@ from ckpt_core.errors import (
     PartialCheckpointError,
 )
 from ckpt_core.formats import codec
+from ckpt_core.formats.checksums import checksum
+from ckpt_core.formats.frames import PlainFiles
 from ckpt_core.messages import message
 from ckpt_core.names import (
     DAMAGED,
@@ -44,6 +47,8 @@ from ckpt_core.names import (
     MANIFEST,
     MARKER,
     PINS,
+    PLAIN,
+    TWIN_SUFFIX,
     can_count,
     is_incomplete,
     is_trash,
@@ -52,8 +57,8 @@ from ckpt_core.names import (
     set_aside,
     step_name,
 )
-from ckpt_core.storage import Storage, read_small
-from ckpt_core.types import CheckpointInfo, Lineage
+from ckpt_core.storage import FramedStorage, Storage, read_intact, read_small
+from ckpt_core.types import CheckpointInfo, FileEntry, Lineage
 
 _logger = logger_of(__name__)
 
@@ -528,6 +533,74 @@ def read_manifest(storage: Storage, name: str) -> bytes:
         IncompatibleCheckpointError: they were written by a newer version.
     """
     return _committed_manifest(storage, name, None)[0]
+
+
+def plain_storage(storage: Storage, name: str, manifest: Manifest | None = None) -> Storage:
+    """Return a storage in which a checkpoint is plain: itself, or a view of a compressed one.
+
+    Args:
+        storage: the root.
+        name: of the checkpoint, which is committed.
+        manifest: its manifest; None to read it.
+
+    Raises:
+        CorruptCheckpointError: what it consists of contradicts itself; also as by `read_manifest`.
+        IncompatibleCheckpointError: it was written by a newer version.
+    """
+    manifest = Catalog(storage).manifest(name) if manifest is None else manifest
+    if not manifest.plain_sha256:
+        return storage
+    place, sizes = f"{storage.url}/{name}", {entry.path: entry.size_bytes for entry in manifest.files}
+    entry = next((each for each in manifest.files if each.path == PLAIN), None)
+    if entry is None:
+        raise corrupt_file(place, PLAIN, f"not among the files that {MANIFEST} lists")
+    content = read_entry(storage, name, entry)
+    found = PlainFiles.from_bytes(content, source=f"{place}/{PLAIN}")
+    plain = Manifest.from_bytes(found.manifest)
+    plain_sizes = {each.path: each.size_bytes for each in plain.files}
+    if hashlib.sha256(found.manifest).hexdigest() != manifest.plain_sha256 or plain.plain_sha256:
+        raise corrupt_file(place, PLAIN, f"is not of the checkpoint that {MANIFEST} names")
+    for path, frames in found.files.items():
+        if (frames.plain_starts[-1], frames.stored_starts[-1]) != (plain_sizes.get(path), sizes.get(path)):
+            raise corrupt_file(place, PLAIN, f"says other sizes of {path!r:.200} than the manifests")
+    marker = Marker.of(plain, found.manifest).to_bytes()
+    return FramedStorage(
+        storage,
+        name,
+        small={MARKER: marker, MANIFEST: found.manifest, **found.small},
+        files=found.files,
+        twin_suffix=TWIN_SUFFIX if plain.replicas > 1 else "",
+    )
+
+
+def read_entry(storage: Storage, name: str, entry: FileEntry) -> bytes:
+    """Read a small file of a checkpoint, and compare it with its manifest.
+
+    Raises:
+        CorruptCheckpointError: it is missing or damaged.
+    """
+    key = f"{name}/{entry.path}"
+
+    def problem(content: bytes) -> str:
+        found = checksum(content, entry.checksum.partition(":")[0])
+        return "" if found == entry.checksum else f"checksum is {found}, {entry.checksum} was committed"
+
+    try:
+        content, wrong = read_intact(
+            storage, key, lambda each: read_small(each, key, committed_bytes=entry.size_bytes), problem
+        )
+    except FileNotFoundError:
+        content, wrong = b"", "missing"
+    except ValueError as error:
+        content, wrong = b"", f"cannot be verified: {error}"
+    except OSError as error:
+        # A block that the device cannot read is lost; any other error may be temporary.
+        if error.errno != errno.EIO:
+            raise
+        content, wrong = b"", f"cannot be read: {error}"
+    if wrong:
+        raise corrupt_file(f"{storage.url}/{name}", entry.path, wrong)
+    return content
 
 
 def _committed_manifest(storage: Storage, name: str, sha256: str | None) -> tuple[bytes, Manifest]:

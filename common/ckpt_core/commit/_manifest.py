@@ -182,9 +182,9 @@ MAX_MARKER_BYTES: Final = 1 << 20
 MAX_MANIFEST_BYTES: Final = 64 << 20
 """Enough for 400,000 files; a larger manifest is neither read nor written."""
 
-_NEWEST_MARKER: Final = FORMAT_VERSION + 1
-"""A marker of one group has the `FORMAT_VERSION`. A reader that knows no groups must refuse one of several:
-it would take files on other nodes' disks for lost."""
+NEWEST_FORMAT: Final = FORMAT_VERSION + 1
+"""Of a checkpoint on several disks, or a compressed one. A reader that does not know them must refuse them: it
+would take files for lost or damaged. All others have the `FORMAT_VERSION`."""
 _MARKER: Final = "the commit marker"
 _KINDS: Final = frozenset(get_args(ItemKind))
 
@@ -206,6 +206,7 @@ class Manifest:
         replicas: number of files that hold the same bytes; 2 if every file has a twin (`twin_name`).
         groups: of each file, in order, the filesystem group on whose disk it is, `EVERY_GROUP` if on all of
             them; empty if all files are in one place. Copies of the checkpoint in one place keep it.
+        plain_sha256: SHA-256 of the manifest of the plain checkpoint that it holds compressed; "" for none.
     """
 
     save_id: str
@@ -222,6 +223,7 @@ class Manifest:
     provenance: Provenance = field(default_factory=Provenance)
     replicas: int = 1
     groups: tuple[int, ...] = ()
+    plain_sha256: str = ""
     format_version: int = FORMAT_VERSION
 
     @property
@@ -267,6 +269,7 @@ class Manifest:
                 "producer": dict(self.producer),
                 "num_chunks": self.num_chunks,
                 **_lineage_fields(self.lineage),
+                **_plain_field(self.plain_sha256),
                 **provenance_fields(self.provenance),
                 **({"replicas": self.replicas} if self.replicas > 1 else {}),
                 **({"groups": list(self.groups)} if self.groups else {}),
@@ -292,7 +295,9 @@ class Manifest:
 
     @classmethod
     def _parse(cls, content: bytes, *, with_files: bool = True) -> Manifest:
-        with codec.Fields.parse(content, source=MANIFEST, oldest=FORMAT_VERSION) as fields:
+        with codec.Fields.parse(
+            content, source=MANIFEST, oldest=FORMAT_VERSION, newest=NEWEST_FORMAT
+        ) as fields:
             columns = fields.get("files", dict)
             _check_columns(columns)
             rows = zip(*(columns[name] for name in _COLUMNS), strict=True) if with_files else ()
@@ -329,6 +334,7 @@ class Marker:
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     lineage: Lineage = field(default_factory=Lineage)
     groups: int = 1
+    plain_sha256: str = ""
     format_version: int = FORMAT_VERSION
 
     @classmethod
@@ -338,7 +344,7 @@ class Marker:
             manifest_sha256=hashlib.sha256(content).hexdigest(),
             manifest_bytes=len(content),
             groups=groups,
-            format_version=manifest.format_version if groups == 1 else _NEWEST_MARKER,
+            format_version=manifest.format_version if groups == 1 else NEWEST_FORMAT,
             **_facts_of(manifest),
         )
 
@@ -365,6 +371,11 @@ class Marker:
             return False
         return hashlib.sha256(content).hexdigest() == self.manifest_sha256
 
+    def is_same(self, manifest: Manifest, content: bytes) -> bool:
+        """Return whether both are of one checkpoint, be either compressed."""
+        own = self.plain_sha256 or self.manifest_sha256
+        return own == (manifest.plain_sha256 or hashlib.sha256(content).hexdigest())
+
     def is_of(self, manifest: Manifest) -> bool:
         """Return whether the facts in the marker agree with its manifest."""
         own, other = (
@@ -390,6 +401,7 @@ class Marker:
                 "world_size": self.world_size,
                 "metrics": codec.numbers(self.metrics),
                 **_lineage_fields(self.lineage),
+                **_plain_field(self.plain_sha256),
                 **({"groups": self.groups} if self.groups > 1 else {}),
             }
         )
@@ -404,7 +416,7 @@ class Marker:
         # First: a flipped bit in the version number must not pass for a newer format.
         has_checksum = codec.has_checksum(content, source=_MARKER)
         oldest = FORMAT_VERSION if has_checksum else 1  # without one, it is no marker of any format
-        with codec.Fields.parse(content, source=_MARKER, oldest=oldest, newest=_NEWEST_MARKER) as fields:
+        with codec.Fields.parse(content, source=_MARKER, oldest=oldest, newest=NEWEST_FORMAT) as fields:
             if not has_checksum:
                 raise ValueError("it does not name its checksum")
             return cls(
@@ -416,7 +428,16 @@ class Marker:
             )
 
 
-_FACTS: Final = ("save_id", "step", "created", "size_bytes", "world_size", "metrics", "lineage")
+_FACTS: Final = (
+    "save_id",
+    "step",
+    "created",
+    "size_bytes",
+    "world_size",
+    "metrics",
+    "lineage",
+    "plain_sha256",
+)
 
 
 def _facts_of(source: Manifest | Marker) -> dict[str, Any]:
@@ -434,7 +455,12 @@ def _facts_in(fields: codec.Fields) -> dict[str, Any]:
         "world_size": fields.count("world_size", least=1),
         "metrics": fields.numbers("metrics"),
         "lineage": _lineage_of(fields),
+        "plain_sha256": fields.get("plain_sha256", str) if fields.has("plain_sha256") else "",
     }
+
+
+def _plain_field(sha256: str) -> dict[str, str]:
+    return {"plain_sha256": sha256} if sha256 else {}
 
 
 def read_committed(

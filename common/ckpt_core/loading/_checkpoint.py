@@ -13,7 +13,7 @@ from typing import Any, Final, final
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from ckpt_core.commit import Catalog, Manifest
+from ckpt_core.commit import Catalog, Manifest, plain_storage
 from ckpt_core.coordination import Coordinator
 from ckpt_core.dcp import (
     ChunkLocation,
@@ -298,6 +298,9 @@ def open_parts(
     ours = not file and (bool(committed) or storage.exists(f"{directory}/{MARKER}"))
     digest = committed if isinstance(committed, str) else None
     manifest = Catalog(storage).manifest(directory, sha256=digest) if ours else None
+    if manifest is not None and manifest.plain_sha256:
+        storage = plain_storage(storage, directory, manifest)
+        manifest = Catalog(storage).manifest(directory)
     files = CommittedFiles(storage, directory, manifest)
     if ours:  # other files in the directory do not count
         found = [path for path in files.paths if path.rpartition("/")[2] == METADATA]

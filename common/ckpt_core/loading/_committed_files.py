@@ -37,12 +37,13 @@ class CommittedFiles:
     """The files of one checkpoint directory, read whole.
 
     Attributes:
+        storage: that they are read from: of a compressed checkpoint, a view in which it is plain.
         inside: small files that are not in the directory, but inside one of others.
     """
 
     def __init__(self, storage: Storage, directory: str, manifest: Manifest | None) -> None:
         self.inside: Mapping[str, bytes] = {}
-        self._storage = storage
+        self.storage = storage
         self.directory = directory
         self._manifest = manifest
         self._entries = {} if manifest is None else {entry.path: entry for entry in manifest.originals}
@@ -53,7 +54,7 @@ class CommittedFiles:
     @property
     def url(self) -> str:
         """The directory's URL, for messages."""
-        return f"{self._storage.url}/{self.directory}"
+        return f"{self.storage.url}/{self.directory}"
 
     @property
     def is_ours(self) -> bool:
@@ -84,7 +85,7 @@ class CommittedFiles:
         """Return whether the checkpoint has that file; an uncommitted one does not count."""
         if self.is_ours:
             return path in self._entries
-        return path in self.inside or self._storage.exists(f"{self.directory}/{path}")
+        return path in self.inside or self.storage.exists(f"{self.directory}/{path}")
 
     def size(self, path: str) -> int:
         """Return the committed size of a file; without a manifest, its actual size."""
@@ -92,7 +93,7 @@ class CommittedFiles:
             return self._entries[path].size_bytes
         try:
             if not self.is_ours:
-                return self._storage.size(f"{self.directory}/{path}")
+                return self.storage.size(f"{self.directory}/{path}")
         except FileNotFoundError:
             pass
         raise self.damaged(path, "missing")
@@ -139,7 +140,7 @@ class CommittedFiles:
         most = BIGGEST_SMALL_FILE if is_own_file(path) else size
         try:
             content, problem = read_intact(
-                self._storage,
+                self.storage,
                 key,
                 lambda each: read_small(each, key, most, committed_bytes=size),
                 lambda content: self._problem(content, original),
@@ -185,7 +186,7 @@ class CommittedFiles:
         follows from theirs and from those of the payloads, which the load verifies anyway; so almost nothing
         must be read to know that a file is whole.
         """
-        if not (self.is_ours and self._storage.rereads_from_memory):
+        if not (self.is_ours and self.storage.rereads_from_memory):
             return []
         data = [entry for entry in self.entries if data_rank(entry.path) is not None]
         problems = {path: self._problem_around(path) for path in share(data, rank, world_size)}
@@ -205,7 +206,7 @@ class CommittedFiles:
         if committed is None:
             return ""
         try:
-            with self._storage.open_ranges(f"{self.directory}/{path}") as reader:
+            with self.storage.open_ranges(f"{self.directory}/{path}") as reader:
                 found = _crc_with_payloads(reader, chunks)
         except FileNotFoundError:
             return "missing"
@@ -240,7 +241,7 @@ class CommittedFiles:
 
         A file whose twin is there is no failure.
         """
-        listed = _listed_sizes(self._storage, self.directory) if self.is_ours else {}
+        listed = _listed_sizes(self.storage, self.directory) if self.is_ours else {}
         return [
             FileFailure(path=path, problem=problem)
             for path in list(self._entries)[rank::world_size]
@@ -250,18 +251,18 @@ class CommittedFiles:
 
     def lacks_any(self) -> bool:
         """Return whether a file, twins aside, is missing or has another size."""
-        listed = _listed_sizes(self._storage, self.directory) if self.is_ours else {}
+        listed = _listed_sizes(self.storage, self.directory) if self.is_ours else {}
         return any(self._size_problem(path, path, listed) for path in self._entries)
 
     def _size_problem(self, path: str, original: str, listed: Mapping[str, int]) -> str:
         try:
-            size = listed[path] if path in listed else self._storage.size(f"{self.directory}/{path}")
+            size = listed[path] if path in listed else self.storage.size(f"{self.directory}/{path}")
         except FileNotFoundError:
             return "missing"
         committed = self.size(original)
         if size == committed:
             return ""
-        disks = self._storage.parts if len(self._storage.parts) > 1 else ()
+        disks = self.storage.parts if len(self.storage.parts) > 1 else ()
         if self._manifest is not None and self._manifest.is_everywhere(path):  # one whole is enough
             there = [disk.entry(f"{self.directory}/{path}") for disk in disks]
             if any(entry is not None and entry.size_bytes == committed for entry in there):

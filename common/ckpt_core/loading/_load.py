@@ -193,13 +193,6 @@ class Load:
         self._coordinator = job.coordinator
         self._telemetry = job.telemetry
         self._overwritten = overwritten
-        free, local_ranks = free_memory(), int(os.environ.get("LOCAL_WORLD_SIZE", "1") or "1")
-        self._engine = Engine(
-            job.storage,
-            request.directory,
-            # Of network reads, half of the free memory of the host, shared by its ranks.
-            keep_bytes=_KEEP_BYTES if free is None else free.usable_bytes // (2 * max(1, local_ranks)),
-        )
         self._place = f"{job.storage.url}/{request.directory}"
 
     def run(self) -> SavedState:
@@ -207,8 +200,8 @@ class Load:
 
         Errors are those of `CheckpointManager.load`; an `OverwrittenError` if live tensors have been changed.
         """
-        with self._engine:
-            opened, parts = self._opened()
+        opened, parts = self._opened()
+        with _engine_for(opened.files) as self._engine:
             reads = Reads.of(parts, self._coordinator)
             with self._span("load.verify"), self._phase("verifying a checkpoint"):
                 self._verify(opened, parts, reads)
@@ -380,15 +373,16 @@ class Load:
         if not files.is_ours:
             # Without a manifest the work cannot be shared among ranks.
             coordinator = self._coordinator.is_coordinator
-            return verify_stock(self._storage, files.directory) if coordinator else []
+            return verify_stock(files.storage, files.directory) if coordinator else []
         whole, others = files.whole(self._coordinator.rank, self._coordinator.world_size)
         damaged = {failure.path for failure in self._engine.verify(whole)}
         # Damaged files a second time, for the names of the lost tensors.
         paths = damaged | others
         if not paths:
             return []
-        accepted = self._request.manifest_sha256
-        return lost(verify(self._storage, files.directory, paths=paths, sha256=accepted))
+        is_stored = files.storage is self._storage  # of a view, the manifest is in memory
+        accepted = self._request.manifest_sha256 if is_stored else None
+        return lost(verify(files.storage, files.directory, paths=paths, sha256=accepted))
 
     def _begin(self, opened: OpenCheckpoint, parts: Mapping[str, PartLoad]) -> RollBack:
         """Restore small values, which may refuse their state; roll back if any rank fails.
@@ -454,6 +448,16 @@ class Load:
             raise
         if self._overwritten.error is not None:
             self._overwritten.replace(_replaced(parts, opened.saved))
+
+
+def _engine_for(files: CommittedFiles) -> Engine:
+    free, local_ranks = free_memory(), int(os.environ.get("LOCAL_WORLD_SIZE", "1") or "1")
+    return Engine(
+        files.storage,
+        files.directory,
+        # Of network reads, half of the free memory of the host, shared by its ranks.
+        keep_bytes=_KEEP_BYTES if free is None else free.usable_bytes // (2 * max(1, local_ranks)),
+    )
 
 
 def _check_memory(target: StateDict) -> None:

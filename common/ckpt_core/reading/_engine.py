@@ -15,6 +15,7 @@ from typing import Final, Self, final
 from ckpt_core.crew import run_all
 from ckpt_core.errors import CorruptCheckpointError, FileFailure
 from ckpt_core.formats.checksums import combine_crc32, crc32
+from ckpt_core.formats.codec import damage
 from ckpt_core.reading._data_files import Buffers, DataFile, DataFiles, Lender
 from ckpt_core.reading._requests import (
     MEMORY_LIMITS,
@@ -240,8 +241,8 @@ class Engine:
         """Serve one request of the second pass.
 
         Raises:
-            CorruptCheckpointError: the bytes differ from their checksum, also when read again; none of them
-                were delivered, unless the request is direct.
+            CorruptCheckpointError: the device has lost them, or they differ from their checksum, also when
+                read again; none of them were delivered, unless the request is direct.
         """
         if request.direct:
             self._read_intact(request, file, request.places)
@@ -259,7 +260,14 @@ class Engine:
         def expected(piece: Piece) -> int | None:
             return self._steps.get(piece.identity) if piece.crc32 is None else piece.crc32
 
-        if changed := self._read(request, file, buffers, expected):
+        try:
+            changed = self._read(request, file, buffers, expected)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            problem = f"bytes {request.start} to {request.stop} of the file cannot be read: {error}"
+            raise damage(request.path, problem) from error
+        if changed:
             report = _VerifyReport()
             for piece, found in changed:
                 report.add_changed(piece._replace(crc32=expected(piece)), found)

@@ -14,8 +14,20 @@ from ckpt_core.storage._base import RangeReader, Space, Storage, StorageEntry
 T = TypeVar("T")
 
 
+class ReadOnlyStorage(Storage):
+    """A storage to which nothing can be written."""
+
+    def _refuse(self, *keys: Any, **_: Any) -> NoReturn:
+        raise OSError(
+            errno.EROFS, "this view of a storage cannot be written", "/".join((self.url, *keys[:1]))
+        )
+
+    check_root = create = replace = delete = make_directory = _refuse
+    sync_directory = rename = exchange = try_lock = _refuse
+
+
 @final
-class LayeredStorage(Storage):
+class LayeredStorage(ReadOnlyStorage):
     """Reads each file from the first storage that has it; nothing can be written.
 
     Args:
@@ -80,10 +92,3 @@ class LayeredStorage(Storage):
         if layers:
             return get(layers[-1])
         raise FileNotFoundError(errno.ENOENT, "damaged or missing in every tier", f"{self.url}/{key}")
-
-    def _refuse(self, *keys: Any, **_: Any) -> NoReturn:
-        place = "/".join((self.url, *keys[:1]))
-        raise OSError(errno.EROFS, "several storages read as one cannot be written", place)
-
-    check_root = create = replace = delete = make_directory = _refuse
-    sync_directory = rename = exchange = try_lock = _refuse

@@ -38,7 +38,7 @@ from ckpt_core.errors import (
 )
 from ckpt_core.names import MANIFEST, SIGNATURE, is_incomplete, twin_name
 from ckpt_core.storage import ForeignFileError, Storage, read_small
-from ckpt_core.tiers._checked_reader import CheckedReader, damaged
+from ckpt_core.reading import CheckedReader, damaged
 from ckpt_core.types import CheckpointInfo, FileEntry
 
 _THREADS: Final = 4

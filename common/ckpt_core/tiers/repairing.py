@@ -22,7 +22,7 @@ from ckpt_core.formats.checksums import Checksum, combine_crc32, crc32_text, crc
 from ckpt_core.groups import GroupedStorage, on_each
 from ckpt_core.names import EVERY_GROUP, MANIFEST, MARKER, SIGNATURE, twin_name
 from ckpt_core.storage import Storage, StorageEntry, read_small
-from ckpt_core.tiers._checked_reader import damaged
+from ckpt_core.reading import damaged
 from ckpt_core.tiers._copy import CheckpointCopy, CopyTerms, begin_copy
 from ckpt_core.types import CheckpointInfo, FileEntry
 

@@ -1,0 +1,195 @@
+"""The files of a checkpoint seen as they are not stored: plain, or compressed."""
+
+from __future__ import annotations
+
+import errno
+import io
+from bisect import bisect_right
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from itertools import groupby
+from typing import IO, Final, cast, final
+
+from typing_extensions import override
+
+from ckpt_core.crew import run_all
+from ckpt_core.formats.frames import Frames, compress, decompress
+from ckpt_core.storage._base import RangeReader, Storage, StorageEntry
+from ckpt_core.storage._keys import RangeStream
+from ckpt_core.storage._layered import ReadOnlyStorage
+
+_TRIES: Final = 2
+_RUN_BYTES: Final = 8 << 20
+_COMPRESSING_THREADS: Final = 4
+
+
+@final
+class FramedStorage(ReadOnlyStorage):
+    """A storage in which files of one directory have other bytes: those of their frames.
+
+    Everything else is as in `storage`. Reads of a range read the frames around it, and hold at most 8 MiB of
+    them for each thread; what cannot be decompressed is an `EIO`, as a block that a device has lost.
+
+    Args:
+        storage: that holds the other form of the files.
+        directory: of the checkpoint, which is there as long as its first small file is in `storage`.
+        small: path in the directory -> whole content of a file.
+        files: path in the directory -> frames of a data file.
+        compresses: whether `storage` has the plain files, and this the compressed ones; else it is the
+            other way round.
+        twin_suffix: of second files, which are the same as the first; "" if there are none.
+    """
+
+    def __init__(  # noqa: PLR0913 - a value, which is made at two places
+        self,
+        storage: Storage,
+        directory: str,
+        *,
+        small: Mapping[str, bytes],
+        files: Mapping[str, Frames],
+        compresses: bool = False,
+        twin_suffix: str = "",
+    ) -> None:
+        self._storage = storage
+        self._small = {f"{directory}/{path}": content for path, content in small.items()}
+        self._first = next(iter(self._small), "")
+        self._files = {f"{directory}/{path}": frames for path, frames in files.items()}
+        self._compresses = compresses
+        self._twin_suffix = twin_suffix
+        self.supports_rename = storage.supports_rename
+
+    @property
+    @override
+    def url(self) -> str:
+        return self._storage.url
+
+    @contextmanager
+    @override
+    def open(self, key: str) -> Generator[IO[bytes]]:
+        key = self._original(key)
+        if key in self._small:
+            self._require(key)
+            yield io.BytesIO(self._small[key])
+        elif key in self._files:
+            with self.open_ranges(key) as reader:
+
+                def read(offset: int, buffer: memoryview) -> int:
+                    reader.read_into(offset, buffer)
+                    return len(buffer)
+
+                yield cast("IO[bytes]", RangeStream(reader.size_bytes, read, f"{self.url}/{key}"))
+        else:
+            with self._storage.open(key) as stream:
+                yield stream
+
+    @contextmanager
+    @override
+    def open_ranges(self, key: str) -> Generator[RangeReader]:
+        key = self._original(key)
+        if key in self._small:
+            with super().open_ranges(key) as reader:
+                yield reader
+        else:
+            with self._storage.open_ranges(key) as reader:
+                frames = self._files.get(key)
+                yield reader if frames is None else _FramedRanges(reader, frames, compresses=self._compresses)
+
+    @override
+    def size(self, key: str) -> int:
+        key = self._original(key)
+        if key in self._small:
+            self._require(key)
+            return len(self._small[key])
+        size = self._storage.size(key)
+        return _size(size, self._files[key], self._compresses) if key in self._files else size
+
+    @override
+    def list(self, key: str) -> list[StorageEntry]:
+        children = ((f"{key}/{entry.name}", entry) for entry in self._storage.list(key))
+        return [
+            entry._replace(size_bytes=len(self._small[child]))
+            if child in self._small
+            else entry._replace(size_bytes=_size(entry.size_bytes, self._files[child], self._compresses))
+            if child in self._files
+            else entry
+            for child, entry in children
+        ]
+
+    def _original(self, key: str) -> str:
+        original = key.removesuffix(self._twin_suffix)
+        return original if original in self._small or original in self._files else key
+
+    def _require(self, key: str) -> None:
+        """Raise FileNotFoundError if the checkpoint was removed meanwhile."""
+        if key == self._first:
+            self._storage.size(key)
+
+
+def _size(size_bytes: int, frames: Frames, compresses: bool) -> int:  # noqa: FBT001
+    """Return the size of a file, as much wrong as that of the other form is."""
+    change = frames.stored_starts[-1] - frames.plain_starts[-1]
+    return max(0, size_bytes + (change if compresses else -change))
+
+
+@final
+class _FramedRanges:
+    """Ranges of the one form of a file, made of the frames of the other."""
+
+    def __init__(self, reader: RangeReader, frames: Frames, *, compresses: bool) -> None:
+        self._reader = reader
+        self._codec = frames.codec
+        self._compresses = compresses
+        both = frames.plain_starts, frames.stored_starts
+        self._there, self._here = both if compresses else both[::-1]
+        self.size_bytes = _size(reader.size_bytes, frames, compresses)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill the buffer from `offset` on; `RangeReader.read_into` tells the errors."""
+        end, buffer = offset + len(buffer), buffer.cast("B")
+        if end > self._here[-1]:
+            raise EOFError(f"ends at byte {self._here[-1]}, but bytes up to {end} are needed")
+        first, last = bisect_right(self._here, offset) - 1, bisect_right(self._here, end - 1)
+        begin = self._there[first]
+        runs = [
+            list(run)
+            for _, run in groupby(range(first, last), lambda at: (self._there[at] - begin) // _RUN_BYTES)
+        ]
+        for run in runs if buffer else ():
+            self._read_run(run, offset, buffer)
+
+    def _read_run(self, run: list[int], offset: int, buffer: memoryview) -> None:
+        """Read neighbouring frames by one request, once more if they are damaged."""
+        start = self._there[run[0]]
+        content = memoryview(bytearray(self._there[run[-1] + 1] - start))
+        for left in reversed(range(_TRIES)):
+            self._reader.read_into(start, content)
+            try:
+                run_all(
+                    partial(self._convert, content, start, offset, buffer),
+                    run,
+                    _COMPRESSING_THREADS if self._compresses else 1,
+                    name="ckpt-compress",
+                )
+            except ValueError as error:
+                if not left:
+                    raise OSError(errno.EIO, str(error)) from error
+            else:
+                return
+
+    def _convert(self, content: memoryview, start: int, offset: int, buffer: memoryview, at: int) -> None:
+        """Put what a frame has of the range in its place."""
+        first, last = self._here[at] - offset, self._here[at + 1] - offset
+        of_run = content[self._there[at] - start : self._there[at + 1] - start]
+        place = buffer[max(0, first) : last]
+        if self._compresses:
+            whole = memoryview(compress(self._codec[at], of_run))
+            if len(whole) != last - first:
+                raise ValueError("it was changed while it was compressed")
+        elif len(place) == last - first:
+            decompress(self._codec[at], of_run, place)
+            return
+        else:
+            whole = memoryview(bytearray(last - first))
+            decompress(self._codec[at], of_run, whole)
+        place[:] = whole[max(0, -first) :][: len(place)]
