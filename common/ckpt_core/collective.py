@@ -31,8 +31,6 @@ _SOON_SECONDS = 5.0
 @final
 @dataclass(frozen=True, slots=True)
 class _PhaseOutcome:
-    """The outcome of one rank, as sent to the others."""
-
     error: CheckpointError | None
     text: str
     note: object = None
@@ -58,10 +56,8 @@ def collective_phase(
 ) -> Generator[Note]:
     """Run the body on every rank; raise the same error on all if it fails. Collective.
 
-    Args:
-        coordinator: of the ranks.
-        consequence: the state that an unexpected exception leaves the live model in.
-        what: the phase in words, for the error of a rank that waits for another.
+    `consequence` is the state that an unexpected exception leaves the live model in, `what` the phase in
+    words, for the error of a rank that waits for another.
 
     Raises:
         DeadlineError: a rank did not reach the end of the phase; `awaited` names it.
@@ -258,11 +254,7 @@ def agreed_step(coordinator: Coordinator, call: str, step: int, *reasons: str) -
 
 
 def checked_step(owner: str, step: Any) -> int:
-    """Convert a step to an int.
-
-    Raises:
-        ConfigError: it is no whole number, is negative, or exceeds the limit of the format.
-    """
+    """Convert a step to an int; ConfigError if it is none that the format takes."""
     if type(step) is int and 0 <= step <= MAX_COUNT:  # every step of a training comes by here
         return step
     plain = plain_integer(step)

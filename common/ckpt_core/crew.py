@@ -31,14 +31,8 @@ def run_all(
 ) -> None:
     """Run `work` for every task on several threads, which have ended at the return.
 
-    Args:
-        work: called on several threads.
-        tasks: its arguments, begun in this order.
-        threads: the most threads; fewer, or the calling one alone, if no more can be started.
-        name: of the threads.
-
-    Raises:
-        BaseException: the first that `work` raised; tasks not begun by then are dropped.
+    Tasks are begun in their order, on fewer threads, or the calling one alone, if no more can be started. The
+    first error of `work` is raised; tasks not begun by then are dropped.
     """
     left, failures, started = deque(tasks), list[BaseException](), list[threading.Thread]()
     run, count = partial(_run, work, left, failures), min(threads, len(tasks))

@@ -120,11 +120,7 @@ class RunRoot:
 
     @classmethod
     def of(cls, given: str | os.PathLike[str] | Storage) -> Self:
-        """Resolve what a user gave as the root.
-
-        Raises:
-            ConfigError: it cannot be a root.
-        """
+        """Resolve what a user gave as the root; ConfigError if it cannot be one."""
         return cls(root_of(given.url), given) if isinstance(given, Storage) else cls(root_of(given))
 
     def opens(self, root: str) -> str | Storage:
@@ -159,9 +155,7 @@ _KINDS: Final = {
 def kind_of(storage: Storage, name: str) -> Kind:
     """Return the kind of a directory of a root; never `Kind.ROOT`.
 
-    Raises:
-        NotADirectoryError: it is a file.
-        OSError: storage is unwell.
+    NotADirectoryError if it is a file.
     """
     if is_incomplete(name) or is_trash(name):
         return Kind.TORN
@@ -252,14 +246,7 @@ class ManagersByRoot:
                 manager.wait()
 
     def close_managers(self, *, wait_for_uploads: bool = True) -> None:
-        """Close every manager, even if one fails.
-
-        Args:
-            wait_for_uploads: see `CheckpointManager.close`.
-
-        Raises:
-            SaveError: a save in flight failed.
-        """
+        """Close every manager, even if one fails; see `CheckpointManager.close`."""
         managers, self._managers, self.origin = self._managers, {}, None
         with ExitStack() as closing:
             for manager in managers.values():

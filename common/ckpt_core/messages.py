@@ -82,11 +82,7 @@ def encode(value: object) -> bytes:
 
 
 def decode(content: bytes) -> Any:
-    """Decode a value.
-
-    Raises:
-        MessageError: `encode` did not make these bytes.
-    """
+    """Decode a value; MessageError if `encode` did not make these bytes."""
     try:
         return read_pickle(content, _called)
     except (PickleError, CheckpointError) as error:

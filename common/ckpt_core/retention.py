@@ -358,14 +358,7 @@ def _rules(policy: RetentionPolicy) -> RetentionPolicy:
 def _reasons(
     policy: RetentionPolicy, present: Sequence[CheckpointInfo], now: float, last: int | None
 ) -> dict[int, tuple[str, ...]]:
-    """Map each step that stays to the reasons, lowest step first.
-
-    Args:
-        policy: to apply.
-        present: the usable checkpoints of the present lineage, lowest step first.
-        now: Unix time in seconds.
-        last: the step committed last, if known.
-    """
+    """Map each step of the usable present line that stays to its reasons."""
     kept = [(repr(member), member.keep(present, now)) for member in joined(_rules(policy), AnyOf)]
     if not any(steps for _, steps in kept) and unknown_metrics(policy, present):
         kept = [(UNRANKED, frozenset(info.step for info in present))]
@@ -416,12 +409,7 @@ def _in_step_places(
 ) -> frozenset[str]:
     """Apply a policy on steps to each lineage, but to steps reached by later ones.
 
-    Args:
-        policy: the policy.
-        gone: the abandoned ones, newest lineage first.
-        present: the present line.
-        now: Unix time in seconds.
-        length: steps that share a place.
+    `gone` begins with the newest lineage; `length` steps share a place.
     """
     taken, names = {info.step // length for info in present}, set[str]()
     for _, group in groupby(gone, key=lambda info: info.lineage):

@@ -302,10 +302,7 @@ def _counted(kind: str, names: Sequence[str]) -> str:
 def matches_any(path: tuple[str | int, ...], patterns: Collection[str], used: set[str] | None = None) -> bool:
     """Return whether a dotted path matches a pattern by `fnmatch`, if there are any.
 
-    Args:
-        path: of an entry.
-        patterns: the patterns.
-        used: matching patterns are added here.
+    Matching patterns are added to `used`.
     """
     if not patterns:
         return True

@@ -29,11 +29,7 @@ _WRITTEN = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*(/\s*s)?\s*")
 
 
 def require(owner: str, *problems: str | None) -> None:
-    """Raise one error that lists all problems.
-
-    Raises:
-        ConfigError: at least one of `problems` is not None.
-    """
+    """Raise one ConfigError that lists all problems, unless there are none."""
     found = [problem for problem in problems if problem is not None]
     if found:
         raise ConfigError(f"{owner}: {'; '.join(found)}")
@@ -94,11 +90,7 @@ def duration(name: str, value: Any, *, minimum: float | None = None) -> str | No
 
 
 def take_duration(owner: Any, name: str) -> None:
-    """Replace a duration in a frozen value by its seconds: "15m" equals 900.
-
-    Raises:
-        ConfigError: it is no duration above 0.
-    """
+    """Replace a duration in a frozen value by its seconds: "15m" equals 900."""
     value = getattr(owner, name)
     require(type(owner).__name__, duration(name, value))
     object.__setattr__(owner, name, seconds_of(value))
@@ -152,11 +144,7 @@ def function(name: str, value: Any) -> str | None:
 
 
 def imported(owner: str, named: Callable[..., T] | str) -> Callable[..., T]:
-    """Import a function by a name such as "package.module:function".
-
-    Raises:
-        ConfigError: there is no such function.
-    """
+    """Import a function by its name, "package.module:function"; else ConfigError."""
     if not isinstance(named, str):
         return named
     module, _, attributes = named.partition(":")

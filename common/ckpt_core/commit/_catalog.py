@@ -89,10 +89,8 @@ def locked(storage: Storage, key: str, *, patience_seconds: float = _PATIENCE_SE
     """Exclude other processes and threads from changing `key` in this block.
 
     Where storage cannot lock (object stores, some network filesystems) nothing is excluded: of two concurrent
-    changes one may be lost, but the file stays readable.
-
-    Raises:
-        TimeoutError: another process has held the lock for that long; a change takes milliseconds.
+    changes one may be lost, but the file stays readable. TimeoutError if another process has held the lock
+    for that long.
     """
     deadline = time.monotonic() + patience_seconds
     while (lock := storage.try_lock(key)) is None:
@@ -434,11 +432,7 @@ class Catalog:
         return not committed and holds_torn_save(self._storage, name)
 
     def pins(self) -> dict[int, str]:
-        """Return step -> reason for every step protected from pruning.
-
-        Raises:
-            CorruptCheckpointError: the file of pins cannot be read.
-        """
+        """Return step -> reason of each pin; CorruptCheckpointError if unreadable."""
         return read_pins(self._storage)
 
     def pin(self, step: int, reason: str, *, ahead: bool = False) -> None:

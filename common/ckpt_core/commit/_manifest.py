@@ -83,12 +83,9 @@ def next_lineage(
 ) -> tuple[Lineage, bool]:
     """Return the lineage of a save continuing from `origin`, and whether it is new.
 
-    Args:
-        infos: every committed checkpoint of the root.
-        present: the root's present lineage.
-        origin: the checkpoint that the state was loaded from; None if from none of this root.
-        step: of the save. If it is before that of its origin, the checkpoints between them are abandoned.
-        branch: whether it is new although it continues the newest, which stays on the line.
+    `infos` are all committed checkpoints of the root; `origin` is None if the state is from none of them. If
+    `step` is before that of its origin, the checkpoints between them are abandoned. With `branch` it is new
+    although it continues the newest, which stays on the line.
     """
     new = Lineage(id=secrets.token_hex(4), number=present.number + 1)
     if origin is None:
@@ -468,8 +465,7 @@ def read_committed(
 ) -> tuple[bytes, CorruptCheckpointError | None]:
     """Read the manifest that a marker names, from its twin if it is damaged.
 
-    Returns:
-        Its bytes, and the damage in `manifest.json` if they are of the twin.
+    Returns its bytes, and the damage in `manifest.json` if they are of the twin.
     """
     try:
         return _named_by(marker, storage, name, MANIFEST), None

@@ -39,11 +39,7 @@ _LONGEST_NAME: Final = 80
 @final
 @dataclass(frozen=True, slots=True)
 class Notes:
-    """All notes of a root.
-
-    Attributes:
-        in_use: step -> until when somebody uses it, in words.
-    """
+    """All notes of a root; `in_use` is step -> until when somebody uses it, in words."""
 
     in_use: Mapping[int, str]
     _measured: Mapping[str, Mapping[str, float]]
@@ -68,11 +64,7 @@ def read_notes(storage: Storage) -> Notes:
 
 
 def note_measured(storage: Storage, save_id: str, metrics: Mapping[str, float]) -> None:
-    """Write finite numbers measured of the checkpoint that a save wrote.
-
-    Raises:
-        ConfigError: a name is too long.
-    """
+    """Write finite numbers of the checkpoint of a save; ConfigError for long names."""
     names = {name: name.encode().hex() for name in metrics}
     if long := [name for name, digits in names.items() if len(digits) > 2 * _LONGEST_NAME]:
         raise ConfigError(f"the name of a metric has at most {_LONGEST_NAME} bytes: {long[0]!r:.100}")
@@ -96,10 +88,7 @@ def in_use(storage: Storage, step: int) -> Generator[None]:
     """Protect a step from pruning in this block, by a pin that ends with the process.
 
     A thread renews it; after a crash it counts for `LEASE_SECONDS` at most. A removal that was decided before
-    may still come: look for the checkpoint in this block.
-
-    Raises:
-        OSError: nothing can be written there.
+    may still come: look for the checkpoint in this block. OSError if nothing can be written there.
     """
     over, keys = threading.Event(), list[str]()
 

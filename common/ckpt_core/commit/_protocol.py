@@ -173,22 +173,15 @@ def commit(
 ) -> CheckpointInfo:
     """Turn the files in `working` into checkpoint `name`, all or nothing.
 
-    Every rank must have finished and synced its files.
-
-    Args:
-        storage: the root.
-        working: what `begin` returned.
-        name: of the checkpoint.
-        manifest: its contents list.
-        replace: whether to replace a committed checkpoint of that name.
-        check: raises if another job has taken the root (see `Lease.check`); called where nothing else keeps
-            that job from writing under the same name.
+    Every rank must have finished and synced its files. With `replace`, a committed checkpoint of that name is
+    replaced. `check` raises if another job has taken the root (see `Lease.check`); it is called where nothing
+    else keeps that job from writing under the same name.
 
     Raises:
         CheckpointExistsError: `name` has been committed since `begin`; nothing there was touched.
-        SaveError: a file is missing or has another size than reported, or the manifest is not valid; or, with
-            `in_doubt`, all files are there, but the name could not be made durable, or an object store did
-            not report the outcome of the marker's upload.
+        SaveError: a file is missing or has another size than reported, or the manifest is not valid; or,
+            with `in_doubt`, all files are there, but the name could not be made durable, or an object store
+            did not report the outcome of the marker's upload.
         ConfigError: the manifest holds values that JSON cannot.
         RootBusyError: from `check`; if the checkpoint was complete by then, it stays.
     """

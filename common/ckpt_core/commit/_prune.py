@@ -83,9 +83,7 @@ def collect_orphans(storage: Storage, *, keep: Collection[str]) -> list[str]:
     Only names that this package makes are touched, and only if this user owns them; the user's files in them
     are moved back. The caller owns the root (see `Lease`). Interrupted replacements are undone or finished.
     Uploads that were never completed are aborted, so that a job that was replaced cannot complete them.
-
-    Returns:
-        The names removed, and those of the checkpoints that the uploads were for.
+    Returns the names removed, and those of the checkpoints that the uploads were for.
     """
     superseded = without_others(storage, settle_asides(storage))
     for name in superseded:
@@ -111,10 +109,8 @@ def settle_asides(storage: Storage, only: str = "") -> list[str]:
     """Undo or finish interrupted replacements, `only` of one name, for the owner.
 
     Under the name of something set aside is what had the name of a checkpoint before, or, until both have
-    exchanged their places, a finished save whose name is a directory of the user's.
-
-    Returns:
-        Directories whose name a checkpoint has: no longer needed.
+    exchanged their places, a finished save whose name is a directory of the user's. Returns directories whose
+    name a checkpoint has: no longer needed.
     """
     # Without renames nothing is set aside, and a listing less is made.
     names = [entry.name for entry in storage.list("")] if storage.supports_rename else []
@@ -262,8 +258,7 @@ def delete_in_place(storage: Storage, name: str) -> None:
 def strangers(storage: Storage, name: str) -> list[str]:
     """List the user's files in a committed checkpoint: those outside its manifest.
 
-    Returns:
-        Paths in the checkpoint; a directory tree or a link counts as one path.
+    A directory tree or a link counts as one path.
     """
     manifest = Catalog(storage).manifest(name)
     return _strangers(storage, name, manifest.directories, _listed(manifest))

@@ -51,18 +51,12 @@ def verify(
     """Read a checkpoint back and compare it with its marker and manifest.
 
     If every file is as committed, DCP's metadata is checked for consistency, too: a load would refuse it
-    otherwise.
+    otherwise. Of `paths` only those, such as one rank's `share`; None for all. `seen` is called with the
+    number of bytes compared since the last call, from several threads. `sha256` is the digest that the
+    manifest must have, see `read_manifest`.
 
-    Args:
-        storage: the root.
-        name: the checkpoint's directory.
-        paths: verify only these files, such as one rank's `share`; None for all.
-        seen: called with the number of bytes compared since the last call, from several threads.
-        sha256: digest that the manifest must have, or None; see `read_manifest`.
-
-    Returns:
-        The problems, in the order of the manifest; empty if there are none. A load fails because of those
-        without a `twin` (`lost`).
+    Returns the problems, in the order of the manifest. A load fails because of those without a `twin`
+    (`lost`).
 
     Raises:
         ConfigError: one of `paths` is not in the manifest.

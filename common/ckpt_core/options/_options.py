@@ -275,11 +275,7 @@ class CheckpointOptions:
         return {name: text.rstrip() for name, text in zip(parts[::2], parts[1::2], strict=True)}
 
     def refuse_ends(self, host: str) -> None:
-        """Refuse what only a host that sees the end of the training can do.
-
-        Raises:
-            ConfigError: one is given; no signature made with `ends=False` shows it.
-        """
+        """Refuse, by a ConfigError, what only a host that sees the end can do."""
         for name in _ENDS:
             if (value := getattr(self, name)) is not None:
                 raise ConfigError(f"{name}={value!r}: {host} does not see what ends the training")

@@ -172,11 +172,7 @@ class InitialWeights:
 
     @classmethod
     def of(cls, value: Any) -> Self | None:
-        """Read the option: a place, or a mapping of these fields; None for None.
-
-        Raises:
-            ConfigError: it is neither, or one of the fields is wrong.
-        """
+        """Read the option, a place or these fields, None for None; ConfigError if wrong."""
         if value is None:
             return None
         given = value if isinstance(value, Mapping) else {"place": value}

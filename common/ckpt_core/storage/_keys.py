@@ -10,11 +10,7 @@ from typing import IO, Any, cast, final
 
 
 def key_parts(key: str) -> tuple[str, ...]:
-    """Split a key into its components; () for the root.
-
-    Raises:
-        ValueError: the key is absolute, leads out of the root or is not in its plain form.
-    """
+    """Split a key into its parts, () for the root; ValueError if it is not plain."""
     if key == "":
         return ()
     parts = tuple(key.split("/"))
@@ -32,11 +28,7 @@ def is_plain(name: str) -> bool:
 
 
 def file_key(key: str) -> str:
-    """Return the key if it names something below the root.
-
-    Raises:
-        ValueError: the key is empty (the root) or malformed.
-    """
+    """Return the key; ValueError if it is malformed, or the root."""
     if not key_parts(key):
         raise ValueError("the root itself cannot be written, renamed or deleted through its storage")
     return key
@@ -59,7 +51,6 @@ class StreamRanges:
         self.size_bytes = stream.seek(0, io.SEEK_END)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill the buffer from `offset` on."""
         end = offset + len(buffer)
         with self._guard:
             self._stream.seek(offset)
@@ -85,19 +76,15 @@ class RangeStream(io.RawIOBase):
         self._position = 0
 
     def readable(self) -> bool:
-        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Return True."""
         return True
 
     def tell(self) -> int:
-        """Return the position."""
         return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Move to a position; return it."""
         start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size_bytes}[whence]
         if start + offset < 0:
             raise ValueError(f"negative position {start + offset} in {self._where}")
@@ -105,14 +92,12 @@ class RangeStream(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """Read at most as much as fits, by one call."""
         view = memoryview(buffer).cast("B")[: max(0, self._size_bytes - self._position)]
         count = self._read(self._position, view) if view else 0
         self._position += count
         return count
 
     def readall(self) -> bytes:
-        """Read the rest, by one call."""
         content = bytearray(max(0, self._size_bytes - self._position))
         return bytes(content[: self.readinto(content)])
 

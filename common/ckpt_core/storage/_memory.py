@@ -20,12 +20,8 @@ class MemoryStorage(Storage):
 
     Args:
         name: shown in `url`.
-        capacity_bytes: the most bytes that all files may hold; None for no limit.
-        capacity_files: the most files and directories; None for no limit.
-
-    Attributes:
-        capacity_bytes: may be changed at any time.
-        capacity_files: may be changed at any time.
+        capacity_bytes: the most bytes that all files may hold, None for no limit; may be changed at any time.
+        capacity_files: the most files and directories, likewise.
     """
 
     supports_rename = True
@@ -124,7 +120,6 @@ class MemoryStorage(Storage):
             self.rename(aside, first)
 
     def space(self) -> Space:
-        """Return the unused parts of the capacities."""
         with self._guard:
             used_bytes = sum(map(len, self._files.values()))
             used_files = len(self._files) + len(self._directories)
@@ -135,7 +130,6 @@ class MemoryStorage(Storage):
         )
 
     def try_lock(self, key: str) -> Lock | None:
-        """Lock `key` among the users of this object."""
         with self._guard:
             if file_key(key) in self._locked:
                 return None
@@ -182,7 +176,6 @@ class _MemoryLock:
         self._held = True
 
     def release(self) -> None:
-        """Release the lock; harmless when repeated."""
         with self._guard:
             if self._held:
                 self._locked.discard(self._key)

@@ -64,12 +64,7 @@ def nothing(count: int) -> None:
 
 
 def put_whole(storage: Storage, key: str, source: PutSource) -> None:
-    """Put a file that nobody else writes, over what an earlier call left of it.
-
-    Raises:
-        FileExistsError: something that is no file is there.
-        OSError: storage failed.
-    """
+    """Put a file that nobody else writes, over what an earlier call left of it."""
     found = None
     with suppress(FileNotFoundError):
         found = storage.size(key)

@@ -26,11 +26,7 @@ def read_small(
 ) -> bytes:
     """Read a whole small file after checking its size.
 
-    Args:
-        storage: where it is.
-        key: of the file.
-        most_bytes: the largest size that is read.
-        committed_bytes: the only size that is right; None for any.
+    More than `most_bytes` are not read; `committed_bytes` is the only right size, None for any.
 
     Raises:
         FileNotFoundError: no such file.
@@ -57,16 +53,9 @@ def read_intact(
 ) -> tuple[bytes, str]:
     """Read bytes, and again if they are not intact: a transfer may have failed.
 
-    Of a root on several disks each may have the file: it is read from one after the other.
-
-    Args:
-        storage: where they are.
-        key: of their file, for messages.
-        read: reads them.
-        problem: returns what is wrong with them; "" if they are intact.
-
-    Returns:
-        intact bytes and "", or others and what is wrong with them.
+    Of a root on several disks each may have the file: it is read from one after the other. `problem` returns
+    what is wrong with bytes, "" if they are intact. Returns intact bytes and "", or others and what is wrong
+    with them.
 
     Raises:
         Exception: what `read` raises on one disk, or on the first of several of which none has intact bytes.

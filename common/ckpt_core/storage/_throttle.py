@@ -10,16 +10,10 @@ from typing import final
 
 @final
 class Throttle:
-    """Rate limiter for the pieces of files.
+    """Rate limiter for the pieces of files; any thread, all files share the cap.
 
     A token bucket of the size of one piece: after a pause of any length, one piece passes without waiting.
-
-    Concurrency: any thread; all files share the cap.
-
-    Args:
-        bytes_per_second: the cap, greater than 0.
-        clock: monotonic seconds.
-        sleep: called with seconds.
+    `clock` gives monotonic seconds.
     """
 
     def __init__(

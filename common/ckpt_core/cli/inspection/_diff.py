@@ -68,12 +68,6 @@ def run(arguments: Namespace) -> Outcome:
 
 
 def _places(arguments: Namespace) -> tuple[tuple[Storage, str, str], tuple[Storage, str, str]]:
-    """Find the two checkpoints.
-
-    Raises:
-        CheckpointNotFoundError: one was never committed.
-        ConfigError: they are named in a way that leaves one open.
-    """
     place, other, steps = arguments.place, arguments.other, arguments.steps
     if (other is None) == (steps is None):
         raise ConfigError("name two checkpoints, or one root and --steps A B")

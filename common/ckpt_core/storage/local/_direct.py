@@ -21,12 +21,7 @@ _REFUSALS = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 def write_direct(path: Path, pieces: Iterable[memoryview]) -> None:
-    """Create a file from aligned pieces and fsync it; an error leaves a partial file.
-
-    Raises:
-        FileExistsError: it exists already.
-        OSError: a write or the fsync failed.
-    """
+    """Create a file from aligned pieces and fsync it; an error leaves a partial file."""
     with open(path, "xb", buffering=0) as file, _DirectFile(path, file.fileno()) as direct:
         with Workers(direct.write, _THREADS, name="ckpt-write") as crew:
             offset = 0

@@ -57,7 +57,6 @@ class FileLock:
         self._descriptor: int | None = descriptor
 
     def release(self) -> None:
-        """Release the lock; harmless when repeated."""
         with _guard:
             if self._descriptor is not None:
                 os.close(self._descriptor)
@@ -74,10 +73,7 @@ class UnguardedLock:
 
 
 def excludes_others(lock: Lock) -> bool:
-    """Return whether a lock excludes other processes.
-
-    On object stores and some network filesystems it cannot.
-    """
+    """Return whether a lock excludes other processes; in an object store it cannot."""
     return not isinstance(lock, UnguardedLock)
 
 

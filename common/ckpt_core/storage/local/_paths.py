@@ -31,11 +31,7 @@ _renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
 
 
 def path_below(root: Path, parts: Sequence[str]) -> Path:
-    """Return the path of a name, to which no link below the root leads.
-
-    Raises:
-        ForeignFileError: a link is on the way.
-    """
+    """Return the path of a name; ForeignFileError if a link below the root is on it."""
     here = root
     for part in parts[:-1]:
         here = here / part
@@ -45,11 +41,7 @@ def path_below(root: Path, parts: Sequence[str]) -> Path:
 
 
 def open_regular(path: Path, flags: int, mode: int = 0o666) -> int:
-    """Open a file or directory as `os.open` does; never wait for a pipe.
-
-    Raises:
-        ForeignFileError: it is a link, a pipe, a socket or a device.
-    """
+    """Open as `os.open` does; ForeignFileError for a link, pipe, socket or device."""
     with suppress(FileNotFoundError):
         kind = path.lstat().st_mode
         if stat.S_ISLNK(kind):
@@ -107,7 +99,6 @@ class LocalRanges:
         self.size_bytes = os.fstat(descriptor).st_size
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill the buffer from `offset` on."""
         end = offset + len(buffer)
         while offset < end:
             try:
@@ -136,11 +127,7 @@ def sync_directory(path: Path) -> None:
 
 
 def make_directories(path: Path) -> None:
-    """Create a directory and its parents, each one durable; harmless when repeated.
-
-    Raises:
-        NotADirectoryError: a file is on the way.
-    """
+    """Make a directory and its parents durably; NotADirectoryError if one is a file."""
     missing: list[Path] = []
     nearest = path
     while not nearest.is_dir():
@@ -175,13 +162,10 @@ def delete(path: Path) -> None:
 
 
 def rename_exclusively(source: Path, target: Path) -> None:
-    """Rename onto a free name only.
+    """Rename onto a free name only; FileExistsError if it is not.
 
     `os.rename` would replace a file or an empty directory. Where the kernel or the filesystem cannot do
     better, one that appears meanwhile is replaced.
-
-    Raises:
-        FileExistsError: `target` exists.
     """
     number = _in_one_step(source, target, _NOREPLACE)
     if number in _UNSUPPORTED:
@@ -196,9 +180,6 @@ def exchange(first: Path, second: Path) -> None:
     """Exchange two names in one step; in three renames where that is not supported.
 
     A crash between the three leaves the old `second` under a name that `set_aside` recognises.
-
-    Raises:
-        FileNotFoundError: one of them does not exist.
     """
     number = _in_one_step(first, second, _EXCHANGE)
     if number in _UNSUPPORTED:

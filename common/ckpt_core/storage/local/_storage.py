@@ -58,11 +58,7 @@ class LocalStorage(Storage):
         return str(self._root)
 
     def local_path(self, key: str) -> Path:
-        """Return the path of `key`, for writers that need more than a stream.
-
-        Raises:
-            ValueError: the key leads out of the root.
-        """
+        """Return the path of `key`, for writers that need more than a stream."""
         return self._root.joinpath(*key_parts(key))
 
     def check_root(self) -> None:
@@ -95,10 +91,6 @@ class LocalStorage(Storage):
 
     @contextmanager
     def create(self, key: str) -> Generator[IO[bytes]]:
-        """Open a new file for streaming writes; durable on a clean exit.
-
-        An error leaves a partial file.
-        """
         with open(self._made(key), "xb") as stream:
             yield stream
             # Flush first: fsync does not cover Python's own buffer.
@@ -110,7 +102,6 @@ class LocalStorage(Storage):
 
     @contextmanager
     def open(self, key: str) -> Generator[IO[bytes]]:
-        """Open a file for reading; PermissionError if a link leads out of the root."""
         with open_inside(self._root, key_parts(file_key(key))) as stream:
             yield stream
 
@@ -136,7 +127,6 @@ class LocalStorage(Storage):
         sync_directory(path.parent)
 
     def append(self, key: str, content: bytes) -> None:
-        """Append to a small file; other processes may append at the same time."""
         descriptor = open_regular(self._path(key), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         with os.fdopen(descriptor, "ab", buffering=0) as stream:
             rest = memoryview(content)
@@ -160,7 +150,6 @@ class LocalStorage(Storage):
             return set()
 
     def entry(self, key: str) -> StorageEntry | None:
-        """Return the entry of one child, without listing the others."""
         path = self.local_path(file_key(key))
         return _entry(path) if os.path.lexists(path) else None
 
@@ -188,14 +177,9 @@ class LocalStorage(Storage):
         sync_directory(self._path(key) if key else self._root)
 
     def rename(self, source: str, target: str) -> None:
-        """Rename atomically, onto a free name only.
-
-        Durable after `sync_directory` of the parent.
-        """
         rename_exclusively(self._path(source), self._path(target))
 
     def exchange(self, first: str, second: str) -> None:
-        """Exchange two directories; durable after `sync_directory` of the parent."""
         exchange(self._path(first), self._path(second))
 
     def space(self) -> Space:
@@ -219,7 +203,6 @@ class LocalStorage(Storage):
         return lock
 
     def lock_holder(self, key: str) -> int | None:
-        """Ask the kernel which process of this machine holds the lock."""
         with suppress(OSError):
             return holder_of(self._path(f"{file_key(key)}.lock"))
         return None

@@ -38,19 +38,12 @@ class AzureContainer:
     def __init__(
         self, url: str, container: str, options: Mapping[str, Any], seconds: float, **arguments: Any
     ) -> None:
-        """Connect lazily.
+        """Connect lazily; `arguments` are of obstore, `seconds` the limit of one request.
 
-        Args:
-            url: of the root, for messages.
-            container: its name.
-            options: `account_name`, `account_key`, `account_host`, `connection_string`, `credential` (one of
-                azure.identity that is not asynchronous), `sas_token`, `client_id`, `client_secret`,
-                `tenant_id`, `anon`. What is missing is looked for where adlfs does.
-            seconds: the time limit of one request.
-            arguments: of obstore.
-
-        Raises:
-            ConfigError: another option was given, or none names the account.
+        Options are `account_name`, `account_key`, `account_host`, `connection_string`, `credential` (one of
+        azure.identity that is not asynchronous), `sas_token`, `client_id`, `client_secret`, `tenant_id`,
+        `anon`. What is missing is looked for where adlfs does. Another one, or none that names the account,
+        is a ConfigError.
         """
         refuse_others(url, options, _OPTIONS)
         given = {name: os.environ.get(f"AZURE_STORAGE_{name.upper()}") for name in _ENVIRONMENT}

@@ -26,9 +26,6 @@ class FsspecStorage(ObjectStorage):
 
     Files may show before they are complete, and two writers may overwrite each other: `conditional_writes`
     has no effect.
-
-    Raises:
-        ConfigError: the protocol is unknown, its package is not installed, or it refuses an option.
     """
 
     def __init__(self, url: str, storage_options: dict[str, Any], limits: Limits) -> None:

@@ -37,17 +37,10 @@ class GcsBucket:
     def __init__(
         self, url: str, bucket: str, options: Mapping[str, Any], seconds: float, **arguments: Any
     ) -> None:
-        """Connect lazily.
+        """Connect lazily; `arguments` are of obstore, `seconds` the limit of one request.
 
-        Args:
-            url: of the root, for messages.
-            bucket: its name.
-            options: `token` in all forms of gcsfs, `project`, `access`, `endpoint_url`, `requester_pays`.
-            seconds: the time limit of one request.
-            arguments: of obstore.
-
-        Raises:
-            ConfigError: another option was given.
+        Options are `token` in all forms of gcsfs, `project`, `access`, `endpoint_url`, `requester_pays`;
+        another one is a ConfigError.
         """
         from gcsfs.credentials import GoogleCredentials
 
@@ -79,11 +72,7 @@ class GcsBucket:
         return GcsParts(self, path, token, scratch)
 
     def compose(self, target: str, sources: Sequence[str], token: str, *, create: bool) -> None:
-        """Make one object of at most 32 others, in one step.
-
-        Raises:
-            FileExistsError: `create`, and there is such an object.
-        """
+        """Make one of at most 32 objects; FileExistsError if it is there and `create`."""
         resource = {"contentType": "application/octet-stream", "metadata": {GCS_METADATA: token}}
         self._ask(
             "POST",

@@ -58,11 +58,7 @@ class Container(Protocol):
 
 @final
 class ObstoreStorage(PartStorage):
-    """A bucket of GCS or a container of Azure, in the words of gcsfs and adlfs.
-
-    Raises:
-        ConfigError: an option has no translation, or a library is not installed.
-    """
+    """A bucket of GCS or a container of Azure, in the words of gcsfs and adlfs."""
 
     def __init__(self, url: str, storage_options: Mapping[str, Any], limits: Limits) -> None:
         seconds = limits.request_seconds

@@ -26,14 +26,7 @@ _TOKEN_PART: Final = MOST_PARTS + 1
 
 @final
 class S3Storage(PartStorage):
-    """A bucket of S3, or of a service that speaks its language.
-
-    Args:
-        storage_options: in the words of s3fs.
-
-    Raises:
-        ConfigError: an option cannot be translated, or botocore refuses it.
-    """
+    """A bucket of S3, or of a service that speaks its language; options as of s3fs."""
 
     reads_in_place = True
 

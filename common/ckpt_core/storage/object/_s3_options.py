@@ -90,11 +90,7 @@ class S3Settings:
 
     @classmethod
     def of(cls, url: str, options: Mapping[str, Any], seconds: float, redaction: Redaction) -> Self:
-        """Translate options.
-
-        Raises:
-            ConfigError: some cannot be translated, or botocore refuses them; it names them.
-        """
+        """Translate options; ConfigError names those that have no translation."""
         from botocore import UNSIGNED
         from botocore.config import Config
         from botocore.exceptions import BotoCoreError
@@ -130,11 +126,7 @@ class S3Settings:
         )
 
     def connect(self, url: str, redaction: Redaction) -> Any:
-        """Make botocore's client, which asks for credentials when it first needs them.
-
-        Raises:
-            ConfigError: botocore refuses an argument.
-        """
+        """Make botocore's client, which asks for credentials when it first needs them."""
         from botocore.session import Session
 
         try:

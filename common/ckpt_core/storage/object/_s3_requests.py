@@ -58,10 +58,7 @@ class S3Requests:
     def call(self, operation: str, *, cleaning: bool = False, **arguments: Any) -> dict[str, Any]:
         """Send one request of the bucket, and further tries.
 
-        `cleaning` is for calls after a failure, which get less time.
-
-        Raises:
-            OSError: see `translated_errors`.
+        `cleaning` is for calls after a failure, which get less time. Errors as of `translated_errors`.
         """
         with translated_errors(self.url, self.redaction), self._limit(_CLEANING_SHARE if cleaning else 1):
             return self._ask(operation, **arguments)

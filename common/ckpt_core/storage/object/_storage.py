@@ -57,7 +57,6 @@ class ObjectStorage(Storage):
 
     @property
     def url(self) -> str:
-        """The URL, without trailing slash, user, password and query."""
         return self._url
 
     def shown(self, text: object) -> str:
@@ -106,11 +105,7 @@ class ObjectStorage(Storage):
         return done
 
     def read_start(self, path: str, most_bytes: int) -> tuple[int, bytes]:
-        """Return the size and first bytes of an object, if possible by one request.
-
-        Raises:
-            FileNotFoundError: there is none.
-        """
+        """Return size and first bytes of an object, if possible by one request."""
         size = self.size_of(path)
         start = bytearray(min(size, most_bytes))
         count = self.read_into(path, 0, memoryview(start)) if start else 0
@@ -184,10 +179,7 @@ class ObjectStorage(Storage):
             run_all(self.remove, doomed, self.delete_threads, name="ckpt-delete")
 
     def make_directory(self, key: str) -> None:
-        """Do nothing but check the key: prefixes need not be created.
-
-        Whether one exists already is unknown.
-        """
+        """Do nothing but check the key: prefixes need not be created."""
         file_key(key)
 
     def sync_directory(self, key: str) -> None:
@@ -218,14 +210,12 @@ class ObjectRanges:
     """Ranges of an object, one request each, so that several threads run in parallel."""
 
     def __init__(self, storage: ObjectStorage, path: str, size_bytes: int, start: bytes = b"") -> None:
-        """Read from an object of that size; its first bytes may be known."""
         self._storage = storage
         self._start = start
         self._path = path
         self.size_bytes = size_bytes
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill the buffer from `offset` on."""
         if buffer:
             end = self._checked_end(offset, len(buffer))
             if end <= len(self._start):

@@ -256,11 +256,7 @@ def refused(
 def refuse_others(
     url: str, options: Mapping[str, Any], known: Collection[str], library: str = "obstore"
 ) -> None:
-    """Refuse options without a translation.
-
-    Raises:
-        ConfigError: it names them.
-    """
+    """Refuse options without a translation, by a ConfigError that names them."""
     others = sorted(name for name in options if name not in known)
     if others:
         raise ConfigError(
