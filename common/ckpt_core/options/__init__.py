@@ -8,6 +8,7 @@ A policy is written as a mapping whose entries are joined by "or"; `any`, `all_o
 
 from __future__ import annotations
 
+from ckpt_core.options._elsewhere import Export, Exports, ExportWhen, Upload, Uploads, WhenBusy
 from ckpt_core.options._options import (
     SECTION,
     BackPressure,
@@ -24,7 +25,6 @@ from ckpt_core.options._options import (
     signature_with_options,
 )
 from ckpt_core.options._parsing import Headroom, bytes_text, parse_yaml, read_document
-from ckpt_core.options._places import Export, Exports, ExportWhen, Upload, Uploads, WhenBusy
 from ckpt_core.options._policies import policy_from
 from ckpt_core.options._sameness import difference, given_options, text_of
 

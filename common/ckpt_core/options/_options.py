@@ -12,6 +12,15 @@ from pathlib import Path
 from typing import Any, Final, Literal, Self, TypeAlias, TypeVar, cast, final, get_args
 
 from ckpt_core.errors import ConfigError
+from ckpt_core.options._elsewhere import (
+    Export,
+    Exports,
+    InitialWeights,
+    Upload,
+    Uploads,
+    further_from,
+    problem_of_several,
+)
 from ckpt_core.options._parsing import (
     Headroom,
     Problems,
@@ -20,15 +29,6 @@ from ckpt_core.options._parsing import (
     policy_problem,
     read_document,
     refused,
-)
-from ckpt_core.options._places import (
-    Export,
-    Exports,
-    InitialWeights,
-    Upload,
-    Uploads,
-    further_from,
-    problem_of_several,
 )
 from ckpt_core.options._policies import policy_from
 from ckpt_core.policies import RetentionPolicy, SavePolicy, is_of_kind

@@ -16,8 +16,8 @@ from typing import Any, Final
 
 from ckpt_core.cadence import OnPreemption, SavePolicy
 from ckpt_core.disclosure import public_url
+from ckpt_core.options._elsewhere import Upload
 from ckpt_core.options._options import CheckpointOptions
-from ckpt_core.options._places import Upload
 from ckpt_core.retention import RetentionPolicy
 
 OF_EACH_RANK: Final = frozenset({"staging_memory", "write_bandwidth", "storage_options"})

@@ -213,7 +213,7 @@ class Storage(ABC):
         self.put_source(key, source, identity)
 
     def put_source(self, key: str, source: PutSource, identity: str) -> None:
-        """Do what `put_file` does; the default, for disks, compares bytes instead of identities."""
+        """Put a file, as `put_file` does; by default bytes are compared, no identities."""
         del identity
         put_whole(self, key, source)
 

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from ckpt_core.disclosure import public_url
 from ckpt_core.errors import ConfigError
-from ckpt_core.storage.object._storage import Limits, ObjectStorage
+from ckpt_core.storage.object._storage import ObjectStorage, RequestTerms
 from ckpt_core.validation import integer, require
 
 REQUEST_SECONDS: Final = 600.0
@@ -49,19 +49,19 @@ def object_storage(
     if write_block_bytes is not None:
         least = _LEAST_PART_BYTES_OF_S3 if protocol in _S3 else 1
         require(public_url(url), integer("write_block_bytes", write_block_bytes, minimum=least))
-    limits = Limits(request_seconds, conditional_writes, write_block_bytes)
+    terms = RequestTerms(request_seconds, conditional_writes, write_block_bytes)
     try:
         if protocol in _S3:
             from ckpt_core.storage.object._s3 import S3Storage
 
-            return S3Storage(url, storage_options, limits)
+            return S3Storage(url, storage_options, terms)
         if protocol in _EXTRAS:
             from ckpt_core.storage.object._obstore import ObstoreStorage
 
-            return ObstoreStorage(url, storage_options, limits)
+            return ObstoreStorage(url, storage_options, terms)
         from ckpt_core.storage.object._fsspec import FsspecStorage
 
-        return FsspecStorage(url, storage_options, limits)
+        return FsspecStorage(url, storage_options, terms)
     except ImportError as error:
         fix = f'pip install "ckpt-suite[{_EXTRAS[protocol]}]"' if protocol in _EXTRAS else "install it"
         raise ConfigError(f"{public_url(url)}: {protocol}:// needs {error.name or error}; {fix}") from None

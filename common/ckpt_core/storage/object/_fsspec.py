@@ -12,7 +12,7 @@ from ckpt_core.errors import ConfigError
 from ckpt_core.storage._base import StorageEntry
 from ckpt_core.storage._keys import file_key
 from ckpt_core.storage._putting import PutSource
-from ckpt_core.storage.object._storage import Limits, ObjectRanges, ObjectStorage
+from ckpt_core.storage.object._storage import ObjectRanges, ObjectStorage, RequestTerms
 from ckpt_core.storage.object._translation import refused, translated_errors
 
 _BLOCK_BYTES: Final = 64 * 2**20
@@ -28,7 +28,7 @@ class FsspecStorage(ObjectStorage):
     has no effect.
     """
 
-    def __init__(self, url: str, storage_options: dict[str, Any], limits: Limits) -> None:
+    def __init__(self, url: str, storage_options: dict[str, Any], terms: RequestTerms) -> None:
         from fsspec.asyn import AsyncFileSystem
 
         super().__init__(url, storage_options)
@@ -36,11 +36,11 @@ class FsspecStorage(ObjectStorage):
         self.filesystem, path = self._connect(url, storage_options)
         self.base = path.rstrip("/")
         self.bucket = path.strip("/").partition("/")[0]
-        self._block_bytes = limits.block_bytes or _BLOCK_BYTES
+        self._block_bytes = terms.block_bytes or _BLOCK_BYTES
         if url.startswith("hf:"):
             self.delete_threads = 1  # each deletion is a commit, and the Hub refuses one beside another
         takes_limit = isinstance(self.filesystem, AsyncFileSystem) and not self.filesystem.asynchronous
-        self._limit = {"timeout": limits.request_seconds} if takes_limit else {}
+        self._limit = {"timeout": terms.request_seconds} if takes_limit else {}
 
     def size_of(self, path: str) -> int:
         self.filesystem.invalidate_cache()

@@ -19,7 +19,7 @@ from ckpt_core.storage._keys import file_key
 from ckpt_core.storage.object._azure import AzureContainer
 from ckpt_core.storage.object._gcs import GcsBucket
 from ckpt_core.storage.object._parts import CONNECTIONS, PartedObject, PartStorage
-from ckpt_core.storage.object._storage import Limits
+from ckpt_core.storage.object._storage import RequestTerms
 from ckpt_core.storage.object._translation import translated_errors, unanswered
 
 if TYPE_CHECKING:
@@ -60,10 +60,10 @@ class Container(Protocol):
 class ObstoreStorage(PartStorage):
     """A bucket of GCS or a container of Azure, in the words of gcsfs and adlfs."""
 
-    def __init__(self, url: str, storage_options: Mapping[str, Any], limits: Limits) -> None:
-        seconds = limits.request_seconds
-        super().__init__(url, storage_options, block_bytes=limits.block_bytes, connections=CONNECTIONS)
-        if not limits.conditional_writes:
+    def __init__(self, url: str, storage_options: Mapping[str, Any], terms: RequestTerms) -> None:
+        seconds = terms.request_seconds
+        super().__init__(url, storage_options, block_bytes=terms.block_bytes, connections=CONNECTIONS)
+        if not terms.conditional_writes:
             raise ConfigError(
                 f"{self.url}: leave out storage_options conditional_writes=False, which is for stores like S3"
             )

@@ -17,7 +17,7 @@ from ckpt_core.storage._keys import file_key
 from ckpt_core.storage.object._parts import MOST_PARTS, PartedObject, PartStorage, mark
 from ckpt_core.storage.object._s3_options import S3Settings
 from ckpt_core.storage.object._s3_requests import Body, S3Requests
-from ckpt_core.storage.object._storage import Limits
+from ckpt_core.storage.object._storage import RequestTerms
 
 _METADATA: Final = "ckpt-upload"
 # It holds the token of its upload, which no listing of uploads shows, and is never a part of an object.
@@ -30,14 +30,14 @@ class S3Storage(PartStorage):
 
     reads_in_place = True
 
-    def __init__(self, url: str, storage_options: dict[str, Any], limits: Limits) -> None:
-        seconds = limits.request_seconds
+    def __init__(self, url: str, storage_options: dict[str, Any], terms: RequestTerms) -> None:
+        seconds = terms.request_seconds
         secrets = Redaction.of(url, storage_options)
         settings = S3Settings.of(public_url(url).rstrip("/"), storage_options, seconds, secrets)
         super().__init__(
-            url, storage_options, block_bytes=limits.block_bytes, connections=settings.connections
+            url, storage_options, block_bytes=terms.block_bytes, connections=settings.connections
         )
-        self._condition: dict[str, Any] = {"IfNoneMatch": "*"} if limits.conditional_writes else {}
+        self._condition: dict[str, Any] = {"IfNoneMatch": "*"} if terms.conditional_writes else {}
         self._settings = settings
         self._requests = S3Requests(
             self.url, self.bucket, settings, redaction=self.redaction, seconds=seconds

@@ -23,8 +23,8 @@ _logger = logger_of(__name__)
 _warned_odd: set[str] = set()
 
 
-class Limits(NamedTuple):
-    """What `object_storage` is told of requests; see its arguments."""
+class RequestTerms(NamedTuple):
+    """How requests are made; see the arguments of `object_storage`."""
 
     request_seconds: float
     conditional_writes: bool

@@ -1,4 +1,4 @@
-"""Errors of cloud libraries as OS errors of the contract; refusal of their options.
+"""Errors of cloud libraries as OS errors, and refusal of options that none takes.
 
 Those libraries are optional, so their errors are recognised by name, without importing them.
 """
