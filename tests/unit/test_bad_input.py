@@ -15,6 +15,7 @@ import sys
 import textwrap
 import threading
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import fsspec
@@ -491,7 +492,7 @@ def test_a_checkpoint_of_an_older_format_is_called_that_and_never_damaged(run, c
 
 def test_a_manifest_of_an_older_format_is_called_that_without_its_marker():
     content = json.dumps({"format_version": 1, "files": "of another shape"}).encode()
-    for read in (Manifest.from_bytes, Manifest.check_bytes):
+    for read in (Manifest.from_bytes, partial(Manifest.from_bytes, with_files=False)):
         with pytest.raises(IncompatibleCheckpointError, match="of an older format"):
             read(content)
 

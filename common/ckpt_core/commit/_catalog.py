@@ -25,7 +25,7 @@ from ckpt_core.commit._manifest import (
     whole_info,
 )
 from ckpt_core.commit._notes import Notes, read_notes
-from ckpt_core.commit._occupant import holds_torn_save, is_link
+from ckpt_core.commit._occupant import is_link, is_torn_step
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
     ArchivedError,
@@ -424,12 +424,8 @@ class Catalog:
         return [
             name
             for name in sorted(self._storage.directories(""))
-            if is_incomplete(name) or is_trash(name) or (in_place and self._is_torn_step(name))
+            if is_incomplete(name) or is_trash(name) or (in_place and is_torn_step(self._storage, name))
         ]
-
-    def _is_torn_step(self, name: str) -> bool:
-        committed = parse_step_name(name) is None or self._storage.exists(f"{name}/{MARKER}")
-        return not committed and holds_torn_save(self._storage, name)
 
     def pins(self) -> dict[int, str]:
         """Return step -> reason of each pin; CorruptCheckpointError if unreadable."""

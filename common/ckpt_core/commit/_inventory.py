@@ -38,10 +38,6 @@ _MOST_NAMED: Final = 5
 _Key: TypeAlias = tuple[str, str, float]
 
 
-def _unwatched(_info: CheckpointInfo) -> AbstractContextManager[Callable[[int], None]]:
-    return nullcontext(lambda _size: None)
-
-
 @final
 class Inventory:
     """The committed checkpoints of a root, for the one job that commits there.
@@ -63,7 +59,9 @@ class Inventory:
         held: Callable[[], Collection[str]] = tuple,
         *,
         mark: Callable[[str, str], None] | None = None,
-        watch: Callable[[CheckpointInfo], AbstractContextManager[Callable[[int], None]]] = _unwatched,
+        watch: Callable[[CheckpointInfo], AbstractContextManager[Callable[[int], None]]] = lambda _: (
+            nullcontext(lambda _size: None)
+        ),
     ) -> None:
         self._storage = storage
         self._held = held
@@ -125,7 +123,7 @@ class Inventory:
             return info
         problem = self._damaged.get(_key(info))
         if problem is None and not self._storage.supports_rename and info.name not in self._size_checked:
-            found = _bytes_below(self._storage, info.name)
+            found = self._storage.bytes_below(info.name)
             if found < info.size_bytes:
                 problem = f"only {found} of {info.size_bytes} bytes are there"
             else:
@@ -251,13 +249,6 @@ class Inventory:
         self._distrust(info, problem)
         self._mark(info.name, problem)
         return True
-
-
-def _bytes_below(storage: Storage, directory: str) -> int:
-    return sum(
-        _bytes_below(storage, f"{directory}/{child.name}") if child.is_directory else child.size_bytes
-        for child in storage.list(directory)
-    )
 
 
 def _key(info: CheckpointInfo) -> _Key:

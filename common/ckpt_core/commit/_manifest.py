@@ -281,17 +281,8 @@ class Manifest:
         return content
 
     @classmethod
-    def from_bytes(cls, content: bytes) -> Manifest:
-        """Read the content of `manifest.json`."""
-        return cls._parse(content)
-
-    @classmethod
-    def check_bytes(cls, content: bytes) -> None:
-        """Check that `from_bytes` can read it, without an object per file; its errors."""
-        cls._parse(content, with_files=False)
-
-    @classmethod
-    def _parse(cls, content: bytes, *, with_files: bool = True) -> Manifest:
+    def from_bytes(cls, content: bytes, *, with_files: bool = True) -> Manifest:
+        """Read the content of `manifest.json`; to check it takes no object per file."""
         with codec.Fields.parse(
             content, source=MANIFEST, oldest=FORMAT_VERSION, newest=NEWEST_FORMAT
         ) as fields:

@@ -86,9 +86,10 @@ def is_link(storage: Storage, name: str) -> bool:
     return entry is not None and entry.is_link
 
 
-def holds_torn_save(storage: Storage, name: str) -> bool:
-    """Return whether a directory without marker holds files of a save of ours."""
-    return _unmarked(storage, name) is Occupant.TORN
+def is_torn_step(storage: Storage, name: str) -> bool:
+    """Return whether the directory of a step holds files of a save, and no marker."""
+    torn = parse_step_name(name) is not None and not storage.exists(f"{name}/{MARKER}")
+    return torn and _unmarked(storage, name) is Occupant.TORN
 
 
 def _unmarked(storage: Storage, name: str) -> Occupant:
@@ -111,7 +112,8 @@ def _unmarked(storage: Storage, name: str) -> Occupant:
 
 def _has_manifest(storage: Storage, name: str) -> bool:
     try:
-        Manifest.check_bytes(read_small(storage, f"{name}/{MANIFEST}", MAX_MANIFEST_BYTES))
+        content = read_small(storage, f"{name}/{MANIFEST}", MAX_MANIFEST_BYTES)
+        Manifest.from_bytes(content, with_files=False)
     except (CheckpointError, FileNotFoundError):
         return False
     return True

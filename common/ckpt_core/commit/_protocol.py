@@ -395,7 +395,7 @@ def _encode(manifest: Manifest, groups: int) -> tuple[bytes, Marker]:
     content = manifest.to_bytes()
     marker = Marker.of(manifest, content, groups=groups)
     try:
-        Manifest.check_bytes(content)
+        Manifest.from_bytes(content, with_files=False)
         Marker.from_bytes(marker.to_bytes())
     except CorruptCheckpointError as error:
         raise _uncommitted(manifest, str(error)) from error

@@ -362,6 +362,13 @@ class Storage(ABC):
                 found, offset = crc32(block, found), offset + len(block)
         return found
 
+    def bytes_below(self, key: str) -> int:
+        """Return the size of all files below a directory."""
+        return sum(
+            self.bytes_below(f"{key}/{each.name}") if each.is_directory else each.size_bytes
+            for each in self.list(key)
+        )
+
     def read_bytes(self, key: str) -> bytes:
         """Read a small file.
 

@@ -96,15 +96,7 @@ def _left_over(storage: Storage) -> Iterator[tuple[str, int]]:
     for entry in storage.list(""):
         name = entry.name
         if entry.is_directory and (is_incomplete(name) or is_trash(name) or is_replaced(name)):
-            yield name, _size_below(storage, name)
-
-
-def _size_below(storage: Storage, key: str) -> int:
-    size = 0
-    for entry in storage.list(key):
-        below = f"{key}/{entry.name}"
-        size += _size_below(storage, below) if entry.is_directory else storage.size(below)
-    return size
+            yield name, storage.bytes_below(name)
 
 
 def _tables(
