@@ -72,26 +72,19 @@ def collective_phase(
         own = _PhaseOutcome(error if isinstance(error, CheckpointError) else None, failure_text(error))
         # A rank that has just failed to answer needs no second wait of full length.
         soon = _SOON_SECONDS if isinstance(error, DeadlineError) else None
-        outcomes = _gathered(coordinator, own, consequence, what=what, deadline_seconds=soon)
+        outcomes = _gathered(coordinator, own, consequence, what, soon=soon)
         _raise_worst(outcomes, consequence, error)
         raise
-    outcomes = _gathered(
-        coordinator, _PhaseOutcome(None, "", note.own), consequence, what=what, deadline_seconds=None
-    )
+    outcomes = _gathered(coordinator, _PhaseOutcome(None, "", note.own), consequence, what)
     _raise_worst(outcomes, consequence, None)
     note.all = [outcome.note for outcome in outcomes]
 
 
 def _gathered(
-    coordinator: Coordinator,
-    own: _PhaseOutcome,
-    consequence: str,
-    *,
-    what: str,
-    deadline_seconds: float | None,
+    coordinator: Coordinator, own: _PhaseOutcome, consequence: str, what: str, *, soon: float | None = None
 ) -> list[_PhaseOutcome]:
     try:
-        return coordinator.gather(own, what=what, deadline_seconds=deadline_seconds)
+        return coordinator.gather(own, what=what, deadline_seconds=soon)
     except CoordinationError as error:
         own_part = f"; on this rank {own.text}" if own.text else ""
         raise error.retold(f"{error}{own_part}. {consequence}") from error
@@ -175,16 +168,11 @@ class SameOptions:
         self._compared_ranks = coordinator.world_size
 
 
-def _agreed(coordinator: Coordinator, call: str, get: Callable[[], T]) -> T:
-    """Exchange the arguments of `call`; raise an invalid one on all ranks. Collective.
-
-    Args:
-        coordinator: of the ranks.
-        call: the method, as the user calls it.
-        get: returns this rank's arguments, plain values.
+def agreed_values(coordinator: Coordinator, call: str, get: Callable[[], T]) -> T:
+    """Agree on the plain values that a call, as the user calls it, is given. Collective.
 
     Raises:
-        ConfigError: `get` raised one on any rank, or the arguments differ; the same on all.
+        ConfigError: `get` raised one on any rank, or the values differ; the same on all.
     """
     own: tuple[T | None, str | None]
     try:
@@ -226,17 +214,8 @@ def agreed_place(
         also = others()
         return [None if step is None else checked_step(call, step), name, also]
 
-    step, name, _ = _agreed(coordinator, call, get)
+    step, name, _ = agreed_values(coordinator, call, get)
     return step, name
-
-
-def agreed_values(coordinator: Coordinator, call: str, get: Callable[[], T]) -> T:
-    """Agree on the plain values that a call is given. Collective.
-
-    Raises:
-        ConfigError: `get` raises one on any rank, or ranks give different values.
-    """
-    return _agreed(coordinator, call, get)
 
 
 def agreed_step(coordinator: Coordinator, call: str, step: int, *reasons: str) -> int:
@@ -250,7 +229,7 @@ def agreed_step(coordinator: Coordinator, call: str, step: int, *reasons: str) -
         require(call, *(text("reason", reason) for reason in reasons))
         return checked_step(call, step)
 
-    return _agreed(coordinator, call, get)
+    return agreed_values(coordinator, call, get)
 
 
 def checked_step(owner: str, step: Any) -> int:
@@ -263,7 +242,6 @@ def checked_step(owner: str, step: Any) -> int:
 
 
 def _key(name: str, value: Any) -> str | None:
-    """Check the name of a directory below the root."""
     if (problem := text(name, value)) is not None:
         return problem
     parts = value.split("/")

@@ -76,14 +76,10 @@ class Redaction:
 
 
 def _pattern(secret: str) -> str:
-    """Make a pattern for a text, plain or escaped as in URLs."""
     if len(secret) < _LONG:
         return rf"(?<!\w){re.escape(secret)}(?!\w)"
-    return "".join(rf"(?:{re.escape(each)}|{_escaped(each)})" for each in secret)
-
-
-def _escaped(character: str) -> str:
-    return "".join(f"%(?i:{byte:02x})" for byte in character.encode(errors="replace"))
+    escaped = ["".join(f"%(?i:{byte:02x})" for byte in each.encode(errors="replace")) for each in secret]
+    return "".join(rf"(?:{re.escape(each)}|{code})" for each, code in zip(secret, escaped, strict=True))
 
 
 @final
@@ -141,7 +137,6 @@ def _of_url(url: str) -> Iterator[tuple[str, str]]:
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, str]]:
-    """Yield every text and number in nested options, with its name."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _leaves(inner, f"{name}.{key}" if name else str(key))

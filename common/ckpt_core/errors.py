@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Literal, Self, TypeAlias
 
 
@@ -56,11 +57,7 @@ class CheckpointError(Exception):
         return type(self)(message, **{**self._attributes, **changed})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.message, self._attributes)
-
-
-def _rebuild(cls: type[CheckpointError], message: str, attributes: dict[str, Any]) -> CheckpointError:
-    return cls(message, **attributes)
+        return partial(type(self), self.message, **self._attributes), ()
 
 
 class ConfigError(CheckpointError, ValueError):
@@ -106,7 +103,7 @@ class Failure:
             kind=type(error).__name__,
             text=failure_text(error),
             errno=next((e.errno for e in _causes(error) if isinstance(e, OSError) and e.errno), None),
-            phase=_phase_of(error),
+            phase=next((e.phase for e in _causes(error) if isinstance(e, SaveError) and e.phase), ""),
         )
 
 
@@ -117,13 +114,6 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         seen.add(id(each))
         yield each
         each = each.__cause__
-
-
-def _phase_of(error: BaseException) -> SavePhase | Literal[""]:
-    for each in _causes(error):
-        if isinstance(each, SaveError) and each.phase:
-            return each.phase
-    return ""
 
 
 def failure_text(error: BaseException) -> str:

@@ -444,7 +444,12 @@ class CheckpointManager:
         info: CheckpointInfo | None = None
         if source is not None:
             place = os.fspath(source)
-            saved = self._loader.elsewhere(request, live, place, self._options_for(place, storage_options))
+            # Those of the root serve a place of its kind, too.
+            kind, separator, _ = place.partition("://")
+            own = separator and self.storage.url.startswith(f"{kind}://")
+            others = self.options.storage_options if own else {}
+            given = others if storage_options is None else storage_options
+            saved = self._loader.elsewhere(request, live, place, given)
         elif step is not None or name is not None:
             saved, info = self._loader.one(request, live, step=step, name=name)
         else:
@@ -455,12 +460,6 @@ class CheckpointManager:
         if selection.is_all and live.takes_all(saved):
             self._continue_from(info, saved, request.override)
         return saved
-
-    def _options_for(self, place: str, given: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        """Return the options for a place: those given, or those of a root of its kind."""
-        kind, separator, _ = place.partition("://")
-        own = separator and self.storage.url.startswith(f"{kind}://")
-        return given if given is not None else self.options.storage_options if own else {}
 
     def _continue_from(self, info: CheckpointInfo | None, saved: SavedState, change: Override) -> None:
         """Let saves continue from what was loaded whole, and perhaps changed."""

@@ -105,8 +105,6 @@ def _watched(watcher: _Watcher, poll: float, timeout: float) -> Generator[Pinned
 
 @final
 class _Watcher:
-    """What was handed out of a root, and what comes next."""
-
     def __init__(self, storage: Storage, after: int, *, each: bool) -> None:
         self.storage, self._after, self._each = storage, after, each
         self._catalog = Catalog(storage)
@@ -115,7 +113,6 @@ class _Watcher:
         self._known: dict[str, CheckpointInfo] = {}
 
     def next(self, pin: ExitStack) -> PinnedCheckpoint | None:
-        """Return the next checkpoint, pinned in `pin`; None if there is none yet."""
         while (info := self._candidate()) is not None:
             place = CheckpointPath(self.storage.url, info.name)
             try:

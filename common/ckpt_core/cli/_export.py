@@ -18,17 +18,14 @@ from ckpt_core.validation import parse_size
 
 
 def run(arguments: Namespace) -> Outcome:
-    """Export one checkpoint."""
     return _exported(arguments, ema=arguments.ema)
 
 
 def average(arguments: Namespace) -> Outcome:
-    """Export the average of several."""
     return _exported(arguments, average=arguments.last, decay=arguments.decay)
 
 
 def _exported(arguments: Namespace, **options: Any) -> Outcome:
-    """Export, with a line of progress."""
     from ckpt_core.convert import export
 
     if arguments.adapters and arguments.merge_adapters:

@@ -49,7 +49,6 @@ def show(outcome: Outcome, *, as_json: bool) -> None:
 
 
 def time_text(seconds: float) -> str:
-    """Format a Unix time for people, in UTC."""
     try:
         return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
     except (ValueError, OverflowError, OSError):
@@ -91,7 +90,6 @@ def _show_plain(table: Table) -> None:
 
 
 def _show_rich(table: Table) -> bool:
-    """Show a table with rich; False if rich is not installed."""
     try:
         from rich.console import Console
         from rich.table import Table as RichTable

@@ -43,7 +43,6 @@ class ProgressLine:
                 self._write(self._total_bytes)
 
     def expect(self, size_bytes: int) -> None:
-        """Set how much there is to do, once it is known."""
         with self._lock:
             self._total_bytes = size_bytes
 

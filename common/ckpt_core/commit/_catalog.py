@@ -141,7 +141,6 @@ def known_pins(storage: Storage) -> dict[int, str] | None:
 
 
 def replace_pins(storage: Storage, pins: Mapping[int, str]) -> None:
-    """Write all pins; readers see the old ones or the new ones."""
     fields = {"pins": {str(step): pins[step] for step in sorted(pins)}}
     content = json.dumps(fields, indent=2).encode() + b"\n"
     if len(content) > MAX_PINS_BYTES:
@@ -163,11 +162,9 @@ class Mark:
 
     @classmethod
     def of(cls, marker: Marker, problem: str) -> Mark:
-        """Build the mark of the checkpoint with that marker, found now."""
         return cls(save_id=marker.save_id[:_MAX_ID], problem=problem[:_MAX_PROBLEM], found=time.time())
 
     def applies_to(self, save_id: str) -> bool:
-        """Return whether the mark applies to the checkpoint that this save wrote."""
         return self.save_id == save_id[:_MAX_ID]
 
 
@@ -229,7 +226,6 @@ def marks_to_change(storage: Storage) -> Marks:
 
 
 def problem_of(marks: Mapping[str, Mark], name: str, save_id: str) -> str | None:
-    """Return the problem recorded for that name and save, or None."""
     mark = marks.get(name)
     return mark.problem if mark is not None and mark.applies_to(save_id) else None
 
@@ -664,7 +660,6 @@ def arranged(
 
 
 def _located(place: str, error: CheckpointError | OSError) -> CheckpointError | OSError:
-    """Add the place to the error."""
     if isinstance(error, CorruptCheckpointError):
         return CorruptCheckpointError(f"{place}: {error}", failures=error.failures)
     if isinstance(error, IncompatibleCheckpointError | ArchivedError):

@@ -118,7 +118,6 @@ def _lineage_fields(lineage: Lineage) -> dict[str, Any]:
 
 
 def _lineage_of(fields: codec.Fields) -> Lineage:
-    """Read the lineage from a manifest or marker; ValueError for bad values."""
     found = fields.optional("lineage")
     if found is None:
         return Lineage()
@@ -141,7 +140,6 @@ def _id(value: object) -> str:
 
 
 def by_step(info: CheckpointInfo) -> tuple[int, bool, int, float]:
-    """Return the place of a checkpoint in a listing, by its step and lineage."""
     return info.step, not info.abandoned, info.lineage.number, info.created
 
 
@@ -149,7 +147,6 @@ _COLUMNS: Final = ("path", "size_bytes", "checksum")
 
 
 def join(directory: str, name: str) -> str:
-    """Join `directory` and `name` by a slash; either may be empty."""
     return f"{directory}/{name}" if directory and name else directory or name
 
 
@@ -429,12 +426,10 @@ _FACTS: Final = (
 
 
 def _facts_of(source: Manifest | Marker) -> dict[str, Any]:
-    """Return what manifest, marker and listings have in common."""
     return {name: getattr(source, name) for name in _FACTS}
 
 
 def _facts_in(fields: codec.Fields) -> dict[str, Any]:
-    """Read what manifest and marker have in common."""
     return {
         "format_version": fields.format_version,
         "save_id": fields.get("save_id", str),
@@ -508,7 +503,6 @@ def _numbers(numbers: Iterable[int]) -> str:
 
 
 def _named_by(marker: Marker, storage: Storage, name: str, path: str) -> bytes:
-    """Read one file of a manifest, and compare it with the marker."""
     other = f"not the file that was committed: its digest differs from {MARKER}'s"
     key, most = f"{name}/{path}", min(marker.manifest_bytes, MAX_MANIFEST_BYTES)
     try:
@@ -534,13 +528,11 @@ def lineage_in_manifest(storage: Storage, name: str) -> Lineage | None:
 
 
 def corrupt_file(place: str, path: str, problem: str) -> CorruptCheckpointError:
-    """Make the error of a damaged file in a checkpoint."""
     failure = FileFailure(path=path, problem=problem)
     return CorruptCheckpointError(f"{place}/{failure}", failures=(failure,))
 
 
 def _groups(fields: codec.Fields, files: int) -> tuple[int, ...]:
-    """Read the group of each file."""
     groups = fields.get("groups", list) if fields.has("groups") else []
     if groups and len(groups) != files:
         raise ValueError(f"'groups' should have an entry for each of {files} files, not {len(groups)}")

@@ -125,5 +125,4 @@ def _key(save_id: str) -> str:
 
 
 def _who() -> bytes:
-    """Describe this process, for people."""
     return json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode()

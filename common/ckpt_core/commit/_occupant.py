@@ -81,7 +81,6 @@ def content_of(storage: Storage, name: str) -> Occupant:
 
 
 def is_link(storage: Storage, name: str) -> bool:
-    """Return whether `name` is a symbolic link in the root."""
     entry = storage.entry(name)
     return entry is not None and entry.is_link
 

@@ -250,7 +250,6 @@ def commit_copy(
 
 
 def _holds_save(storage: Storage, name: str, save_id: str) -> bool:
-    """Return whether a directory has that save's marker."""
     try:
         return Marker.read(storage, name).save_id == save_id and not is_link(storage, name)
     except (FileNotFoundError, CheckpointError):
@@ -383,7 +382,6 @@ def abandon(storage: Storage, working: str) -> None:
 
 
 def _encode(manifest: Manifest, groups: int) -> tuple[bytes, Marker]:
-    """Encode manifest and marker; check that they and small files can be read back."""
     for entry in manifest.files:
         small = entry.size_bytes <= BIGGEST_SMALL_FILE or data_rank(entry.path) is not None
         if not small and is_own_file(entry.path):
@@ -403,7 +401,6 @@ def _encode(manifest: Manifest, groups: int) -> tuple[bytes, Marker]:
 
 
 def _check_files(storage: Storage, working: str, manifest: Manifest) -> None:
-    """Compare the reported sizes with storage, by one listing per directory."""
     problems = _unlike(storage, working, manifest)
     if problems:
         raise _uncommitted(

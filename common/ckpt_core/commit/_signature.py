@@ -82,7 +82,6 @@ def require_trusted(storage: Storage, name: str, verify: VerifyManifest | None) 
 
 
 def _judge(verify: VerifyManifest, name: str, content: bytes, signature: bytes, *, place: str) -> None:
-    """Raise unless the user's function accepts a manifest with that signature."""
     try:
         accepted: Any = verify(name, content, signature)
     except OSError as error:

@@ -116,7 +116,6 @@ class _StockChunk(NamedTuple):
     most_bytes: int = 0
 
     def problem(self, stream: IO[bytes]) -> str | None:
-        """Return what is wrong with the chunk in a data file, or None."""
         if not self.transforms:
             return zip_problem(stream, self.offset, self.size_bytes)
         stream.seek(self.offset)
@@ -130,7 +129,6 @@ class _StockChunk(NamedTuple):
 def _file_problem(
     storage: Storage, key: str, chunks: Sequence[_StockChunk], seen: Callable[[int], None]
 ) -> str | None:
-    """Verify one data file; return the problem of the first damaged chunk, or None."""
     damaged: list[str] = []
     try:
         size = storage.size(key)

@@ -140,7 +140,6 @@ class _Examination:
         self.problems[entry.path] = self._problem(entry, self.seen)
 
     def _problem(self, entry: FileEntry, seen: Callable[[int], None]) -> str | None:
-        """Verify one file; return its problem, or None."""
         try:
             size = self.storage.size(f"{self.name}/{entry.path}")
             if size != entry.size_bytes:
@@ -171,7 +170,6 @@ class _Examination:
         return str(found)
 
     def _damage_in(self, entry: FileEntry) -> str:
-        """Describe the damage in a file whose checksum is wrong; "" if unknown."""
         chunks = self._chunks(entry)
         if chunks is None:
             return ""
@@ -186,7 +184,6 @@ class _Examination:
         return "; damaged: " + ", ".join(named) + (f" and {more} more" if more else "")
 
     def _chunks(self, entry: FileEntry) -> FileChunks | None:
-        """Return the chunks of the file; None without an intact chunk table."""
         twins = self.manifest.twins()
         original = next((path for path, twin in twins.items() if twin == entry), entry.path)
         rank = data_rank(original)
@@ -350,7 +347,6 @@ _Rows: TypeAlias = Mapping[tuple[str, str, tuple[int, ...] | None], tuple[int, i
 
 
 def _table_failures(part: str, index: Index, read: Callable[[str], bytes]) -> list[FileFailure]:
-    """Find the first entry of `.metadata` that differs from the chunk tables."""
     tables: dict[str, _Rows] = {}
     for key, place in index.storage_data.items():
         path = part + place.relative_path

@@ -228,7 +228,6 @@ def further_from(kind: type[Any], value: Any, where: str) -> Any:
 
 
 def problem_of_several(name: str, value: Any, kind: type) -> str | None:
-    """Return the problem of an option that is one or several of a kind, or None."""
     each = value if isinstance(value, list | tuple) else () if value is None else (value,)
     wrong = sorted({type(one).__name__ for one in each if not isinstance(one, kind)})
     if wrong:

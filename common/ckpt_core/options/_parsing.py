@@ -27,7 +27,6 @@ class Problems:
         self._found: list[str] = []
 
     def add(self, problem: str) -> None:
-        """Record one problem."""
         self._found.append(problem)
 
     def collect(self, build: Callable[..., Any], *arguments: Any, prefix: str = "") -> Any:
@@ -49,7 +48,6 @@ class Problems:
             self.add(f"{where}: unknown {named}; allowed are {', '.join(sorted(allowed))}")
 
     def raise_if_any(self, separator: str = "\n") -> None:
-        """Raise one error with all recorded problems."""
         if self._found:
             raise ConfigError(separator.join(self._found))
 
@@ -122,7 +120,6 @@ def parse_headroom(value: Any) -> Headroom:
 
 
 def refused(parse: Callable[..., Any], *arguments: Any, **options: Any) -> str | None:
-    """Return the problem that a parser finds in an option, or None."""
     try:
         parse(*arguments, **options)
     except ConfigError as error:
@@ -131,14 +128,12 @@ def refused(parse: Callable[..., Any], *arguments: Any, **options: Any) -> str |
 
 
 def policy_problem(name: str, value: Any, kind: type[SavePolicy] | type[RetentionPolicy]) -> str | None:
-    """Return the problem of an option that is a policy or None."""
     if value is None or is_of_kind(value, kind):
         return None
     return f"{name} must be a {kind.__name__}, not {value!r} (plain values go through from_mapping)"
 
 
 def option_keys(name: str, value: Any) -> str | None:
-    """Return the problem of a mapping with text keys, or None."""
     # It may hold passwords: errors show only its names.
     if not isinstance(value, Mapping):
         return f"{name} must be a mapping with string keys, not {type(value).__name__}"
@@ -147,7 +142,6 @@ def option_keys(name: str, value: Any) -> str | None:
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """Parse YAML text."""
     try:
         import yaml
     except ImportError as error:

@@ -49,7 +49,6 @@ class _Grammar(Generic[Policy]):
 
 
 def _members(value: Any, grammar: _Grammar[Policy], where: str) -> list[Policy]:
-    """Build the policies in `value`, not joined; never empty."""
     if is_of_kind(value, grammar.base):
         return [cast("Policy", value)]
     if type(value) is int:
@@ -109,8 +108,6 @@ def _none_of(value: Any, grammar: _Grammar[Policy], where: str) -> Policy:
 def _with(
     make: Callable[..., Policy], *arguments: str, required: bool = True, switch: bool = False
 ) -> Callable[[Any], Any]:
-    """Return a builder for a policy given as its first argument or a mapping of all."""
-
     def build(value: Any) -> Policy | None:
         if switch and isinstance(value, bool):
             return make() if value else None
@@ -126,14 +123,9 @@ def _with(
     return build
 
 
-def _switch(make: Callable[[], Policy]) -> Callable[[Any], Policy | None]:
-    """Return a builder for a policy given as `true`."""
-
-    def build(value: Any) -> Policy | None:
-        require("switch", boolean("value", value))
-        return make() if value else None
-
-    return build
+def _all(value: Any) -> RetentionPolicy | None:
+    require("switch", boolean("value", value))
+    return retention.KeepAll() if value else None
 
 
 def _on_preemption(value: Any) -> SavePolicy | None:
@@ -185,6 +177,6 @@ _KEEP: _Grammar[RetentionPolicy] = _Grammar(
         "thinned": _with(retention.KeepThinned, "hourly", "daily", "weekly", required=False),
         "within": _with(retention.KeepWithin, "size"),
         "steps": _with(retention.KeepSteps, "steps"),
-        "all": _switch(retention.KeepAll),
+        "all": _all,
     },
 )

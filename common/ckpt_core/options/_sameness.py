@@ -126,18 +126,20 @@ _DEFAULTS: Final = _all_given(CheckpointOptions())
 def difference(given: Sequence[Mapping[str, str]]) -> str:
     """Return how options differ between ranks; "" if they do not."""
     names = sorted({name for each in given for name in each})
-    different = [name for name in names if _differs(name, given)]
+    different = [
+        name
+        for name in names
+        if (
+            name not in given[0]
+            if name in OF_COORDINATOR
+            else len({_given(name, each) for each in given}) > 1
+        )
+    ]
     # What an upload or a policy is in detail matters only where all ranks have the same one.
     different = [name for name in different if "." not in name or _owner(name) not in different]
     shown = [f"{name} is {_values(name, given)}" for name in different[:_MOST_OPTIONS]]
     more = len(different) - len(shown)
     return "; ".join(shown) + (f"; and {more} more options" if more > 0 else "")
-
-
-def _differs(name: str, given: Sequence[Mapping[str, str]]) -> bool:
-    if name in OF_COORDINATOR:
-        return name not in given[0]
-    return len({_given(name, each) for each in given}) > 1
 
 
 def _owner(name: str) -> str:

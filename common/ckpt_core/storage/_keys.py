@@ -23,7 +23,6 @@ def key_parts(key: str) -> tuple[str, ...]:
 
 
 def is_plain(name: str) -> bool:
-    """Return whether a key may have this component."""
     return name not in {"", ".", ".."} and "\0" not in name
 
 
@@ -35,7 +34,6 @@ def file_key(key: str) -> str:
 
 
 def parent_keys(key: str) -> list[str]:
-    """List every directory above `key`, outermost first, without the root."""
     parts = key_parts(key)
     return ["/".join(parts[:count]) for count in range(1, len(parts))]
 
@@ -103,5 +101,4 @@ class RangeStream(io.RawIOBase):
 
 
 def ends_early(where: str, needed: int, found: int) -> EOFError:
-    """Build the error for a file that is too short."""
     return EOFError(f"{where}: ends at byte {found}, but bytes up to {needed} are needed")

@@ -62,7 +62,6 @@ class Script:
 
     @property
     def operations(self) -> tuple[Operation, ...]:
-        """What was asked so far, faults included, in order."""
         with self._guard:
             return tuple(self._operations)
 
@@ -133,7 +132,6 @@ class FaultyStorage(Storage):
 
     @property
     def url(self) -> str:
-        """That of the inner storage, unless another was given."""
         return self._url
 
     check_root = _watched("check_root")
@@ -196,7 +194,6 @@ class FaultyStorage(Storage):
         self._inner.interrupt()
 
     def operation(self, method: str, key: str) -> AbstractContextManager[object]:
-        """Log an operation and apply its faults around the block."""
         return self._script.operation(method, key)
 
 
@@ -227,8 +224,6 @@ class _FaultyStream:
 
 @final
 class _FaultyRanges:
-    """A range reader whose reads are operations."""
-
     def __init__(self, reader: RangeReader, storage: FaultyStorage, key: str) -> None:
         self._reader = reader
         self._storage = storage

@@ -26,7 +26,6 @@ TROUBLE: Final = 2
 
 
 def run(arguments: Namespace) -> Outcome:
-    """Compare two checkpoints; 1 if they differ, 2 if something is not compared."""
     from ckpt_core.comparison import compare
 
     a, b = _places(arguments)

@@ -144,7 +144,6 @@ def _run_facts(name: str, arguments: Namespace) -> dict[str, Any]:
 
 
 def _run_table(children: Sequence[Mapping[str, Any]]) -> list[Table]:
-    """Return the table of runs below a directory; none without any."""
     rows = [
         (
             each["name"],
@@ -183,7 +182,6 @@ def _kept_as(info: CheckpointInfo, why: Mapping[int, Sequence[str]]) -> list[str
 def _info_table(
     infos: Sequence[CheckpointInfo], tiers: Sequence[_Column], why: Mapping[int, Sequence[str]]
 ) -> list[Table]:
-    """Return the table of checkpoints; none without any."""
     rules = " ".join({reason for reasons in why.values() for reason in reasons})
     columns = ("STEP", "NAME", "COMMITTED (UTC)", "SIZE", "RANKS", "METRICS", "KEPT AS")
     rows = [
@@ -260,7 +258,6 @@ def _tier_fields(tiers: Sequence[_Column], infos: Sequence[CheckpointInfo]) -> I
 
 
 def _tier_lines(root: str, tiers: Sequence[_Column]) -> list[str]:
-    """Return what is wrong with a tier, for people."""
     waiting = [t for t in tiers if not t.running and t.record and (t.record.due or t.record.uploading)]
     unasked = [each for each in tiers if each.survey is None and not each.problem]
     return [

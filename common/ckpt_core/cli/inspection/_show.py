@@ -31,7 +31,6 @@ from ckpt_core.types import Lineage
 
 
 def run(arguments: Namespace) -> Outcome:
-    """Show what one checkpoint holds, or what is there instead."""
     storage, name, file = find_any(arguments.place, arguments.storage_options, step=arguments.step)
     ours = not file and storage.exists(f"{name}/{MARKER}")
     tensors: Mapping[str, Sequence[TensorEntry]] | None = None
@@ -155,7 +154,6 @@ def _of_others(
 
 
 def _tensors(storage: Storage, name: str) -> Mapping[str, Sequence[TensorEntry]]:
-    """List the tensors of each part, for every `.metadata` below the directory."""
     tensors: dict[str, Sequence[TensorEntry]] = {}
     for part in stock_parts(storage, name):
         key = f"{part}/{METADATA}"
@@ -187,7 +185,6 @@ def _shape(entry: TensorEntry) -> str:
 
 
 def _lineage_text(lineage: Lineage) -> str:
-    """Return the number of a lineage, and where it branched off."""
     if not lineage.number:
         return ""
     origin = next((f", from step {step} of {each or 'none'}" for each, step in lineage.ancestry), "")

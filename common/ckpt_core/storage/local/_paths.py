@@ -79,7 +79,6 @@ def open_inside(root: Path, parts: Sequence[str], *, buffering: int = -1) -> IO[
 
 @contextmanager
 def open_local_ranges(root: Path, parts: Sequence[str]) -> Generator[LocalRanges]:
-    """Open a file for ranged reads on several threads."""
     with open_inside(root, parts, buffering=0) as file:
         # Reads by several threads look random. With this hint the kernel reads ahead, 1.3 times as fast from
         # a cold disk.
@@ -203,7 +202,6 @@ def _in_one_step(source: Path, target: Path, flags: int) -> int:
 
 
 def _tell_where(_function: object, path: str, found: Any) -> None:
-    """Raise an error of `shutil.rmtree` with the whole path; pass over what is gone."""
     error = found[1] if isinstance(found, tuple) else found
     if not isinstance(error, FileNotFoundError):
         error.filename = path

@@ -77,7 +77,10 @@ class LocalStorage(Storage):
                 if not is_full(error):
                     raise
         except NotADirectoryError as error:
-            if (link := _dangling(self._root)) is not None:
+            way = (self._root, *self._root.parents)
+            if (
+                link := next((each for each in way if each.is_symlink() and not each.exists()), None)
+            ) is not None:
                 target = f"a symbolic link to {link.readlink()}, which does not exist: create its target"
                 raise NotADirectoryError(errno.ENOTDIR, target, str(link)) from error
             raise _explained(
@@ -142,7 +145,6 @@ class LocalStorage(Storage):
         return [entry for entry in found if entry is not None]
 
     def directories(self, key: str) -> set[str]:
-        """Return the names of directories, without an object for each child."""
         try:
             with os.scandir(self.local_path(key)) as children:
                 return {child.name for child in children if child.is_dir(follow_symlinks=False)}
@@ -287,12 +289,6 @@ def _entry(child: os.DirEntry[str] | Path) -> StorageEntry | None:
     return StorageEntry(child.name, is_directory, size, is_link)
 
 
-def _dangling(path: Path) -> Path | None:
-    """Return the dangling symbolic link on the way to `path`."""
-    return next((each for each in (path, *path.parents) if each.is_symlink() and not each.exists()), None)
-
-
 def _explained(kind: type[OSError], error: OSError, hint: str, at: Path | None = None) -> OSError:
-    """Add a sentence for the user to the error."""
     where = error.filename if at is None else at
     return kind(error.errno, f"{hint} ({error.strerror})", str(where))

@@ -74,7 +74,6 @@ class AzureContainer:
         return AzureParts(self, path, token)
 
     def blob(self, path: str) -> BlobClient:
-        """Return the client of Azure's own library for one blob."""
         return self.service.get_blob_client(self._container, path)
 
 
@@ -88,7 +87,6 @@ class AzureParts:
     """
 
     def __init__(self, container: AzureContainer, path: str, token: str) -> None:
-        """Begin, or continue what was begun with the same token, without a request."""
         self._blob = container.blob(path)
         self._token = token
         self._stem = hashlib.sha256(token.encode()).hexdigest()[:16]
@@ -106,7 +104,6 @@ class AzureParts:
         return frozenset(str(block.id) for block in waiting)
 
     def send(self, name: str, content: Sequence[memoryview]) -> None:
-        """Send one part, from where it lies in memory if it is in one piece."""
         body = content[0] if len(content) == 1 else b"".join(content)
         self._blob.stage_block(name, cast("bytes", body), length=len(body))
 

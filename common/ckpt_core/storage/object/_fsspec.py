@@ -65,7 +65,6 @@ class FsspecStorage(ObjectStorage):
         ]
 
     def below(self, path: str) -> list[str]:
-        """List an object, even one that no listing shows yet, and all below it."""
         self.filesystem.invalidate_cache()
         found = [str(name) for name in self._call("find", path)]
         return [name for name in found if name == path or name.startswith(path + "/")]
@@ -84,7 +83,6 @@ class FsspecStorage(ObjectStorage):
 
     @contextmanager
     def create(self, key: str) -> Generator[IO[bytes]]:
-        """Open a stream into a new object; what a failed one leaves is deleted."""
         with self._created(self.path(file_key(key))) as stream:
             yield stream
 
@@ -130,7 +128,6 @@ class FsspecStorage(ObjectStorage):
         return filesystem, str(path)
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the filesystem; translate its errors."""
         act: Callable[..., Any] = getattr(self.filesystem, method)
         with translated_errors(self.url, self.redaction):
             try:

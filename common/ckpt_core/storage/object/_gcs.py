@@ -111,7 +111,6 @@ class GcsBucket:
         return cast("GCSStore", store)
 
     def _credential(self) -> dict[str, Any]:
-        """Return a token that is still valid, as obstore wants it."""
         if self._account.credentials is None:
             return {"token": "anonymous", "expires_at": None}
         self._account.maybe_refresh()
@@ -151,7 +150,6 @@ class GcsParts:
     """
 
     def __init__(self, bucket: GcsBucket, path: str, token: str, prefix: str) -> None:
-        """Begin, or continue what was begun with the same token and prefix."""
         self._bucket = bucket
         self._path = path
         self._token = token

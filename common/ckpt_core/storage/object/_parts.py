@@ -128,7 +128,6 @@ class PartStorage(ObjectStorage):
 
     @contextmanager
     def create(self, key: str) -> Generator[IO[bytes]]:
-        """Upload a new object; it appears on a clean exit, and not at all on an error."""
         path = self._free_path(key)
         with _Sending(self, path, self._block_bytes, _STREAM_THREADS) as upload:
             with io.BufferedWriter(_Stream(upload, self._block_bytes), 1 << 16) as stream:
@@ -140,7 +139,6 @@ class PartStorage(ObjectStorage):
             upload.finish()
 
     def write_pieces(self, key: str, pieces: Iterable[memoryview]) -> None:
-        """Send parts from where they lie in memory, while the next pieces are prepared."""
         path = self._free_path(key)
         with _Sending(self, path, self._block_bytes, self._connections) as upload:
             for piece in pieces:
@@ -235,7 +233,6 @@ class PartStorage(ObjectStorage):
 
 
 def mark(content: Sequence[memoryview]) -> str:
-    """Return the CRC-32 of a part in hexadecimal."""
     value = 0
     for piece in content:
         value = crc32(piece, value)
@@ -279,12 +276,10 @@ class _Sending:
             piece = piece[len(taken) :]
 
     def fail(self) -> None:
-        """Drop whatever is still taken."""
         self._failed = True
         self._held.clear()
 
     def finish(self) -> None:
-        """Make the object, durable on return."""
         if self._parts is None:
             with self._storage.decided(self._path, self._token):
                 self._storage.put_new(self._path, self._held, self._token)
@@ -296,7 +291,6 @@ class _Sending:
             self._parts.complete(self._names)
 
     def _pass_on(self) -> None:
-        """Give what is held to a thread."""
         if self._parts is None:
             with translated_errors(self._storage.url, self._storage.redaction):
                 self._parts = self._storage.begin(self._path, self._token, again=False)

@@ -100,7 +100,6 @@ class S3Storage(PartStorage):
         return sorted(upload["Key"][len(prefix) :] for upload in found)
 
     def interrupt(self) -> None:
-        """Cancel requests under way, and further tries of them."""
         self._requests.interrupt()
 
     def _put(self, path: str, content: Sequence[memoryview], **more: Any) -> None:
@@ -145,7 +144,6 @@ class S3Parts:
         return False
 
     def put_token(self, token: str) -> None:
-        """Tell later calls whose upload this is."""
         content = [_token_part(token)]
         self.send(self.name_of(_TOKEN_PART - 1, mark(content)), content)
 
@@ -165,7 +163,6 @@ class S3Parts:
         self._complete = True
 
     def abandon(self) -> None:
-        """Abort the upload, if it is not complete."""
         if not self._complete:
             with suppress(FileNotFoundError):
                 self._requests.call("abort_multipart_upload", cleaning=True, **self._place)
@@ -184,7 +181,6 @@ class S3Parts:
 
 
 def _known(part: Mapping[str, Any]) -> dict[str, str]:
-    """Return by what the service knows a part."""
     return {name: str(part[name]) for name in ("ETag", "ChecksumCRC32") if part.get(name)}
 
 

@@ -141,7 +141,6 @@ class S3Settings:
         return client
 
     def known(self, client: Any, operation: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Add the additional arguments that an operation takes."""
         members = _members(client, operation)
         more = {name: value for name, value in self.additional.items() if name in members}
         return {**more, **arguments}
@@ -156,7 +155,6 @@ def _loader(search_path: str | None) -> Any:
 
 
 def _members(client: Any, operation: str) -> Collection[str]:
-    """Return the names of the arguments of an operation."""
     name = client.meta.method_to_api_mapping[operation]
     members: Collection[str] = client.meta.service_model.operation_model(name).input_shape.members
     return members

@@ -100,7 +100,6 @@ class S3Requests:
         return size, bytes(start)
 
     def pages(self, operation: str, **arguments: Any) -> Iterator[dict[str, Any]]:
-        """Send the requests of a listing; yield its pages."""
         client = self._client()
         with translated_errors(self.url, self.redaction):
             names = client.get_paginator(operation)
@@ -124,7 +123,6 @@ class S3Requests:
             )
 
     def interrupt(self) -> None:
-        """Cancel what is under way, on any thread; later calls are not affected."""
         with self._guard:
             self._round += 1
             sockets = list(self._sockets)
@@ -226,7 +224,6 @@ def _watch(client: Any, note: Callable[[Any], None]) -> None:
 
 
 def _part(buffers: Sequence[memoryview], start: int, stop: int) -> list[memoryview]:
-    """Return the memory of bytes `start` to `stop` of what fills the buffers."""
     found: list[memoryview] = []
     for buffer in buffers:
         found.append(buffer[max(start, 0) : max(stop, 0)])
@@ -268,5 +265,4 @@ class _Slices:
 
 
 def crc32_header(checksum: str) -> str:
-    """Return a CRC-32 as S3 writes it."""
     return base64.b64encode(bytes.fromhex(checksum)).decode()

@@ -105,7 +105,6 @@ def _brief(error: Exception) -> str:
 
 
 def late(url: str, seconds: float, text: str = "") -> TimeoutError:
-    """Build the error for a request that took too long, further tries included."""
     return TimeoutError(
         errno.ETIMEDOUT,
         f"no answer from the object store within {seconds:.3g} s, further tries included; check the "
@@ -120,7 +119,6 @@ def unanswered(error: Exception, url: str, seconds: float, redaction: Redaction)
 
 
 def answer_ended(url: str) -> OSError:
-    """Build the error for answers that end before their announced length."""
     return OSError(_STORE_FAILED, "the object store's answers end too early, further tries included", url)
 
 
@@ -141,13 +139,11 @@ def _of_library(error: Exception, text: str, url: str) -> OSError:
 
 
 def _status(error: Exception) -> int | None:
-    """Return the status behind an error of Azure's library or of requests."""
     answer = error if hasattr(error, "status_code") else getattr(error, "response", None)
     return getattr(answer, "status_code", None)
 
 
 def _of_s3(error: Exception, text: str, url: str) -> OSError | None:
-    """Translate an answer of S3; None for an error of botocore without one."""
     # Of a lost connection botocore has the attribute, too: None, or a response without a body.
     response = getattr(error, "response", None)
     if not isinstance(response, dict):
@@ -246,7 +242,6 @@ _AS_OS_ERRORS: Final[dict[str, _Make]] = {
 def refused(
     url: str, library: str, options: Iterable[str], *, error: Exception, redaction: Redaction
 ) -> ConfigError:
-    """Build the error for arguments that a library refuses, with names only."""
     names = ", ".join(sorted(options))
     given = f", and storage_options ({names})" if names else ""
     text = redaction.text(f"{type(error).__name__}: {error}")
