@@ -1,14 +1,12 @@
 """Checkpoints that others wrote, located: one description for every format.
 
-Each format is one module with a function `find_…(storage, directory, file) -> Layout | None`; `file` is "" if
-the place is the folder itself. It reads headers only, executes nothing, and returns None for what is of
-another format. A load reads what it describes as it reads a checkpoint of ours.
+Each format is one module with a function `find_…(storage, directory, files) -> Layout | None`, where `files`
+are those of a folder, which is listed once, or with the one file that was named. It reads headers only,
+executes nothing, and returns None for what is of another format. A load reads what it describes as it reads a
+checkpoint of ours.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-from typing import Final
 
 from ckpt_core.sources._dcp_safetensors import find_dcp_safetensors
 from ckpt_core.sources._deepspeed import find_deepspeed
@@ -20,6 +18,7 @@ from ckpt_core.sources._safetensors import (
     MAGNITUDE,
     StoredRange,
     find_safetensors,
+    find_weights,
     read_header,
     start_of,
 )
@@ -47,15 +46,6 @@ __all__ = [
     "start_of",
 ]
 
-_FORMATS: Final[Sequence[Callable[[Storage, str, str], Layout | None]]] = (
-    find_training_folder,  # first: it may have one of DeepSpeed in it
-    find_deepspeed,
-    find_dcp_safetensors,
-    find_safetensors,
-    find_torch_save,
-)
-"""In the order in which they are asked."""
-
 
 def recognise(storage: Storage, directory: str, file: str = "") -> Layout | None:
     """Return what others wrote into a folder, or a file of it; None if it is unknown.
@@ -65,9 +55,16 @@ def recognise(storage: Storage, directory: str, file: str = "") -> Layout | None
         IncompatibleCheckpointError: it is of a format that only another tool reads.
         UnsafeCheckpointError: only code in it could rebuild what it holds.
     """
-    if file:  # many of them are zips, too
-        refuse_unread(storage, directory, file)
-    found = (find(storage, directory, file) for find in _FORMATS)
-    if (layout := next((layout for layout in found if layout is not None), None)) is None:
-        refuse_unread(storage, directory, file)
-    return layout
+    if file:
+        refuse_unread(storage, directory, file, [file])  # first: many of them are zips, too
+        return find_weights(storage, directory, file) or find_torch_save(storage, directory, file)
+    files = [each.name for each in storage.list(directory) if not each.is_directory]
+    found = (
+        find_training_folder(storage, directory, files)  # first: it may have one of DeepSpeed in it
+        or find_deepspeed(storage, directory, files)
+        or find_dcp_safetensors(storage, directory, files)
+        or find_safetensors(storage, directory, files)
+    )
+    if found is None:
+        refuse_unread(storage, directory, "", files)
+    return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final
 
@@ -19,9 +20,9 @@ from ckpt_core.storage import Storage
 _FILE: Final = re.compile(r"shard-(\d{5})-model-\d{5}-of-\d{5}\.safetensors")
 
 
-def find_dcp_safetensors(storage: Storage, directory: str, file: str) -> Layout | None:
+def find_dcp_safetensors(storage: Storage, directory: str, files: Iterable[str]) -> Layout | None:
     """Describe the shards in a folder as whole tensors of the item `model`."""
-    found = [] if file else [m for m in (_FILE.fullmatch(each.name) for each in storage.list(directory)) if m]
+    found = [match for match in map(_FILE.fullmatch, files) if match]
     if not found:
         return None
     url = f"{storage.url}/{directory}"

@@ -73,31 +73,25 @@ def find_data(module: str, name: str) -> Any:
     return _Kept if package in _INERT else find_plain(module, name)
 
 
-def find_deepspeed(storage: Storage, directory: str, file: str) -> Layout | None:
+def find_deepspeed(storage: Storage, directory: str, files: Sequence[str]) -> Layout | None:
     """Describe a directory that DeepSpeed saved, or that of one step in it."""
-    if file:
-        return None
-    listed = storage.list(directory)
-    names = {each.name for each in listed if not each.is_directory}
-    pointer = next((name for name in _POINTERS if name in names), None)
     tag = ""
-    if pointer is not None:
+    if (pointer := next((name for name in _POINTERS if name in files), None)) is not None:
         content = read_small(storage, f"{directory}/{pointer}", _MOST_POINTER_BYTES)
         tag = content.decode("utf-8", "replace").strip()
         try:
             relative_paths([tag])
-            listed = storage.list(f"{directory}/{tag}")
+            inside = [each.name for each in storage.list(f"{directory}/{tag}") if not each.is_directory]
         except ValueError:
-            listed = []
-        if not listed and _SCRIPT in names:
+            inside = []
+        if not inside and _SCRIPT in files:
             raise damage(f"{storage.url}/{directory}/{pointer}", f"names {tag!r:.80}, which is not there")
-    files = [each.name for each in listed if not each.is_directory and _STATES.fullmatch(each.name)]
-    if not files:
+        files = inside
+    if not (states := list(filter(_STATES.fullmatch, files))):
         return None
-    step = _Step(storage, directory, tag, files)
-    is_universal = any(each.is_directory and each.name == _UNIVERSAL for each in listed)
+    step = _Step(storage, directory, tag, states)
     try:
-        return step.universal() if is_universal else step.zero()
+        return step.universal() if storage.list(f"{directory}/{step.below(_UNIVERSAL)}") else step.zero()
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise damage(step.place, f"is not what DeepSpeed writes: {error!r:.300}") from error
 
@@ -220,7 +214,7 @@ class _Step:
 
     def _of_parameters(self, needed: Collection[str]) -> list[tuple[str, str]]:
         """List the directories of parameters, which must be there, and their files."""
-        place = f"{self.directory}/{self._below(_UNIVERSAL)}"
+        place = f"{self.directory}/{self.below(_UNIVERSAL)}"
         listed = self.storage.list(place)
         if missing := sorted(set(needed).difference(each.name for each in listed)):
             raise damage(self.place, f"lacks {_UNIVERSAL}/{missing[0]}")
@@ -250,7 +244,7 @@ class _Step:
             raise damage(self.place, "has model states of different steps: a file is left from another save")
         return found
 
-    def _below(self, name: str) -> str:
+    def below(self, name: str) -> str:
         return f"{self.tag}/{name}" if self.tag else name
 
     def _by_rank(self, pattern: re.Pattern[str]) -> list[Any]:
@@ -265,7 +259,7 @@ class _Step:
 
         def read(name: str) -> None:
             try:
-                found[name] = read_tree(self.storage, self.directory, self._below(name), find=find_data)
+                found[name] = read_tree(self.storage, self.directory, self.below(name), find=find_data)
             except FileNotFoundError as error:
                 raise damage(self.place, f"lacks {name}") from error
 

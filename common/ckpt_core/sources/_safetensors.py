@@ -62,22 +62,21 @@ class StoredRange(NamedTuple):
         return StoredTensor(dtype=self.dtype, shape=self.shape, chunks=[chunk])
 
 
-def find_safetensors(storage: Storage, directory: str, file: str) -> Layout | None:
-    """Describe weights as the item `model`; None if there is no file of safetensors."""
+def find_weights(storage: Storage, directory: str, file: str) -> Layout | None:
+    """Describe what one file, or one index, holds as the item `model`."""
+    for suffix in (_INDEX, _SUFFIX):
+        if file.endswith(suffix):
+            return _WeightSets(storage, directory).layout(file.removesuffix(suffix), {file})
+    return None
+
+
+def find_safetensors(storage: Storage, directory: str, files: Iterable[str]) -> Layout | None:
+    """Describe the weights of a folder as the item `model`."""
     folder = _WeightSets(storage, directory)
-    if file:
-        if file.endswith(_INDEX):
-            return folder.layout(file.removesuffix(_INDEX), {file})
-        if not file.endswith(_SUFFIX):
-            return None
-        return folder.layout(file.removesuffix(_SUFFIX), {file})
-    names = {entry.name for entry in storage.list(directory) if not entry.is_directory}
-    names = {name for name in names if name.endswith((_SUFFIX, _INDEX))}
+    names = {name for name in files if name.endswith((_SUFFIX, _INDEX))}
     bases = {_base_of(name) for name in names}
     if not bases:
         return None
-    if bases == {_ADAPTER} and storage.exists(f"{directory}/{_ADAPTER_CONFIG}"):
-        return folder.layout(_ADAPTER, names)
     if len(bases) > 1:
         bases = {next((each for each in _PREFERRED if each in bases), "")}
     if bases == {""}:

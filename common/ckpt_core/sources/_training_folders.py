@@ -7,7 +7,7 @@ pickles a sampler as a whole: its file is not read.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, final
 
@@ -15,7 +15,7 @@ from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.formats.codec import damage, relative_paths
 from ckpt_core.sources._deepspeed import find_deepspeed
 from ckpt_core.sources._layout import Layout, StoredTensor
-from ckpt_core.sources._safetensors import find_safetensors, read_json
+from ckpt_core.sources._safetensors import find_safetensors, find_weights, read_json
 from ckpt_core.sources._torch_save import bare_names, layout_of, one_or_numbered, read_tree
 from ckpt_core.storage import Storage
 
@@ -42,17 +42,15 @@ _NAMES: Final = {
 """Generator -> its name in the files of the Trainer, and of Accelerate."""
 
 
-def find_training_folder(storage: Storage, directory: str, file: str) -> Layout | None:
+def find_training_folder(storage: Storage, directory: str, files: Sequence[str]) -> Layout | None:
     """Describe a folder of a training, or of weights in `pytorch_model.bin` alone."""
-    if file:
-        return None
-    names = {entry.name for entry in storage.list(directory) if not entry.is_directory}
+    names = set(files)
     folder = _TrainingFolder(storage, directory, names)
     is_trainer = _TRAINER in names
     if is_trainer or any(map(_OF_ACCELERATE.fullmatch, names)):
         layout = folder.of_trainer() if is_trainer else layout_of("a folder of Accelerate", folder.items())
-        return _with_engine(layout, find_deepspeed(storage, directory, ""))
-    if names & {_BIN, _BIN_INDEX} and find_safetensors(storage, directory, "") is None:
+        return _with_engine(layout, find_deepspeed(storage, directory, files))
+    if names & {_BIN, _BIN_INDEX} and find_safetensors(storage, directory, files) is None:
         return layout_of("a folder of Hugging Face weights", {"model": folder.model()})
     return None
 
@@ -119,7 +117,8 @@ class _TrainingFolder:
 
     def _weights(self, file: str) -> Mapping[str, StoredTensor]:
         """Read the names of weights in a file, or of all safetensors here."""
-        layout = None if file.endswith(".bin") else find_safetensors(self._storage, self._directory, file)
+        place = self._storage, self._directory
+        layout = find_weights(*place, file) if file else find_safetensors(*place, self._names)
         if layout is not None:
             return {".".join(map(str, path[1:])): each for path, each in layout.tensors.items()}
         return self._tree(file) if file else {}

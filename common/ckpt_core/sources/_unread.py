@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Final
 
@@ -27,8 +28,8 @@ _TELLING: Final = (
 """How the file begins, its name, what it is, and what reads it."""
 
 
-def refuse_unread(storage: Storage, directory: str, file: str) -> None:
-    """Refuse a file, or a folder with one, that only another tool reads.
+def refuse_unread(storage: Storage, directory: str, file: str, files: Iterable[str]) -> None:
+    """Refuse a file, or a folder with these files, that only another tool reads.
 
     Raises:
         IncompatibleCheckpointError: it is one; the message names the tool.
@@ -37,9 +38,8 @@ def refuse_unread(storage: Storage, directory: str, file: str) -> None:
     if file:
         with storage.open(f"{directory}/{file}") as stream:
             start = stream.read(16)
-    names = [file] if file else [each.name for each in storage.list(directory) if not each.is_directory]
     for magic, pattern, what, tool in _TELLING:
-        if (magic and start.startswith(magic)) or any(fnmatchcase(name, pattern) for name in names):
+        if (magic and start.startswith(magic)) or any(fnmatchcase(name, pattern) for name in files):
             place = "/".join(filter(None, (storage.url, directory, file)))
             raise IncompatibleCheckpointError(
                 f"{place} is, or holds, {what}, which is not read here: use {tool}"
