@@ -431,7 +431,6 @@ class AcceleratorCheckpoints:
     def _state(self, manager: CheckpointManager, settings: Settings) -> AcceleratorState:
         return AcceleratorState(
             self._accelerator,
-            self.stock,
             self.progress,
             coordinator=self._roots.managers.coordinator,
             storage=manager.storage,

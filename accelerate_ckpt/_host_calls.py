@@ -1,8 +1,7 @@
 """Calls of Accelerate's own methods and of users' hooks, each for one part only.
 
-Under `small_things_only` the accelerator has no models, optimizers and loaders, so that the stock method
-saves schedulers, scaler, random states and registered objects, and leaves the rest to the core. Under
-`large_things_only` it has nothing else, so that the stock method loads nothing else.
+Under `large_things_only` an accelerator has neither schedulers nor scaler nor registered objects, so that the
+stock method loads none of them.
 
 The user's pre-hooks (`register_save_state_pre_hook`) see the models that stock would give them. Those of
 diffusers write a model themselves and take its weights out of the list, on the main process only; whether a
@@ -17,7 +16,6 @@ import io
 import os
 import shutil
 import tempfile
-from collections import OrderedDict
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -35,26 +33,6 @@ from ckpt_core.coordination import Coordinator
 
 UNSUPPORTED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 """Engines that keep their shards to themselves; their checkpoints stay what they are."""
-
-
-@contextmanager
-def small_things_only(accelerator: Accelerator, **replaced: Any) -> Generator[None]:
-    """Hide everything large from the stock methods, and save exactly where told."""
-    configuration = accelerator.project_configuration
-    with (
-        # The stock rotation deletes before anything is written.
-        hosting.replaced(configuration, automatic_checkpoint_naming=False, iteration=configuration.iteration),
-        hosting.replaced(
-            accelerator,
-            _models=[],
-            _optimizers=[],
-            _dataloaders=[],
-            _save_model_state_pre_hook=OrderedDict(),
-            _load_model_state_pre_hook=OrderedDict(),
-            **replaced,
-        ),
-    ):
-        yield
 
 
 def large_things_only(accelerator: Accelerator) -> AbstractContextManager[None]:

@@ -23,9 +23,10 @@ from typing import Any, final
 
 import torch
 from accelerate import Accelerator
+from accelerate.checkpointing import load_accelerator_state
 from accelerate.utils.other import TORCH_SAFE_GLOBALS
 
-from accelerate_ckpt._host_calls import large_things_only, private_directory, small_things_only
+from accelerate_ckpt._host_calls import large_things_only, private_directory
 from ckpt_core.commit import Catalog
 from ckpt_core.dcp import checked_zip, load_value, without_pickle
 from ckpt_core.disclosure import logger_of
@@ -146,18 +147,15 @@ def read_small(
     return SmallState(loads=list(zip(live, states, strict=True)), random_states=random_states)
 
 
-def load_small(accelerator: Accelerator, stock: SimpleNamespace, small: SmallState) -> Callable[[], None]:
+def load_small(accelerator: Accelerator, small: SmallState) -> Callable[[], None]:
     """Load what was read from small files; return a function that undoes it."""
     undo = _undo_of(accelerator)
     try:
         if small.random_states:
-            with (
-                private_directory() as directory,
-                small_things_only(accelerator),
-                large_things_only(accelerator),
-            ):
+            with private_directory() as directory:
                 write_files(small.random_states, directory)
-                stock.load_state(str(directory))
+                found = load_accelerator_state(str(directory), [], [], [], [], accelerator.process_index)
+            accelerator.step = found.get("step", accelerator.step)
         for each, state in small.loads:
             each.load_state_dict(state)
         _make_scaler_ready(accelerator)
@@ -184,7 +182,7 @@ def load_by_stock(
         for child in directory.iterdir()
         if not any(fnmatchcase(child.name, pattern) for pattern in (*_PATTERNS, _RANDOM_STATES))
     ]
-    undo = load_small(accelerator, stock, small)
+    undo = load_small(accelerator, small)
     generators = rng_state()
     try:
         with (

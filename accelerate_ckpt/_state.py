@@ -12,7 +12,7 @@ when there are more ranks than before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ from typing import Any, final
 
 import torch
 from accelerate import Accelerator
+from accelerate.checkpointing import save_accelerator_state, save_custom_state
 from accelerate.utils import DistributedType
 from torch import nn
 
@@ -30,7 +31,6 @@ from accelerate_ckpt._host_calls import (
     private_directory,
     run_load_hooks,
     run_save_hooks,
-    small_things_only,
     torch_bytes,
     weight_files,
 )
@@ -122,7 +122,6 @@ class AcceleratorState(StateSource):
     def __init__(
         self,
         accelerator: Accelerator,
-        stock: SimpleNamespace,
         progress: Progress,
         *,
         coordinator: Coordinator,
@@ -130,7 +129,6 @@ class AcceleratorState(StateSource):
         settings: Settings,
     ) -> None:
         self._accelerator = accelerator
-        self._stock = stock
         self._progress = progress
         self._coordinator = coordinator
         self._storage = storage
@@ -158,13 +156,7 @@ class AcceleratorState(StateSource):
         sharded_objects = {index for index, state in enumerate(objects) if has_shards(state)}
         with private_directory() as directory:
             left, large = self._large_files(directory)
-            # In a file of stock there would be the first rank's shards alone.
-            stand_ins = [
-                SimpleNamespace(state_dict=lambda each={} if index in sharded_objects else state: each)
-                for index, state in enumerate(objects)
-            ]
-            with small_things_only(accelerator, _custom_objects=stand_ins):
-                self._stock.save_state(str(directory), safe_serialization=self._settings.safe)
+            self._write_small(str(directory), objects, sharded_objects)
             files = {**files_in(directory), **large}
         self._settings.pickles.warn(files, small_owners(accelerator))
         models = {index: accelerator._models[index] for index in left}
@@ -255,7 +247,7 @@ class AcceleratorState(StateSource):
         for index, optimizer in enumerate(self._accelerator._optimizers):
             model = owner(trainable(self._accelerator), optimizer)
             check_groups(model, optimizer, loaded[optimizer_part(index)]["optimizer"])
-        undo = load_small(self._accelerator, self._stock, self._small)
+        undo = load_small(self._accelerator, self._small)
         self._generators = rng_state()
         return undo
 
@@ -290,6 +282,23 @@ class AcceleratorState(StateSource):
     def _optimizers(self) -> dict[str, torch.optim.Optimizer]:
         found = [unwrap_optimizer(each) for each in self._accelerator._optimizers]
         return {"" if len(found) == 1 else str(index): each for index, each in enumerate(found)}
+
+    def _write_small(self, directory: str, objects: Sequence[Any], sharded: Collection[int]) -> None:
+        """Let stock write schedulers, scaler, random states and registered objects."""
+        accelerator = self._accelerator
+        each_node = accelerator.project_configuration.save_on_each_node
+        save_accelerator_state(
+            directory,
+            [], [], accelerator._schedulers, [],  # neither models nor optimizers nor loaders
+            accelerator.process_index,
+            accelerator.step,
+            accelerator.scaler,
+            each_node,
+        )  # fmt: skip
+        for index, state in enumerate(objects):
+            # In a file of stock there would be the first rank's shards alone.
+            stand_in = SimpleNamespace(state_dict=lambda each={} if index in sharded else state: each)
+            save_custom_state(stand_in, directory, index, each_node)
 
     def _large_files(self, directory: Path) -> tuple[list[int], dict[str, bytes]]:
         """Return the models that no hook took over, and files for the stock loader."""
