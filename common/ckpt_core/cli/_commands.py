@@ -189,11 +189,17 @@ _COPYING: Final = (
             _flag("--all", "of a root also the abandoned checkpoints"),
             _OTHER_OPTIONS,
             _flag("--mixed", "copy into a root that holds another run; nothing resumes there"),
+            _one(
+                "--compress",
+                None,
+                "zstd, which stock DCP reads; planes, smaller and for us alone; none: plain again",
+                choices=("zstd", "planes", "none"),
+            ),
             *_OF_COPIES,
         ),
-        "Copies checkpoints as they are, between any two places, and compares every byte with "
-        "their manifests before it commits them. After an interruption the same command continues: what is "
-        "there is not sent again. Files that a manifest does not list are not copied.",
+        "Copies checkpoints as they are, unless told to compress them, between any two places, and compares "
+        "every byte with their manifests before it commits them. After an interruption the same command "
+        "continues: what is there is not sent again. Files that a manifest does not list are not copied.",
     ),
     _Command(
         "import",

@@ -34,6 +34,7 @@ from ckpt_core.commit import (
     abandon,
     known_pins,
     note_measured,
+    plain_storage,
     read_notes,
     working_name,
 )
@@ -47,12 +48,13 @@ from ckpt_core.errors import (
     NoRoomError,
     RootBusyError,
 )
+from ckpt_core.formats.frames import require_zstandard
 from ckpt_core.hosting import root_of
 from ckpt_core.journal import unread
-from ckpt_core.names import TIERS, is_own_file, parse_step_name, run_name
+from ckpt_core.names import SIGNATURE, TIERS, is_own_file, parse_step_name, run_name
 from ckpt_core.options import bytes_text
 from ckpt_core.storage import Storage, Throttle, open_storage
-from ckpt_core.tiers import CopyTerms, TierRecord, copy_checkpoint, read_tiers
+from ckpt_core.tiers import CopyTerms, TierRecord, compressed, copy_checkpoint, fixed, read_tiers
 from ckpt_core.types import CheckpointInfo
 from ckpt_core.validation import parse_size
 
@@ -73,6 +75,7 @@ class _CopySource:
         is_run: whether the run was named, not a checkpoint.
         named: whether the user wrote the name of the checkpoint.
         renames: whether a copy whose name is taken gets one of its lineage, as by a job.
+        compress: what `--compress` says of the copies; None to copy what is stored.
         unreadable: problems of directories that may be checkpoints.
     """
 
@@ -82,6 +85,7 @@ class _CopySource:
     is_run: bool = False
     named: bool = False
     renames: bool = False
+    compress: str | None = None
     unreadable: Sequence[str] = ()
 
 
@@ -99,7 +103,11 @@ class _CopyResult:
 
 def run(arguments: Namespace) -> Outcome:
     pace = _pace_of(arguments)
-    selections = [_select(place, arguments) for place in arguments.sources]
+    compress: str | None = arguments.compress
+    selections = [replace(_select(place, arguments), compress=compress) for place in arguments.sources]
+    if compress not in {None, "none"}:
+        require_zstandard()
+        _refuse_signed(selections)
     options = options_for(arguments.target, arguments)
     if arguments.to_storage_option and not is_local(arguments.target):
         options = storage_options(arguments.to_storage_option, "")
@@ -223,7 +231,7 @@ def _refuse_conflicts(selections: Sequence[_CopySource], target: Storage, survey
     taken: list[str] = []
     for info in (info for selection in selections for info in selection.infos):
         other = there.setdefault(info.name, info)
-        if other.manifest_sha256 != info.manifest_sha256 or info.name in survey.unreadable:
+        if other.content_sha256 != info.content_sha256 or info.name in survey.unreadable:
             taken.append(info.name)
     if taken:
         more = f" and {len(taken) - _MOST_LISTED} more" if len(taken) > _MOST_LISTED else ""
@@ -232,6 +240,15 @@ def _refuse_conflicts(selections: Sequence[_CopySource], target: Storage, survey
             "to be copied under one name; nothing was copied: checkpoints are never overwritten, so copy to "
             "another root"
         )
+
+
+def _refuse_signed(selections: Sequence[_CopySource]) -> None:
+    for storage, name in ((each.source, info.name) for each in selections for info in each.infos):
+        if storage.exists(f"{name}/{SIGNATURE}"):
+            raise ConfigError(
+                f"{storage.url}/{name} is signed, and this command cannot sign the manifest of a compressed "
+                "copy: nothing was copied; copy it without --compress"
+            )
 
 
 def _refuse_other_runs(selections: Sequence[_CopySource], target: Storage, survey: Survey) -> None:
@@ -271,7 +288,7 @@ def _copy_all(
     todo: list[tuple[_CopySource, CheckpointInfo]] = []
     for selection, info in ((each, info) for each in selections for info in each.infos):
         found = there.get(info.name)
-        if found is None or (selection.renames and found.manifest_sha256 != info.manifest_sha256):
+        if found is None or (selection.renames and found.content_sha256 != info.content_sha256):
             todo.append((selection, info))
         else:
             results.append(_found(selection, info, found, target))
@@ -283,6 +300,7 @@ def _copy_all(
             with suppress(RootBusyError), claim():  # a live job there has a journal of its own
                 _carry_journal(journal, target)
         return results
+    todo = [(selection, _as_copied(selection, info)) for selection, info in todo]
     _refuse_without_room(target, [info for _, info in todo])
     what, total = f"copying to {target.url}", sum(info.size_bytes for _, info in todo)
     with claim() as lease, interruptible() as stop, ProgressLine(what, total, plain=True) as line:
@@ -317,6 +335,14 @@ def _refuse_places(
                 f"{target.url}/{name} is no checkpoint, and was not touched: move it, or copy to another "
                 "root; nothing was copied"
             )
+
+
+def _as_copied(selection: _CopySource, info: CheckpointInfo) -> CheckpointInfo:
+    """Return the checkpoint with the size of its copy, or the most that it may have."""
+    if selection.compress is None or not info.plain_sha256:
+        return info
+    plain = Catalog(plain_storage(selection.source, info.name)).manifest(info.name)
+    return replace(info, size_bytes=plain.size_bytes)
 
 
 def _refuse_without_room(target: Storage, infos: Sequence[CheckpointInfo]) -> None:
@@ -364,6 +390,10 @@ def _copied(
             named = ", ".join(hidden[:_MOST_LISTED])
             return replace(failed, problem=f"it has hidden files, which other programs may read: {named}")
         otherwise = run_name(info.name, info.lineage.id) if selection.renames and info.lineage.id else ""
+        if selection.compress == "none":
+            source = plain_storage(source, info.name)
+        elif selection.compress is not None:
+            source = compressed(source, info.name, fixed(selection.compress), stop=terms.stop)
         found = copy_checkpoint(source, target, info.name, terms, check=lease.check, otherwise=otherwise)
     except CorruptCheckpointError as error:
         problem = f"the source is damaged, so that nothing was committed: {error}"
@@ -373,7 +403,7 @@ def _copied(
             raise
         return replace(failed, state="gone")
     _carry_marks(selection, info, found, target)
-    return replace(failed, info=replace(info, name=found.name), state="copied")
+    return replace(failed, info=replace(info, name=found.name, size_bytes=found.size_bytes), state="copied")
 
 
 def _carry_marks(

@@ -4,7 +4,15 @@ The one rule of the whole suite is enforced here: no `COMMITTED`, no checkpoint.
 torch, so that listing and verifying stay fast.
 """
 
-from ckpt_core.commit._catalog import Catalog, Survey, known_pins, plain_storage, read_entry, read_manifest
+from ckpt_core.commit._catalog import (
+    Catalog,
+    Survey,
+    known_pins,
+    plain_files,
+    plain_storage,
+    read_entry,
+    read_manifest,
+)
 from ckpt_core.commit._inventory import Inventory
 from ckpt_core.commit._lease import Lease, Owner
 from ckpt_core.commit._manifest import (
@@ -77,6 +85,7 @@ __all__ = [
     "next_lineage",
     "note_measured",
     "on_present_line",
+    "plain_files",
     "plain_storage",
     "present_lineage",
     "quarantine",

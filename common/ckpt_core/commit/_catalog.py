@@ -536,6 +536,30 @@ def plain_storage(storage: Storage, name: str, manifest: Manifest | None = None)
     manifest = Catalog(storage).manifest(name) if manifest is None else manifest
     if not manifest.plain_sha256:
         return storage
+    found = plain_files(storage, name, manifest)
+    plain = Manifest.from_bytes(found.manifest)
+    marker = Marker.of(plain, found.manifest).to_bytes()
+    return FramedStorage(
+        storage,
+        name,
+        small={MARKER: marker, MANIFEST: found.manifest, **found.small},
+        files=found.files,
+        twin_suffix=TWIN_SUFFIX if plain.replicas > 1 else "",
+    )
+
+
+def plain_files(storage: Storage, name: str, manifest: Manifest) -> PlainFiles:
+    """Read how the files of the plain checkpoint come of those of a compressed one.
+
+    Args:
+        storage: the root.
+        name: of the checkpoint.
+        manifest: its manifest, which names that of the plain one.
+
+    Raises:
+        CorruptCheckpointError: it is damaged, or contradicts the manifest.
+        IncompatibleCheckpointError: it was written by a newer version.
+    """
     place, sizes = f"{storage.url}/{name}", {entry.path: entry.size_bytes for entry in manifest.files}
     entry = next((each for each in manifest.files if each.path == PLAIN), None)
     if entry is None:
@@ -549,14 +573,7 @@ def plain_storage(storage: Storage, name: str, manifest: Manifest | None = None)
     for path, frames in found.files.items():
         if (frames.plain_starts[-1], frames.stored_starts[-1]) != (plain_sizes.get(path), sizes.get(path)):
             raise corrupt_file(place, PLAIN, f"says other sizes of {path!r:.200} than the manifests")
-    marker = Marker.of(plain, found.manifest).to_bytes()
-    return FramedStorage(
-        storage,
-        name,
-        small={MARKER: marker, MANIFEST: found.manifest, **found.small},
-        files=found.files,
-        twin_suffix=TWIN_SUFFIX if plain.replicas > 1 else "",
-    )
+    return found
 
 
 def read_entry(storage: Storage, name: str, entry: FileEntry) -> bytes:

@@ -177,8 +177,8 @@ MAX_MANIFEST_BYTES: Final = 64 << 20
 """Enough for 400,000 files; a larger manifest is neither read nor written."""
 
 NEWEST_FORMAT: Final = FORMAT_VERSION + 1
-"""Of a checkpoint on several disks, or a compressed one. A reader that does not know them must refuse them: it
-would take files for lost or damaged. All others have the `FORMAT_VERSION`."""
+"""Of a checkpoint on several disks, or a compressed one. A reader that does not know them must refuse them:
+it would take files for lost or damaged. All others have the `FORMAT_VERSION`."""
 _MARKER: Final = "the commit marker"
 _KINDS: Final = frozenset(get_args(ItemKind))
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import IO, Final, TypeAlias, final
 
-from ckpt_core.commit._catalog import Catalog
+from ckpt_core.commit._catalog import Catalog, plain_storage
 from ckpt_core.commit._manifest import Manifest, read_committed
 from ckpt_core.crew import run_all
 from ckpt_core.errors import (
@@ -124,7 +124,18 @@ class _Examination:
         ]
         if self.manifest.replicas > 1:
             failures[:0] = self._manifest_failures()
-        return failures if lost(failures) else [*failures, *self._metadata_failures(entries)]
+        if lost(failures):
+            return failures
+        if not self.manifest.plain_sha256:
+            return [*failures, *self._metadata_failures(entries)]
+        return self._plain_failures() if any(_is_metadata(entry) for entry in entries) else []
+
+    def _plain_failures(self) -> list[FileFailure]:
+        """List why a load would refuse the plain checkpoint that is held compressed."""
+        view = plain_storage(self.storage, self.name, self.manifest)
+        plain = Catalog(view).manifest(self.name)
+        own = _Examination(view, self.name, plain, seen=_ignore)
+        return own.failures([entry.path for entry in plain.originals if _is_metadata(entry)])
 
     def _selected(self, paths: Collection[str] | None) -> Sequence[FileEntry]:
         if paths is None:
@@ -259,12 +270,16 @@ class _Examination:
         sizes: Mapping[str, int] = {entry.path: entry.size_bytes for entry in self.manifest.files}
         failures: list[FileFailure] = []
         for entry in entries:
-            if entry.path.rpartition("/")[2] == METADATA:
+            if _is_metadata(entry):
                 try:
                     failures += index_failures(entry.path, sizes, self._content)
                 except FileNotFoundError:  # verified a moment ago: pruned since
                     failures.append(FileFailure(path=entry.path, problem="missing"))
         return failures
+
+
+def _is_metadata(entry: FileEntry) -> bool:
+    return entry.path.rpartition("/")[2] == METADATA
 
 
 def _damaged_range(stream: IO[bytes], chunk: ChunkEntry) -> tuple[str, int, int] | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import zlib
 from base64 import b64decode, b64encode
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -61,6 +62,20 @@ class Frames:
     def __post_init__(self) -> None:
         object.__setattr__(self, "plain_starts", tuple(accumulate(self.plain_bytes, initial=0)))
         object.__setattr__(self, "stored_starts", tuple(accumulate(self.stored_bytes, initial=0)))
+
+    def stored_range(self, start: int, stop: int) -> tuple[int, int, int]:
+        """Return where a range of the plain file is stored, and how, from begin to end.
+
+        Raises:
+            ValueError: it begins or ends inside of what is compressed.
+        """
+        at, end = (bisect_right(self.plain_starts, each) - 1 for each in (start, stop))
+        begins = self.stored_starts[at] + start - self.plain_starts[at]
+        ends = self.stored_starts[end] + stop - self.plain_starts[end]
+        for place, offset in ((at, start), (end, stop)):
+            if offset != self.plain_starts[place] and self.codec[place : place + 1] != [RAW]:
+                raise ValueError(f"byte {offset} is inside of what is compressed")
+        return begins, ends, max(self.codec[at:end], default=RAW)
 
     @classmethod
     def of(cls, fields: Fields) -> Frames:
@@ -151,8 +166,8 @@ def compress(codec: int, content: Buffer) -> Buffer:
 
     if codec > ZSTD and not len(content) % codec:
         planes = np.frombuffer(content, np.uint8).reshape(-1, codec).T
-        content = memoryview(np.ascontiguousarray(planes)).cast("B")
-    compressed: bytes = _zstandard().ZstdCompressor(level=_LEVEL).compress(content)
+        content = planes.tobytes()
+    compressed: bytes = require_zstandard().ZstdCompressor(level=_LEVEL).compress(content)
     return compressed
 
 
@@ -166,7 +181,7 @@ def decompress(codec: int, stored: memoryview, into: memoryview) -> None:
     if codec == RAW:
         into[:] = stored
         return
-    zstandard, size = _zstandard(), len(into)
+    zstandard, size = require_zstandard(), len(into)
     try:
         # Before anything is allocated: the size that a frame names is believed.
         if zstandard.frame_content_size(stored) != size:
@@ -186,7 +201,8 @@ def decompress(codec: int, stored: memoryview, into: memoryview) -> None:
         into[:] = found
 
 
-def _zstandard() -> Any:
+def require_zstandard() -> Any:
+    """Return the package; raise IncompatibleCheckpointError if it is not installed."""
     try:
         import zstandard
     except ImportError:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import final
 
 from ckpt_core.collective import collective_phase
-from ckpt_core.commit import Catalog, Manifest, abandon, require_trusted, share, verify
+from ckpt_core.commit import Catalog, Manifest, abandon, plain_storage, require_trusted, share, verify
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
     CheckpointError,
@@ -135,13 +135,14 @@ class Fetcher:
             ):
                 if coordinator.is_coordinator:
                     require_trusted(source.storage, choice.name, self._verify_manifest)
-                copies.append(CheckpointCopy.of(source.storage, target, choice.name, as_name=choice.as_name))
+                plain = plain_storage(source.storage, choice.name)
+                copies.append(CheckpointCopy.of(plain, target, choice.name, as_name=choice.as_name))
                 if coordinator.is_coordinator:
                     copies[0].begin(repair=True)
             with collective_phase(coordinator, consequence, what="fetching a checkpoint"):
                 files = copies[0].manifest.files
                 share_of = set(share(files, coordinator.rank, coordinator.world_size))
-                to_own = CheckpointCopy.of(source.storage, target.own, choice.name, as_name=choice.as_name)
+                to_own = CheckpointCopy.of(plain, target.own, choice.name, as_name=choice.as_name)
                 to_own.copy_files([entry for entry in files if entry.path in share_of], CopyTerms())
             return coordinator.run_on_coordinator(
                 lambda: self._finish(copies[0]), what="committing a fetched checkpoint"

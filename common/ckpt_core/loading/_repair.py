@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final, final
 
-from ckpt_core.commit import abandon
+from ckpt_core.commit import abandon, plain_storage
 from ckpt_core.crew import give_way
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, HalfRenamedError, failure_text
@@ -156,7 +156,7 @@ class Repairer:
 
     def _copy_all(self, source: Storage, info: CheckpointInfo) -> bool:
         with self._job.telemetry.span("repair", name=info.name, step=info.step, bytes=info.size_bytes):
-            copy = CheckpointCopy.of(source, self._job.storage, info.name)
+            copy = CheckpointCopy.of(plain_storage(source, info.name), self._job.storage, info.name)
             self._working = copy.working
             self._ownership.check()
             copy.begin(repair=True)

@@ -10,8 +10,8 @@ from ckpt_core.storage._base import (
     StorageEntry,
     is_full,
 )
-from ckpt_core.storage._keys import RangeStream
 from ckpt_core.storage._framed import FramedStorage
+from ckpt_core.storage._keys import RangeStream
 from ckpt_core.storage._layered import LayeredStorage
 from ckpt_core.storage._memory import MemoryStorage
 from ckpt_core.storage._open import around, is_in_bucket, open_around, open_storage, unwritable

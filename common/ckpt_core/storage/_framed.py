@@ -7,7 +7,6 @@ import io
 from bisect import bisect_right
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from itertools import groupby
 from typing import IO, Final, cast, final
 
@@ -21,7 +20,7 @@ from ckpt_core.storage._layered import ReadOnlyStorage
 
 _TRIES: Final = 2
 _RUN_BYTES: Final = 8 << 20
-_COMPRESSING_THREADS: Final = 4
+_THREADS: Final = 4  # to compress; what reads has threads of its own
 
 
 @final
@@ -41,7 +40,7 @@ class FramedStorage(ReadOnlyStorage):
         twin_suffix: of second files, which are the same as the first; "" if there are none.
     """
 
-    def __init__(  # noqa: PLR0913 - a value, which is made at two places
+    def __init__(
         self,
         storage: Storage,
         directory: str,
@@ -162,34 +161,30 @@ class _FramedRanges:
         """Read neighbouring frames by one request, once more if they are damaged."""
         start = self._there[run[0]]
         content = memoryview(bytearray(self._there[run[-1] + 1] - start))
+
+        def work(at: int) -> None:
+            self._convert(at, content[self._there[at] - start : self._there[at + 1] - start], offset, buffer)
+
         for left in reversed(range(_TRIES)):
             self._reader.read_into(start, content)
             try:
-                run_all(
-                    partial(self._convert, content, start, offset, buffer),
-                    run,
-                    _COMPRESSING_THREADS if self._compresses else 1,
-                    name="ckpt-compress",
-                )
+                run_all(work, run, _THREADS if self._compresses else 1, name="ckpt-compress")
             except ValueError as error:
                 if not left:
                     raise OSError(errno.EIO, str(error)) from error
             else:
                 return
 
-    def _convert(self, content: memoryview, start: int, offset: int, buffer: memoryview, at: int) -> None:
+    def _convert(self, at: int, frame: memoryview, offset: int, buffer: memoryview) -> None:
         """Put what a frame has of the range in its place."""
         first, last = self._here[at] - offset, self._here[at + 1] - offset
-        of_run = content[self._there[at] - start : self._there[at + 1] - start]
         place = buffer[max(0, first) : last]
-        if self._compresses:
-            whole = memoryview(compress(self._codec[at], of_run))
-            if len(whole) != last - first:
-                raise ValueError("it was changed while it was compressed")
-        elif len(place) == last - first:
-            decompress(self._codec[at], of_run, place)
-            return
+        whole = place if len(place) == last - first else memoryview(bytearray(last - first))
+        if not self._compresses:
+            decompress(self._codec[at], frame, whole)
+        elif len(made := memoryview(compress(self._codec[at], frame))) == len(whole):
+            whole[:] = made
         else:
-            whole = memoryview(bytearray(last - first))
-            decompress(self._codec[at], of_run, whole)
-        place[:] = whole[max(0, -first) :][: len(place)]
+            raise ValueError("it was changed while it was compressed")
+        if whole is not place:
+            place[:] = whole[max(0, -first) :][: len(place)]

@@ -3,6 +3,7 @@
 Nothing in this package needs torch, so that a command line can copy.
 """
 
+from ckpt_core.tiers._compressing import Choice, compress_file, compressed, compressed_view, fixed
 from ckpt_core.tiers._copy import CheckpointCopy, CopyTerms, copy_checkpoint
 from ckpt_core.tiers._copy_process import CopyProcess
 from ckpt_core.tiers._export_service import ExportTerms, read_exports
@@ -15,6 +16,7 @@ from ckpt_core.tiers._work_process import EndedError, WorkProcess
 __all__ = [
     "Asked",
     "CheckpointCopy",
+    "Choice",
     "CopyProcess",
     "CopyTerms",
     "EndedError",
@@ -30,7 +32,11 @@ __all__ = [
     "Uploading",
     "WorkProcess",
     "ask",
+    "compress_file",
+    "compressed",
+    "compressed_view",
     "copy_checkpoint",
+    "fixed",
     "open_tiers",
     "read_exports",
     "read_through",

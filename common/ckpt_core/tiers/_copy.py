@@ -37,8 +37,8 @@ from ckpt_core.errors import (
     IncompatibleCheckpointError,
 )
 from ckpt_core.names import MANIFEST, SIGNATURE, is_incomplete, twin_name
-from ckpt_core.storage import ForeignFileError, Storage, read_small
 from ckpt_core.reading import CheckedReader, damaged
+from ckpt_core.storage import ForeignFileError, Storage, read_small
 from ckpt_core.types import CheckpointInfo, FileEntry
 
 _THREADS: Final = 4
@@ -314,7 +314,7 @@ def is_committed_as(storage: Storage, name: str, manifest: Manifest, content: by
             f"{storage.url}/{name} is a checkpoint whose marker cannot be read ({error}); nothing there was "
             "touched: move or delete it, then copy again"
         ) from error
-    if marker.matches(content):
+    if marker.is_same(manifest, content):
         if storage.supports_rename and storage.entry(working) is not None:
             abandon(storage, working)  # what is left after an interrupted commit into a user's directory
         return True
@@ -347,6 +347,9 @@ def begin_copy(
     if storage.supports_rename:
         if not is_incomplete(working):
             raise ConfigError(f"save id {manifest.save_id!r} is not 8 to 32 lower-case hex digits")
+        with suppress(FileNotFoundError, NotADirectoryError, CorruptCheckpointError):
+            if read_small(storage, f"{working}/{MANIFEST}") != beside[MANIFEST]:
+                abandon(storage, working)  # it was to be compressed in another way
         with suppress(FileExistsError):
             storage.make_directory(working)
     elif found is Occupant.TORN and not storage.exists(f"{name}/{MANIFEST}"):

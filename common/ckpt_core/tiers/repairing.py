@@ -21,8 +21,8 @@ from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, CorruptCh
 from ckpt_core.formats.checksums import Checksum, combine_crc32, crc32_text, crc32_value
 from ckpt_core.groups import GroupedStorage, on_each
 from ckpt_core.names import EVERY_GROUP, MANIFEST, MARKER, SIGNATURE, twin_name
-from ckpt_core.storage import Storage, StorageEntry, read_small
 from ckpt_core.reading import damaged
+from ckpt_core.storage import Storage, StorageEntry, read_small
 from ckpt_core.tiers._copy import CheckpointCopy, CopyTerms, begin_copy
 from ckpt_core.types import CheckpointInfo, FileEntry
 

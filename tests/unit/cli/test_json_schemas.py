@@ -49,7 +49,8 @@ CALLS = [
     "watch runs/a --timeout 0.01 --exec true",
     "plan 7B --ranks 8 --storage s3", "plan 7B --ranks 16 --tp 2 --optimizer sgd --mtbf 6h",
     "import weights.pt imported --step 3", "show weights.pt --tensors", "verify weights.pt",
-    "export runs/a exported", "average runs/a average.pt --last 2 --to torch",
+    "export runs/a exported", "cp runs/a@6 small --compress zstd", "ls small", "show small",
+    "average runs/a average.pt --last 2 --to torch",
     "completion bash",
 ]  # fmt: skip
 

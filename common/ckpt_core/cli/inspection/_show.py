@@ -18,11 +18,13 @@ from ckpt_core.commit import (
     file_as_root,
     list_tensors,
     look_around,
+    plain_files,
     read_manifest,
     read_notes,
     stock_parts,
 )
 from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError
+from ckpt_core.formats.frames import RAW, ZSTD
 from ckpt_core.hosting import Kind, kind_of
 from ckpt_core.names import MARKER, METADATA, SIGNATURE
 from ckpt_core.options import bytes_text
@@ -90,11 +92,22 @@ def _shown(storage: Storage, name: str) -> Outcome:
         },
         parts=[
             *_facts(place, manifest, pinned=pinned, damaged=damaged, measured=measured),
+            *_compressed(storage, name, manifest),
             f"manifest:    sha256:{digest}{f', signed: {SIGNATURE}' if listed['signed'] else ''}",
             "",
             table,
         ],
     )
+
+
+def _compressed(storage: Storage, name: str, manifest: Manifest) -> list[str]:
+    if not manifest.plain_sha256:
+        return []
+    found = plain_files(storage, name, manifest)
+    in_planes = any(max(frames.codec, default=RAW) > ZSTD for frames in found.files.values())
+    text = "in planes: stock dcp.load cannot read it" if in_planes else "by zstd, which stock dcp.load reads"
+    size = bytes_text(Manifest.from_bytes(found.manifest).size_bytes)
+    return [f"compressed:  from {size}, {text}; `ckpt cp --compress none` makes it plain"]
 
 
 def _pinned(catalog: Catalog, step: int) -> str | None:
