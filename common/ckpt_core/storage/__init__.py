@@ -14,12 +14,18 @@ from ckpt_core.storage._framed import FramedStorage
 from ckpt_core.storage._keys import RangeStream
 from ckpt_core.storage._layered import LayeredStorage
 from ckpt_core.storage._memory import MemoryStorage
-from ckpt_core.storage._open import around, is_in_bucket, open_around, open_storage, unwritable
-from ckpt_core.storage._putting import Pace
+from ckpt_core.storage._open import (
+    around,
+    is_in_bucket,
+    object_storage,
+    open_around,
+    open_storage,
+    unwritable,
+)
+from ckpt_core.storage._putting import Pace, Throttle
 from ckpt_core.storage._small import BIGGEST_SMALL_FILE, ForeignFileError, read_intact, read_small
-from ckpt_core.storage._throttle import Throttle
 from ckpt_core.storage.local import LocalStorage, excludes_others
-from ckpt_core.storage.object import ObjectStorage, object_storage
+from ckpt_core.storage.object import ObjectStorage
 
 __all__ = [
     "ALIGNMENT",

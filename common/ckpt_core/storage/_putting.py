@@ -1,13 +1,15 @@
-"""Files whose content can be read at any offset, put into a storage."""
+"""Files whose content can be read at any offset, put into a storage at a rate."""
 
 from __future__ import annotations
 
 import io
 import mmap
 import os
+import threading
+import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, final
 
 if TYPE_CHECKING:
     from ckpt_core.storage._base import RangeReader, Storage
@@ -80,3 +82,36 @@ def put_whole(storage: Storage, key: str, source: PutSource) -> None:
     if found is not None:
         storage.delete(key)
     storage.write_pieces(key, source.counted())
+
+
+@final
+class Throttle:
+    """Rate limiter for the pieces of files; any thread, all files share the cap.
+
+    A token bucket of the size of one piece: after a pause of any length, one piece passes without waiting.
+    `clock` gives monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        bytes_per_second: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._bytes_per_second = bytes_per_second
+        self._clock = clock
+        self._sleep = sleep
+        self._free_at = clock()
+        self._guard = threading.Lock()
+
+    def __call__(self, pieces: Iterable[memoryview]) -> Generator[memoryview]:
+        """Yield each of `pieces` as soon as the average rate permits it."""
+        for piece in pieces:
+            # Asleep, too: a file that waits its turn is as slow as the cap demands.
+            with self._guard:
+                pause = self._free_at - self._clock()
+                if pause > 0:
+                    self._sleep(pause)
+                self._free_at = max(self._free_at, self._clock()) + len(piece) / self._bytes_per_second
+            yield piece

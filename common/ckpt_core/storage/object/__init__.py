@@ -1,6 +1,5 @@
 """Storage in an object store: S3, GCS, Azure, or any other that fsspec reaches."""
 
-from ckpt_core.storage.object._connect import REQUEST_SECONDS, object_storage
-from ckpt_core.storage.object._storage import ObjectStorage
+from ckpt_core.storage.object._storage import ObjectStorage, RequestTerms
 
-__all__ = ["REQUEST_SECONDS", "ObjectStorage", "object_storage"]
+__all__ = ["ObjectStorage", "RequestTerms"]

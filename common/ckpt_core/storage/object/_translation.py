@@ -133,9 +133,12 @@ def _of_library(error: Exception, text: str, url: str) -> OSError:
         return _AS_OS_ERRORS[type(error).__name__](text, url)
     if _status(error) == HTTPStatus.UNAUTHORIZED:
         return _expired(text, url)
-    if _is_denied(error):
-        return _denied(text, url)
-    return _failed(text, url)
+    denied = (
+        type(error).__name__ in _NO_CREDENTIALS
+        or type(error).__module__ == "google.auth.exceptions"
+        or not {getattr(error, "code", None), _status(error)}.isdisjoint(_DENIED)
+    )
+    return (_denied if denied else _failed)(text, url)
 
 
 def _status(error: Exception) -> int | None:
@@ -165,51 +168,33 @@ def _archived(text: str, url: str) -> ArchivedError:
     )
 
 
-def _is_denied(error: Exception) -> bool:
-    return (
-        type(error).__name__ in _NO_CREDENTIALS
-        or type(error).__module__ == "google.auth.exceptions"
-        or getattr(error, "code", None) in _DENIED
-        or _status(error) in _DENIED
-    )
-
-
-def _denied(text: str, url: str) -> PermissionError:
-    return PermissionError(
-        errno.EACCES, f"access refused; check the credentials of this job and what they allow ({text})", url
-    )
-
-
-def _expired(text: str, url: str) -> PermissionError:
-    return PermissionError(
-        errno.EACCES,
-        "the credentials of this job have expired; renew them, or better use a role or profile that renews "
-        f"itself instead of a fixed session token ({text})",
-        url,
-    )
-
-
-def _failed(text: str, url: str) -> OSError:
-    return OSError(_STORE_FAILED, f"the object store failed ({text})", url)
-
-
-def _unknown(text: str, url: str) -> OSError:
-    advice = (
-        "if it does not know conditional writes: storage_options={'conditional_writes': False}; if it does "
-        "not know x-amz-checksum-crc32: {'checksums': False}"
-    )
-    return OSError(errno.ENOSYS, f"the object store cannot do that ({text}); {advice}", url)
-
-
-def _absent(text: str, url: str) -> OSError:
-    return FileNotFoundError(errno.ENOENT, text, url)
-
-
-def _taken(text: str, url: str) -> OSError:
-    return FileExistsError(errno.EEXIST, text, url)
-
-
 _Make: TypeAlias = Callable[[str, str], OSError]
+
+
+def _saying(kind: type[OSError], number: int, words: str = "{}") -> _Make:
+    return lambda text, url: kind(number, words.format(text), url)
+
+
+_absent: Final = _saying(FileNotFoundError, errno.ENOENT)
+_taken: Final = _saying(FileExistsError, errno.EEXIST)
+_failed: Final = _saying(OSError, _STORE_FAILED, "the object store failed ({})")
+_denied: Final = _saying(
+    PermissionError,
+    errno.EACCES,
+    "access refused; check the credentials of this job and what they allow ({})",
+)
+_expired: Final = _saying(
+    PermissionError,
+    errno.EACCES,
+    "the credentials of this job have expired; renew them, or better use a role or profile that renews "
+    "itself instead of a fixed session token ({})",
+)
+_unknown: Final = _saying(
+    OSError,
+    errno.ENOSYS,
+    "the object store cannot do that ({}); if it does not know conditional writes: storage_options="
+    "{{'conditional_writes': False}}; if it does not know x-amz-checksum-crc32: {{'checksums': False}}",
+)
 # By S3's code.
 _OF_S3: Final[dict[str, _Make]] = {
     "ConditionalRequestConflict": _taken,
