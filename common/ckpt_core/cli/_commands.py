@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, final
 
 from ckpt_core._version import __version__
-from ckpt_core.cli import _completion, _cp, _export, _import, _plan
+from ckpt_core.cli import _completion, _cp, _export, _plan
 from ckpt_core.cli._arguments import OPTIONS_VARIABLE
 from ckpt_core.cli._outcome import Outcome
 from ckpt_core.cli.inspection import _diff, _du, _ls, _report, _show
@@ -203,7 +203,7 @@ _COPYING: Final = (
     ),
     _Command(
         "import",
-        _import.run,
+        _export.import_,
         "make a checkpoint of ours out of what another program wrote",
         (
             _one("place", "PLACE", "path or URL of the folder or file"),

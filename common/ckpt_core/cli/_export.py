@@ -1,13 +1,14 @@
-"""`export`: a checkpoint in a format of others."""
+"""`export`, `average` and `import`: checkpoints in formats of others."""
 
 from __future__ import annotations
 
 import os
 from argparse import Namespace
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Literal
 
-from ckpt_core.cli._arguments import is_local, options_for, storage_options
+from ckpt_core.cli._arguments import claimed, is_local, open_target, options_for, storage_options
 from ckpt_core.cli._cp import interruptible
 from ckpt_core.cli._outcome import Outcome
 from ckpt_core.cli._progress_line import ProgressLine
@@ -66,4 +67,25 @@ def _exported(arguments: Namespace, **options: Any) -> Outcome:
             f"{summary.url}: {len(summary.files)} files, {bytes_text(summary.size_bytes)}, of "
             f"{summary.source}{step_text}"
         ],
+    )
+
+
+def import_(arguments: Namespace) -> Outcome:
+    from ckpt_core.convert import import_checkpoint  # it needs torch, which takes a second
+    from ckpt_core.sources import NameTable
+
+    target = open_target(arguments.root, options_for(arguments.root, arguments))
+    with ProgressLine(f"importing to {target.url}", 0, plain=True) as line:
+        info = import_checkpoint(
+            arguments.place,
+            target,
+            step=arguments.step,
+            names=None if arguments.map is None else dict(NameTable.read(arguments.map).pairs),
+            storage_options=options_for(arguments.place, arguments),
+            progress=line.add,
+            claim=partial(claimed, command="ckpt import", take_over=arguments.take_over),
+        )
+    return Outcome(
+        fields={"root": target.url, "name": info.name, "step": info.step, "size_bytes": info.size_bytes},
+        parts=[f"{target.url}/{info.name}: step {info.step}, {bytes_text(info.size_bytes)}"],
     )

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import Any, Final, TypeAlias, final
 
 from ckpt_core.disclosure import printable
+from ckpt_core.types import DataPosition, Provenance
 
 Row: TypeAlias = tuple[str, ...]
 _GAP: Final = "  "
@@ -68,6 +69,27 @@ def metrics_text(metrics: Mapping[str, float], *, most: int = 1000, first: str =
     ordered = sorted(metrics.items(), key=lambda each: (repr(each[0]) not in first, each[0]))
     more = f" and {len(ordered) - most} more" if len(ordered) > most else ""
     return " ".join(f"{name}={value:.6g}" for name, value in ordered[:most]) + more
+
+
+def code_text(known: Provenance) -> str:
+    """Format a code version: a commit, and whether files were changed."""
+    version = known.code_version
+    return f"{version}, changed" if version and known.code_dirty else version
+
+
+def data_text(data: Mapping[str, DataPosition]) -> str:
+    """Format positions in data: `epoch 3, 1,200 of 5,000 samples`."""
+    return "; ".join(
+        f"{name}: {_position_text(each)}" if len(data) > 1 else _position_text(each)
+        for name, each in sorted(data.items())
+    )
+
+
+def _position_text(position: DataPosition) -> str:
+    epoch = "" if position.epoch is None else f"epoch {position.epoch}"
+    of = "" if position.of is None else f" of {position.of:,}"
+    samples = "" if position.samples is None else f"{position.samples:,}{of} samples"
+    return ", ".join(filter(None, (epoch, samples)))
 
 
 def _show_plain(table: Table) -> None:

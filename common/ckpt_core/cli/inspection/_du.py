@@ -21,7 +21,12 @@ def run(arguments: Namespace) -> Outcome:
     named = named_checkpoint(arguments.place, arguments.storage_options)
     storage = open_root(arguments.place, arguments.storage_options) if named is None else named[0]
     infos = [info for info in Catalog(storage).survey().everything if named is None or info.name == named[1]]
-    left = {} if named is not None else dict(_left_over(storage))
+    left = {
+        entry.name: storage.bytes_below(entry.name)
+        for entry in (storage.list("") if named is None else ())
+        # Torn saves, begun prunes, and what was moved aside.
+        if entry.is_directory and any(is_so(entry.name) for is_so in (is_incomplete, is_trash, is_replaced))
+    }
     if not infos and not left:
         raise none_committed(storage)
     lineages, items, states = _by_lineage(infos), _by_item(storage, infos), _by_state(infos)
@@ -51,10 +56,9 @@ def _by_lineage(infos: Sequence[CheckpointInfo]) -> list[dict[str, Any]]:
         {
             "lineage": own[0].lineage.number,
             "id": identity,
-            "checkpoints": len(own),
             "first_step": min(info.step for info in own),
             "last_step": max(info.step for info in own),
-            "size_bytes": sum(info.size_bytes for info in own),
+            **_sums(own),
         }
         for identity, own in found.items()
     ]
@@ -68,11 +72,11 @@ def _by_state(infos: Sequence[CheckpointInfo]) -> list[dict[str, Any]]:
         "bad": [i for i in infos if i.bad is not None and i.damaged is None],
         "pinned": [i for i in infos if i.pinned is not None],
     }
-    return [
-        {"state": state, "checkpoints": len(own), "size_bytes": sum(i.size_bytes for i in own)}
-        for state, own in states.items()
-        if own
-    ]
+    return [{"state": state, **_sums(own)} for state, own in states.items() if own]
+
+
+def _sums(own: Sequence[CheckpointInfo]) -> dict[str, int]:
+    return {"checkpoints": len(own), "size_bytes": sum(info.size_bytes for info in own)}
 
 
 def _by_item(storage: Storage, infos: Sequence[CheckpointInfo]) -> dict[str, int]:
@@ -89,14 +93,6 @@ def _by_item(storage: Storage, infos: Sequence[CheckpointInfo]) -> dict[str, int
             rest -= entry.size_bytes
         found["other"] += max(0, rest)
     return dict(sorted(found.items(), key=lambda each: -each[1]))
-
-
-def _left_over(storage: Storage) -> Iterator[tuple[str, int]]:
-    """Yield directories of torn saves, begun prunes, and moved aside; with sizes."""
-    for entry in storage.list(""):
-        name = entry.name
-        if entry.is_directory and (is_incomplete(name) or is_trash(name) or is_replaced(name)):
-            yield name, storage.bytes_below(name)
 
 
 def _tables(

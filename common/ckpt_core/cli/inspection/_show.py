@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 
 from ckpt_core.cli._arguments import find_any, nothing_at
-from ckpt_core.cli._outcome import Outcome, Table, metrics_text, moment_text, time_text
-from ckpt_core.cli.inspection._origin import code_text, data_text
+from ckpt_core.cli._outcome import Outcome, Table, code_text, data_text, metrics_text, moment_text, time_text
 from ckpt_core.commit import (
     Catalog,
     Manifest,
