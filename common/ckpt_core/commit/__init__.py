@@ -21,7 +21,6 @@ from ckpt_core.commit._manifest import (
     ItemKind,
     Manifest,
     Marker,
-    is_same,
     next_lineage,
     on_present_line,
     present_lineage,
@@ -29,7 +28,6 @@ from ckpt_core.commit._manifest import (
 from ckpt_core.commit._notes import forget_notes, in_use, note_measured, read_notes
 from ckpt_core.commit._occupant import (
     Occupant,
-    Surroundings,
     content_of,
     describe,
     file_as_root,
@@ -64,7 +62,6 @@ __all__ = [
     "Marker",
     "Occupant",
     "Owner",
-    "Surroundings",
     "Survey",
     "TensorEntry",
     "abandon",
@@ -78,7 +75,6 @@ __all__ = [
     "forget_notes",
     "in_use",
     "is_name",
-    "is_same",
     "known_pins",
     "list_tensors",
     "look_around",

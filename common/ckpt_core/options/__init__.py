@@ -8,16 +8,12 @@ A policy is written as a mapping whose entries are joined by "or"; `any`, `all_o
 
 from __future__ import annotations
 
-from ckpt_core.options._elsewhere import Export, Exports, ExportWhen, Upload, Uploads, WhenBusy
+from ckpt_core.options._elsewhere import Export, Upload, WhenBusy
 from ckpt_core.options._options import (
-    SECTION,
-    BackPressure,
     CheckpointOptions,
     Checksums,
     OnDivergence,
-    OnError,
     OnStale,
-    SignManifest,
     Staging,
     Verify,
     VerifyManifest,
@@ -29,21 +25,14 @@ from ckpt_core.options._policies import policy_from
 from ckpt_core.options._sameness import difference, given_options, text_of
 
 __all__ = [
-    "SECTION",
-    "BackPressure",
     "CheckpointOptions",
     "Checksums",
     "Export",
-    "ExportWhen",
-    "Exports",
     "Headroom",
     "OnDivergence",
-    "OnError",
     "OnStale",
-    "SignManifest",
     "Staging",
     "Upload",
-    "Uploads",
     "Verify",
     "VerifyManifest",
     "WhenBusy",

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -75,7 +76,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
 @given(manifests())
 def test_a_manifest_reads_back_as_it_was_written(manifest):
     assert Manifest.from_bytes(manifest.to_bytes()) == manifest
-    Manifest.check_bytes(manifest.to_bytes())
+    Manifest.from_bytes(manifest.to_bytes(), with_files=False)
 
 
 @settings(max_examples=30, deadline=None)
@@ -155,7 +156,7 @@ HOSTILE_PATHS += ["manifest.json", "COMMITTED", "\ud800", 7, None]
 def test_hostile_paths_are_refused(path):
     fields = json.loads(GOLDEN)
     fields["files"]["path"][0] = path
-    for read in (Manifest.from_bytes, Manifest.check_bytes):
+    for read in (Manifest.from_bytes, partial(Manifest.from_bytes, with_files=False)):
         with pytest.raises(CorruptCheckpointError, match=r"manifest\.json"):
             read(json.dumps(fields).encode())
 
@@ -201,7 +202,7 @@ def test_absurd_sizes_are_refused(where, size):
     ids=str,
 )
 def test_malformed_fields_are_refused(change):
-    for read in (Manifest.from_bytes, Manifest.check_bytes):
+    for read in (Manifest.from_bytes, partial(Manifest.from_bytes, with_files=False)):
         with pytest.raises(CorruptCheckpointError, match="malformed"):
             read(json.dumps(json.loads(GOLDEN) | change).encode())
 
