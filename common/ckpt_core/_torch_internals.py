@@ -116,13 +116,7 @@ def default_store() -> Any:
 
 
 def sharded_tensor(shards: list[TensorShard], metadata: Any, like: ShardedTensor) -> ShardedTensor:
-    """Make a ShardedTensor of local shards without a collective.
-
-    Args:
-        shards: of this rank.
-        metadata: of the whole tensor.
-        like: gives the process group.
-    """
+    """Make a ShardedTensor of this rank's shards, in the process group of `like`."""
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         shards, metadata, process_group=like._process_group
     )

@@ -39,12 +39,7 @@ class _PhaseOutcome:
 @final
 @dataclass(slots=True)
 class Note:
-    """A plain value that every rank sends to all at the end of a phase.
-
-    Attributes:
-        own: this rank's value.
-        all: the values of all ranks, by rank, once the phase has ended.
-    """
+    """A plain value that each rank sends at the end of a phase; then `all` are there."""
 
     own: Any = None
     all: Sequence[Any] = ()
@@ -126,10 +121,7 @@ def _joined(damage: dict[int, CorruptCheckpointError], world_size: int) -> Corru
 class SameOptions:
     """What a manager was given, compared over all ranks before anything depends on it.
 
-    Concurrency: main thread; `require` is collective.
-
-    Args:
-        given: option -> its text, of what ranks must be given alike; see `given_options`.
+    `given` is of `given_options`. Main thread; `require` is collective.
     """
 
     def __init__(self, coordinator: Coordinator, given: Mapping[str, str]) -> None:
@@ -169,11 +161,7 @@ class SameOptions:
 
 
 def agreed_values(coordinator: Coordinator, call: str, get: Callable[[], T]) -> T:
-    """Agree on the plain values that a call, as the user calls it, is given. Collective.
-
-    Raises:
-        ConfigError: `get` raised one on any rank, or the values differ; the same on all.
-    """
+    """Agree on plain values of a call; ConfigError on all if they differ. Collective."""
     own: tuple[T | None, str | None]
     try:
         own = get(), None
@@ -203,10 +191,7 @@ def agreed_place(
 ) -> tuple[int | None, str | None]:
     """Agree on a call's checkpoint; the newest without step and name. Collective.
 
-    `others` returns plain values of other arguments, and raises ConfigError if one is invalid.
-
-    Raises:
-        ConfigError: a rank's step or name is invalid, or ranks ask for different ones.
+    `others` returns plain values of other arguments. Errors as by `agreed_values`.
     """
 
     def get() -> list[Any]:
@@ -219,11 +204,7 @@ def agreed_place(
 
 
 def agreed_step(coordinator: Coordinator, call: str, step: int, *reasons: str) -> int:
-    """Agree on the step of a call; the coordinator's reason counts. Collective.
-
-    Raises:
-        ConfigError: a rank's step or reason is invalid, or ranks ask for different steps.
-    """
+    """Agree on a step, as by `agreed_values`; the coordinator's reason counts."""
 
     def get() -> int:
         require(call, *(text("reason", reason) for reason in reasons))

@@ -102,10 +102,7 @@ def run_with_timeout(seconds: float, act: Callable[[], None]) -> bool:
 class Workers(Generic[Task]):
     """Threads that each do a task while the next one is being prepared.
 
-    Where no thread can be started, the calling thread does the tasks.
-
-    Args:
-        threads: how many; as many tasks wait at most.
+    Where no thread can be started, the calling thread does the tasks. As many wait as there are threads.
     """
 
     def __init__(self, work: Callable[[Task], None], threads: int, *, name: str) -> None:

@@ -41,11 +41,7 @@ def printable(text: str) -> str:
 @final
 @dataclass(frozen=True, slots=True, repr=False)
 class Redaction:
-    """Replacement of secrets in the messages of libraries by their names.
-
-    Attributes:
-        names: secret -> its name.
-    """
+    """Replacement of secrets in messages of libraries; `names` is secret -> its name."""
 
     names: Mapping[str, str]
 

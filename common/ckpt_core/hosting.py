@@ -44,10 +44,8 @@ def root_of(path: str | os.PathLike[str]) -> str:
     A local path, also as `file://…`, becomes absolute; `~` is expanded and every symbolic link is resolved. A
     URL of an object store loses its trailing slashes. Two spellings of one directory must be one root: a
     second manager would be refused its lock, and lineage and removal go by the root. It is resolved when it
-    is given, so that neither a `chdir` nor a link that is changed later splits a run.
-
-    Raises:
-        ConfigError: it cannot be a root; see `open_storage`.
+    is given, so that neither a `chdir` nor a link that is changed later splits a run. Errors as by
+    `open_storage`.
     """
     text = _without_local_scheme(path)
     scheme, separator, rest = text.partition("://")
@@ -84,11 +82,7 @@ class CheckpointPath:
 
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> Self:
-        """Split the path or URL of a checkpoint.
-
-        Raises:
-            ConfigError: it is neither, or has nothing above it, as a bucket has not.
-        """
+        """Split the path or URL of a checkpoint; ConfigError if it can only be a root."""
         require("the path of a checkpoint", location("it", path))
         text = os.path.expanduser(_without_local_scheme(path)).rstrip("/")  # noqa: PTH111 - may be a URL
         if text.rpartition("/")[2] in {".", ".."}:  # not names
@@ -108,12 +102,7 @@ class CheckpointPath:
 @final
 @dataclass(frozen=True, slots=True, repr=False)  # a URL may hold credentials
 class RunRoot:
-    """The root that a host was configured with.
-
-    Attributes:
-        path: as `root_of` spells it.
-        storage: what was given, if not a path or URL.
-    """
+    """The root of a host, spelled by `root_of`; the storage, if it was given as one."""
 
     path: str
     storage: Storage | None = None
@@ -165,10 +154,8 @@ def kind_of(storage: Storage, name: str) -> Kind:
 class ManagersByRoot:
     """Opens one manager for each root in use, all with one coordinator.
 
-    Concurrency: main thread. Making a manager and closing are collective.
-
-    Attributes:
-        origin: the manager that has loaded the whole live state.
+    `origin` is the manager that has loaded the whole live state. Main thread; making a manager and closing
+    are collective.
     """
 
     def __init__(
@@ -253,14 +240,9 @@ class ManagersByRoot:
                 closing.callback(manager.close, wait_for_uploads=wait_for_uploads)
 
     def close(self, *, farewell: bool = True) -> None:
-        """Close every manager and the coordinator; harmless when repeated.
+        """Close every manager and the coordinator, also if a save failed; may be repeated.
 
-        Args:
-            farewell: whether the other ranks close, too, so that the coordinator, and uploads, may be waited
-                for.
-
-        Raises:
-            SaveError: a save in flight failed; everything is closed all the same.
+        With `farewell` the other ranks close, too, so that the coordinator, and uploads, may be waited for.
         """
         coordinator, self._coordinator = self._coordinator, None
         with ExitStack() as closing:
@@ -296,8 +278,7 @@ def ranking(policy: RetentionPolicy | None) -> list[KeepBest]:
 class Shadow:
     """A method of ours on a host's object, whose copies have the host's own again.
 
-    Attributes:
-        stock: what the object itself had of that name; None if only its class has it.
+    `stock` is what the object itself had of that name; None if only its class has it.
     """
 
     def __init__(self, owner: object, name: str, call: Callable[..., Any]) -> None:

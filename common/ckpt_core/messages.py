@@ -62,11 +62,7 @@ def message(kind: C) -> C:
 
 
 def encode(value: object) -> bytes:
-    """Encode a value.
-
-    Raises:
-        MessageError: a part of it cannot be sent; the text names its type and place.
-    """
+    """Encode a value; MessageError names type and place of what cannot be sent."""
     with io.BytesIO() as stream:
         try:
             _Pickler(stream, _PROTOCOL).dump(value)

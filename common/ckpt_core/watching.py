@@ -149,10 +149,7 @@ class _Watcher:
         return self._known[name]
 
     def _floor(self, present: Lineage) -> float:
-        """Return the step up to which nothing is new on the present line.
-
-        Where training went back behind what was handed out last, it is where the lines part.
-        """
+        """Return the step up to which nothing is new: where the lines part, if they do."""
         if self._last is None:
             return self._after
         before, now = self._last.lineage.limits(), present.limits()

@@ -127,10 +127,7 @@ def nothing_at(place: str) -> CheckpointNotFoundError:
 
 
 def open_checkpoint(place: str, options: Mapping[str, Any]) -> tuple[Storage, str]:
-    """Open the root of a checkpoint; return it and the checkpoint's name, unchecked.
-
-    A bucket, which has no parent, is a ConfigError.
-    """
+    """Open the root of a checkpoint; return it and the checkpoint's name, unchecked."""
     found = CheckpointPath.of(place)
     return open_storage(found.root, options), found.name
 
@@ -154,10 +151,7 @@ def resolve(place: str, options: Mapping[str, Any]) -> tuple[Storage, str | int]
 
 
 def named_checkpoint(place: str, options: Mapping[str, Any]) -> tuple[Storage, str] | None:
-    """Find root and name of the checkpoint that a place names, committed or torn.
-
-    None if the place is none, but may be a root.
-    """
+    """Find root and name of a checkpoint, also a torn one; None for a possible root."""
     with suppress(ConfigError):
         storage, name = open_checkpoint(place, options)
         if not can_count(name):
@@ -181,10 +175,7 @@ def find_step(place: str, options: Mapping[str, Any]) -> tuple[Storage, int, str
 
 
 def find_checkpoint(place: str, options: Mapping[str, Any], *, step: int | None) -> tuple[Storage, str]:
-    """Find the checkpoint at a place, or of its root a step or the newest usable.
-
-    Returns the storage of its root, and its name.
-    """
+    """Find root and name of a checkpoint; of a root, its step or the newest usable."""
     if step is not None:
         root = open_root(place, options)
         return root, Catalog(root).name_of(step)

@@ -151,10 +151,7 @@ def replace_pins(storage: Storage, pins: Mapping[int, str]) -> None:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mark:
-    """The problem of the checkpoint that one save wrote, found at a Unix time.
-
-    A later checkpoint of the same name is not marked.
-    """
+    """The problem of the checkpoint of one save, not of a later one of its name."""
 
     save_id: str
     problem: str
@@ -444,10 +441,7 @@ class Catalog:
                 replace_pins(self._storage, pins)
 
     def known_damage(self, name: str) -> str | None:
-        """Return what a mark of damage records for `name`, or None.
-
-        Errors as by `marker`.
-        """
+        """Return the recorded damage of `name`, or None; errors as by `marker`."""
         return problem_of(known_marks(self._storage).damaged, name, self.marker(name).save_id)
 
     def mark_damaged(self, name: str, problem: str) -> None:
@@ -459,10 +453,7 @@ class Catalog:
         self._change_mark(name, "damaged", Mark.of(self.marker(name), problem))
 
     def mark_bad(self, name: str, reason: str) -> None:
-        """Record for all later readers that checkpoint `name` must not be trained on.
-
-        Its bytes are whole. Errors and the rest as by `mark_damaged`.
-        """
+        """Record that `name` must not be trained on; the rest as by `mark_damaged`."""
         self._change_mark(name, "bad", Mark.of(self.marker(name), reason))
 
     def unmark(self, name: str, *, bad: bool = False) -> None:

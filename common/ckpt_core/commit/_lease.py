@@ -95,11 +95,7 @@ class Lease:
 
     @classmethod
     def acquire(cls, storage: Storage, job: str) -> Lease:
-        """Take the root for the process named `job`.
-
-        Raises:
-            RootBusyError: another live job holds it; the message names the job and what to do.
-        """
+        """Take the root for the process named `job`; RootBusyError if another holds it."""
         lock = storage.try_lock(WRITER)
         if lock is None:
             raise RootBusyError(_busy(storage))

@@ -449,10 +449,7 @@ def _plain_field(sha256: str) -> dict[str, str]:
 def read_committed(
     storage: Storage, name: str, marker: Marker
 ) -> tuple[bytes, CorruptCheckpointError | None]:
-    """Read the manifest that a marker names, from its twin if it is damaged.
-
-    Returns its bytes, and the damage in `manifest.json` if they are of the twin.
-    """
+    """Read the manifest that a marker names, or its twin, then with the damage."""
     try:
         return _named_by(marker, storage, name, MANIFEST), None
     except CorruptCheckpointError as damage:

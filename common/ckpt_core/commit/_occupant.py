@@ -167,11 +167,8 @@ _TORCH_SUFFIXES: Final = (".pt", ".pth", ".ckpt", ".bin")
 class Surroundings:
     """The directories of a root that are no checkpoints; whether it is one itself.
 
-    Attributes:
-        unmarked: checkpoints of ours without commit marker.
-        runs: those that hold committed checkpoints of their own.
-        links: symbolic links to directories.
-        unlisted: those that this user may not list, and that may be anything.
+    `unmarked` have no marker; `runs` hold committed checkpoints of their own; `unlisted`, which this user may
+    not list, may be anything.
     """
 
     is_checkpoint: bool

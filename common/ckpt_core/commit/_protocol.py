@@ -90,10 +90,7 @@ _MOST_ATTEMPTS: Final = 8
 
 
 def is_name(name: str) -> bool:
-    """Return whether a checkpoint may be called `name`.
-
-    It must be one plain directory name, and none that we use ourselves.
-    """
+    """Return whether a checkpoint may be called so: one plain name, none of ours."""
     plain = name not in {".", ".."} and all(char >= " " and char not in "/\x7f" for char in name)
     reserved = name in _RESERVED or is_probe(name) or drafted(name) is not None
     return (

@@ -256,10 +256,7 @@ def delete_in_place(storage: Storage, name: str) -> None:
 
 
 def strangers(storage: Storage, name: str) -> list[str]:
-    """List the user's files in a committed checkpoint: those outside its manifest.
-
-    A directory tree or a link counts as one path.
-    """
+    """List the user's files in a checkpoint, outside its manifest; a tree is one path."""
     manifest = Catalog(storage).manifest(name)
     return _strangers(storage, name, manifest.directories, _listed(manifest))
 

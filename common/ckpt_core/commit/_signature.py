@@ -51,10 +51,8 @@ def write_signature(storage: Storage, working: str, manifest: Manifest, sign: Si
 def require_trusted(storage: Storage, name: str, verify: VerifyManifest | None) -> str | None:
     """Raise unless the user's function accepts the checkpoint's manifest.
 
-    Called before any other file of the checkpoint is used.
-
-    Returns:
-        SHA-256 of the accepted manifest, so that later reads can require the same one; None without `verify`.
+    Called before any other file of the checkpoint is used. Returns the SHA-256 of the accepted manifest, so
+    that later reads can require the same one; None without `verify`.
 
     Raises:
         UntrustedCheckpointError: it was refused, or has no manifest of ours.

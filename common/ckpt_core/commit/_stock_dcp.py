@@ -50,11 +50,7 @@ def zip_problem(stream: IO[bytes], offset: int, size: int) -> str | None:
 def verify_stock(
     storage: Storage, name: str, *, seen: Callable[[int], None] = lambda _: None
 ) -> list[FileFailure]:
-    """Verify every DCP directory at or below `name` against its CRC32s.
-
-    `seen` is called with a number of bytes compared.
-
-    """
+    """Verify each DCP directory at or below; `seen` gets numbers of bytes compared."""
     parts = list(stock_parts(storage, name))
     if not parts:
         raise CheckpointNotFoundError(

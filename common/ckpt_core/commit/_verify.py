@@ -89,10 +89,7 @@ def verify(
 
 
 def share(files: Sequence[FileEntry], rank: int, world_size: int) -> list[str]:
-    """Return the paths that one of `world_size` ranks verifies, balanced by bytes.
-
-    Every rank computes the same split, and every file belongs to exactly one rank.
-    """
+    """Return the paths that one rank verifies: the same balanced split on every rank."""
     loads = [(0, candidate) for candidate in range(world_size)]
     mine = []
     for entry in sorted(files, key=lambda entry: (-entry.size_bytes, entry.path)):

@@ -80,12 +80,7 @@ def bytes_text(size: float) -> str:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Headroom:
-    """The space that saves leave free on a filesystem.
-
-    Attributes:
-        most_bytes: the most bytes; None for no such limit.
-        share: or this share of the filesystem, below 1; None for no such limit.
-    """
+    """The space that saves leave free: the smaller limit; None for no such one."""
 
     most_bytes: int | None = None
     share: float | None = None
@@ -102,10 +97,7 @@ DEFAULT_HEADROOM: Final = Headroom(most_bytes=1 << 30, share=0.01)
 
 
 def parse_headroom(value: Any) -> Headroom:
-    """Parse a headroom: a number of bytes, "2 GiB" or "5 %"; None is the default.
-
-    The default is 1 %, at most 1 GiB.
-    """
+    """Parse bytes, "2 GiB" or "5 %"; None is the default, 1 % and at most 1 GiB."""
     if value is None:
         return DEFAULT_HEADROOM
     share = _SHARE.fullmatch(value) if isinstance(value, str) else None

@@ -60,11 +60,7 @@ class StreamRanges:
 
 @final
 class RangeStream(io.RawIOBase):
-    """A seekable stream over ranged reads.
-
-    Args:
-        read: fills a buffer from an offset on, as far as the file goes; returns the number of bytes.
-    """
+    """A seekable stream; `read` fills a buffer from an offset on, as far as it goes."""
 
     def __init__(self, size_bytes: int, read: Callable[[int, memoryview], int], where: str) -> None:
         super().__init__()

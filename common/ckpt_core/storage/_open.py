@@ -134,11 +134,8 @@ def around(
     """Split the place of a folder or a file that somebody wrote.
 
     Links in the path are followed; in a folder only those that stay in what is opened, which for a snapshot
-    in the cache of `huggingface_hub` has the files that its links name.
-
-    Returns:
-        What to open as a storage, the key of the folder there, and the name of the file in it; "" if the
-        place is a folder.
+    in the cache of `huggingface_hub` has the files that its links name. Returns what to open as a storage,
+    the key of the folder there, and the name of the file in it; "" if the place is a folder.
 
     Raises:
         CheckpointNotFoundError: there is nothing.

@@ -118,10 +118,7 @@ def _named(arguments: Namespace) -> tuple[Storage, list[str]] | None:
 
 
 def _below(storage: Storage, directory: str = "") -> Iterator[tuple[str, bool]]:
-    """Yield the checkpoints at or below a directory, and parts by stock DCP.
-
-    Each as its path, and whether it is one of ours.
-    """
+    """Yield checkpoints at or below a directory, and stock parts: path, if it is ours."""
     children = storage.list(directory)
     files = {child.name for child in children if not child.is_directory}
     if directory and files & {MARKER, MANIFEST}:
@@ -135,10 +132,7 @@ def _below(storage: Storage, directory: str = "") -> Iterator[tuple[str, bool]]:
 
 
 def _of_root(arguments: Namespace, path: str) -> Iterator[_Result]:
-    """Verify a root below the place: its newest checkpoint, or all of them.
-
-    One whose marker cannot be read fails.
-    """
+    """Verify the newest, or all, of a root below; an unreadable marker is a failure."""
     place = root_of(arguments.place).rstrip("/")
     storage = open_storage(f"{place}/{path}".rstrip("/"), arguments.storage_options)
     survey = Catalog(storage).survey()

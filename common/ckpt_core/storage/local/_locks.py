@@ -81,10 +81,7 @@ def try_lock_file(path: Path) -> Lock | None:
     """Lock a file that has no other use; None if a live process holds it.
 
     Where the filesystem has no locks, or no room for the file, the result excludes nothing, and a warning is
-    logged.
-
-    Raises:
-        PermissionError: it is a link, no regular file, or may be opened by another user only.
+    logged. PermissionError if it is a link, no regular file, or may be opened by another user only.
     """
     claim = os.getpid(), os.path.realpath(path)
     with _guard:

@@ -55,10 +55,8 @@ def open_regular(path: Path, flags: int, mode: int = 0o666) -> int:
 def open_inside(root: Path, parts: Sequence[str], *, buffering: int = -1) -> IO[bytes]:
     """Open a file below the root for reading; follow links only inside the root.
 
-    Raises:
-        FileNotFoundError: there is none.
-        ForeignFileError: a link on the way leads out of the root (the root itself may be a link), or the
-            entry is neither a file nor a directory.
+    ForeignFileError if a link on the way leads out of the root (the root itself may be a link), or the entry
+    is neither a file nor a directory.
     """
     path = root.joinpath(*parts)
     # `Path.resolve` has no OSError for loops of links.

@@ -79,11 +79,9 @@ class AzureContainer:
 
 @final
 class AzureParts:
-    """A new blob that arrives in blocks.
+    """A new blob that arrives in blocks; `send` may be called from several threads.
 
     Azure drops blocks that are in no list within a week.
-
-    Concurrency: `send` may be called from several threads.
     """
 
     def __init__(self, container: AzureContainer, path: str, token: str) -> None:

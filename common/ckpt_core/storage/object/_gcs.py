@@ -144,9 +144,7 @@ class GcsParts:
     """A new object of GCS that arrives as several and is composed of them.
 
     Multipart uploads of GCS know no conditions; compositions do. Until it is complete, the parts are objects
-    below a prefix of their own.
-
-    Concurrency: `send` may be called from several threads.
+    below a prefix of their own. `send` may be called from several threads.
     """
 
     def __init__(self, bucket: GcsBucket, path: str, token: str, prefix: str) -> None:

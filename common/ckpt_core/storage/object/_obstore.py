@@ -42,17 +42,10 @@ class Container(Protocol):
         ...
 
     def remove(self, path: str) -> None:
-        """Delete an object.
-
-        Raises:
-            FileNotFoundError: there is none.
-        """
+        """Delete an object; FileNotFoundError if there is none."""
 
     def begin(self, path: str, token: str, scratch: str) -> PartedObject:
-        """Begin an upload in parts, or continue it.
-
-        `scratch` is a prefix for parts that are objects.
-        """
+        """Begin or continue an upload; parts that are objects lie below `scratch`."""
         ...
 
 

@@ -42,10 +42,7 @@ _logger = logger_of(__name__)
 
 
 class PartedObject(Protocol):
-    """A new object that arrives in parts.
-
-    Concurrency: `send` may be called from several threads.
-    """
+    """A new object that arrives in parts; `send` may be called on several threads."""
 
     def name_of(self, number: int, mark: str) -> str:
         """Name a part by its place, from 0 on, and its CRC-32 in hexadecimal."""
@@ -59,23 +56,16 @@ class PartedObject(Protocol):
         """Send one part, from where it lies in memory."""
 
     def complete(self, names: Sequence[str]) -> None:
-        """Make the object.
-
-        Raises:
-            FileExistsError: there is one already.
-        """
+        """Make the object; FileExistsError if there is one."""
 
     def abandon(self) -> None:
         """Drop the parts; to be called after `complete`, too."""
 
 
 class PartStorage(ObjectStorage):
-    """An object store that takes large objects in parts.
+    """An object store that takes large objects in parts, each of 16 MiB by default.
 
-    Args:
-        storage_options: which may hold secrets.
-        block_bytes: size of the parts, larger objects are sent in several; None for 16 MiB.
-        connections: how many parts of one object are on their way at the same time.
+    `connections` is how many parts of one object are on their way at the same time.
     """
 
     def __init__(
@@ -88,19 +78,11 @@ class PartStorage(ObjectStorage):
 
     @abstractmethod
     def put_new(self, path: str, content: Sequence[memoryview], token: str) -> None:
-        """Create an object in one request, with the token.
-
-        Raises:
-            FileExistsError: there is one already.
-        """
+        """Create an object, with the token, in one request; FileExistsError."""
 
     @abstractmethod
     def size_and_token(self, path: str) -> tuple[int, str | None]:
-        """Return the size of an object, and the token that it was made with.
-
-        Raises:
-            FileNotFoundError: there is none.
-        """
+        """Return size and token of an object; FileNotFoundError if there is none."""
 
     @abstractmethod
     def listed(self, prefix: str, delimiter: str) -> Sequence[StorageEntry]:
@@ -167,9 +149,7 @@ class PartStorage(ObjectStorage):
     def decided(self, path: str, token: str) -> Generator[None]:
         """Pass over an error after which the object is there, made with the token.
 
-        Raises:
-            FileExistsError: another one is there.
-            OSError: the outcome is unknown, or nothing is there.
+        FileExistsError if another one is there; other errors if the outcome is unknown, or nothing is there.
         """
         try:
             with translated_errors(self.url, self.redaction):

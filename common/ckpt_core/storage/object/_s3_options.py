@@ -74,12 +74,7 @@ def time_limits(seconds: float) -> dict[str, Any]:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class S3Settings:
-    """How to reach S3.
-
-    Attributes:
-        connections: how many parts of one object are on their way at the same time.
-        checksums: whether the service is to check what it gets.
-    """
+    """How to reach S3, by how many connections for an object; whether to let it check."""
 
     session: Mapping[str, Any]
     client: Mapping[str, Any]

@@ -34,11 +34,7 @@ _logger = logger_of(__name__)
 
 @final
 class S3Requests:
-    """Requests to one bucket.
-
-    Args:
-        seconds: the time limit of one request, further tries included.
-    """
+    """Requests to one bucket, each within so many seconds, further tries included."""
 
     def __init__(
         self, url: str, bucket: str, settings: S3Settings, *, redaction: Redaction, seconds: float

@@ -69,11 +69,7 @@ class ObjectStorage(Storage):
 
     @abstractmethod
     def size_of(self, path: str) -> int:
-        """Return the size of an object in bytes.
-
-        Raises:
-            FileNotFoundError: there is none.
-        """
+        """Return the size of an object in bytes; FileNotFoundError if there is none."""
 
     @abstractmethod
     def children(self, path: str) -> Sequence[StorageEntry]:
