@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from functools import lru_cache
+from typing import Final
 
 FORMAT_VERSION = 2
 EVERY_GROUP = -1  # instead of the number of a filesystem group: the file is on the disk of each of them
@@ -60,24 +62,18 @@ def run_name(name: str, lineage_id: str) -> str:
     return f"{name}.run-{lineage_id}"
 
 
-def incomplete_name(name: str, save_id: str) -> str:
-    """Return the name of checkpoint `name` before its commit."""
-    return f".incomplete-{save_id}-{name}~"
+def _in_flight(kind: str) -> Callable[[str, str], str]:
+    return lambda name, number: f".{kind}-{number}-{name}~"
 
 
-def trash_name(name: str, prune_id: str) -> str:
-    """Return the name of checkpoint `name` during its deletion."""
-    return f".trash-{prune_id}-{name}~"
-
-
-def replaced_name(name: str, replace_id: str) -> str:
-    """Return the name of what was moved aside for a checkpoint; it never counts."""
-    return f".replaced-{replace_id}-{name}~"
-
-
-def aside_name(name: str, exchange_id: str) -> str:
-    """Return the name of checkpoint `name` while another one replaces it."""
-    return f".aside-{exchange_id}-{name}~"
+incomplete_name: Final = _in_flight("incomplete")
+"""Name of checkpoint `name` before its commit, by the id of its save."""
+trash_name: Final = _in_flight("trash")
+"""Name of a checkpoint during its deletion; this and the following with 8 hex digits."""
+replaced_name: Final = _in_flight("replaced")
+"""Name of what was moved aside for a checkpoint; it never counts."""
+aside_name: Final = _in_flight("aside")
+"""Name of a checkpoint while another one replaces it."""
 
 
 def is_incomplete(name: str) -> bool:

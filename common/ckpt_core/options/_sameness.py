@@ -136,14 +136,14 @@ def difference(given: Sequence[Mapping[str, str]]) -> str:
         )
     ]
     # What an upload or a policy is in detail matters only where all ranks have the same one.
-    different = [name for name in different if "." not in name or _owner(name) not in different]
+    different = [
+        name
+        for name in different
+        if "." not in name or name.partition(".")[0].partition("[")[0] not in different
+    ]
     shown = [f"{name} is {_values(name, given)}" for name in different[:_MOST_OPTIONS]]
     more = len(different) - len(shown)
     return "; ".join(shown) + (f"; and {more} more options" if more > 0 else "")
-
-
-def _owner(name: str) -> str:
-    return name.partition(".")[0].partition("[")[0]
 
 
 def _given(name: str, by_rank: Mapping[str, str]) -> str:

@@ -187,17 +187,14 @@ def is_in_bucket(place: str) -> bool:
 
 def unwritable(url: str, error: OSError) -> ConfigError:
     """Return the error of a root that a job cannot write to."""
-    return ConfigError(f"checkpoints cannot be written to {url}: {error}. {_remedy(url, error)}")
-
-
-def _remedy(url: str, error: OSError) -> str:
+    remedy = "Remove the cause, then start again"
     if "://" in url:
-        return "Nothing was written"
-    if is_full(error):
-        return "Free space there, or choose another directory"
-    if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT, None}:
-        return "Choose a directory this job may write to"
-    return "Remove the cause, then start again"
+        remedy = "Nothing was written"
+    elif is_full(error):
+        remedy = "Free space there, or choose another directory"
+    elif error.errno in {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT, None}:
+        remedy = "Choose a directory this job may write to"
+    return ConfigError(f"checkpoints cannot be written to {url}: {error}. {remedy}")
 
 
 def _text(root: object) -> str:

@@ -207,7 +207,7 @@ def test_damage_in_a_root_that_cannot_be_written_is_told_all_the_same(root):
     storage = FaultyStorage(
         LocalStorage(root), [Fault(method="replace", key=".ckpt-suite/damaged.json", error=refusal)]
     )
-    outcome = _verify.outcome(storage, ["step-000000200"])
+    outcome = _verify.outcome(storage, "step-000000200")
     assert outcome.exit_code == 1
     assert "could not be marked: read-only file system" in str(outcome.parts)
 
@@ -291,7 +291,7 @@ def test_a_mark_that_cannot_be_taken_away_does_not_make_a_whole_checkpoint_fail(
     storage = FaultyStorage(
         LocalStorage(root), [Fault(method="replace", key=".ckpt-suite/damaged.json", error=refusal)]
     )
-    outcome = _verify.outcome(storage, ["step-000000200"])
+    outcome = _verify.outcome(storage, "step-000000200")
     (row,) = outcome.fields["checkpoints"]
     assert (outcome.exit_code, row["ok"], row["was_marked"]) == (0, True, "__0_0.distcp: missing")
     assert row["mark"] == "stays, read-only file system"

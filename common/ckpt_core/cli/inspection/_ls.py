@@ -113,7 +113,12 @@ def run(arguments: Namespace) -> Outcome:
             *(f"marked as damaged: {i.name}: {i.damaged}" for i in infos if i.damaged is not None),
             *(f"marked as bad: {i.name}: {i.bad}" for i in infos if i.bad is not None),
             *(f"abandoned: {i.name}" for i in infos if i.abandoned),
-            *(_unreadable(name, error) for name, error in survey.unreadable.items()),
+            *(
+                f"{error}: {name}"
+                if isinstance(error, PartialCheckpointError)
+                else f"marker cannot be read: {name}: {error}"
+                for name, error in survey.unreadable.items()
+            ),
             *(f"torn or being written: {name}" for name in torn if name not in around.unmarked),
             *(f"torn, or lost its marker: {name}" for name in around.unmarked),
             *(f"moved aside: {name}" for name in aside),
@@ -158,12 +163,6 @@ def _run_table(children: Sequence[Mapping[str, Any]]) -> list[Table]:
     ]
     columns = ("RUN", "STATE", "NEWEST (UTC)", "STEP", "CHECKPOINTS", "SIZE")
     return [Table(columns=columns, rows=rows, figures=3)] if rows else []
-
-
-def _unreadable(name: str, error: Exception) -> str:
-    if isinstance(error, PartialCheckpointError):
-        return f"{error}: {name}"
-    return f"marker cannot be read: {name}: {error}"
 
 
 def _kept_as(info: CheckpointInfo, why: Mapping[int, Sequence[str]]) -> list[str]:

@@ -93,28 +93,28 @@ def _digest(arguments: Namespace) -> str | None:
     return digest
 
 
-def _named(arguments: Namespace) -> tuple[Storage, list[str]] | None:
+def _named(arguments: Namespace) -> tuple[Storage, str] | None:
     """Find the one checkpoint that was named, or the newest of a root; None for many."""
     place, options = arguments.place, arguments.storage_options
     if arguments.step is not None:
         storage = open_root(place, options)
         with suppress(PartialCheckpointError):
-            return storage, [Catalog(storage).name_of(arguments.step)]
-        return storage, [step_name(arguments.step)]
+            return storage, Catalog(storage).name_of(arguments.step)
+        return storage, step_name(arguments.step)
     if arguments.all:
         return None
     if (named := named_checkpoint(place, options)) is not None:
         storage, name = named
         if not storage.list(name):
             raise nothing_at(f"{storage.url}/{name}")
-        return storage, [name]
+        return storage, name
     storage = open_place(place, options)
     survey = Catalog(storage).survey()
     survey.log_unreadable(storage.url)
     found = survey.committed or sorted(survey.parts, key=lambda info: info.step)
     if not found and survey.unreadable:
         raise next(iter(survey.unreadable.values()))
-    return (storage, [found[-1].name]) if found else None
+    return (storage, found[-1].name) if found else None
 
 
 def _below(storage: Storage, directory: str = "") -> Iterator[tuple[str, bool]]:
@@ -177,22 +177,19 @@ def _others(storage: Storage, directory: str, file: str, digest: str | None) -> 
     return _Result(name=name, failures=failures, note=f" ({part.kind}, {compared})")
 
 
-def outcome(
-    storage: Storage, names: Sequence[str], *, strict: bool = False, digest: str | None = None
-) -> Outcome:
-    """Verify checkpoints of a root; mark the damaged and unmark the whole.
-
-    With `strict`, what the manifest does not name is a failure, too. With `digest`, each must also have the
-    manifest of that SHA-256; one that has another is not damaged.
-    """
-    results = [_verified(storage, name) for name in names]
+def outcome(storage: Storage, name: str, *, strict: bool = False, digest: str | None = None) -> Outcome:
+    """Verify a checkpoint of a root; mark it if it is damaged, unmark it if it is whole."""
+    result = _verified(storage, name)
     if digest is not None:
-        results = [replace(each, failures=_exchanged(storage, each, digest)) for each in results]
-    return _reported(storage, results, strict=strict)
+        result = replace(result, failures=_exchanged(storage, result, digest))
+    return _reported(storage, [result], strict=strict)
 
 
 def _exchanged(storage: Storage, result: _Result, digest: str) -> Sequence[FileFailure]:
-    """Return the failures, with that of a manifest other than the one wanted."""
+    """Return the failures, with that of a manifest other than the one wanted.
+
+    A checkpoint that has another one is not damaged.
+    """
     try:
         found = Catalog(storage).marker(result.name).manifest_sha256
     except CheckpointError:

@@ -215,8 +215,13 @@ class LocalStorage(Storage):
             owner = self._path(key).lstat().st_uid
         except FileNotFoundError:
             return None
+        if owner == os.geteuid():
+            return None
         # Some filesystems change the owner of new files: NFS from root to nobody, FUSE to the mounting user.
-        return None if owner == os.geteuid() or owner == self._owner_of_new_files() else f"user id {owner}"
+        with suppress(OSError), tempfile.TemporaryFile(prefix=".probe-", dir=self._root) as probe:
+            if owner == os.fstat(probe.fileno()).st_uid:
+                return None
+        return f"user id {owner}"
 
     def _path(self, key: str) -> Path:
         return path_below(self._root, key_parts(file_key(key)))
@@ -226,14 +231,6 @@ class LocalStorage(Storage):
         path = self._path(key)
         make_directories(path.parent)
         return path
-
-    def _owner_of_new_files(self) -> int | None:
-        """Return the owner of files that this process creates in the root."""
-        try:
-            with tempfile.TemporaryFile(prefix=".probe-", dir=self._root) as probe:
-                return os.fstat(probe.fileno()).st_uid
-        except OSError:
-            return None
 
 
 def _replace(path: Path, content: bytes, *, spare: Path | None = None) -> None:

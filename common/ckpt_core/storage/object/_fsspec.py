@@ -30,10 +30,19 @@ class FsspecStorage(ObjectStorage):
 
     def __init__(self, url: str, storage_options: dict[str, Any], terms: RequestTerms) -> None:
         from fsspec.asyn import AsyncFileSystem
+        from fsspec.core import url_to_fs
 
         super().__init__(url, storage_options)
         self._options = tuple(sorted(storage_options))
-        self.filesystem, path = self._connect(url, storage_options)
+        # Listings are never cached: other ranks and other jobs write to the same prefix.
+        fresh = {"use_listings_cache": False, "skip_instance_cache": True}
+        try:
+            with translated_errors(self.url, self.redaction):
+                found = url_to_fs(url, **{**fresh, **storage_options})  # type: ignore[no-untyped-call]
+        except (ValueError, TypeError) as error:
+            raise self._refused(error) from None
+        self.filesystem: Any = found[0]
+        path = str(found[1])
         self.base = path.rstrip("/")
         self.bucket = path.strip("/").partition("/")[0]
         self._block_bytes = terms.block_bytes or _BLOCK_BYTES
@@ -113,19 +122,6 @@ class FsspecStorage(ObjectStorage):
         with self._created(path) as stream:
             for piece in source.counted():
                 stream.write(piece)
-
-    def _connect(self, url: str, options: dict[str, Any]) -> tuple[Any, str]:
-        from fsspec.core import url_to_fs
-
-        try:
-            with translated_errors(self.url, self.redaction):
-                # Listings are never cached: other ranks and other jobs write to the same prefix.
-                filesystem, path = url_to_fs(  # type: ignore[no-untyped-call]
-                    url, **{"use_listings_cache": False, "skip_instance_cache": True, **options}
-                )
-        except (ValueError, TypeError) as error:
-            raise self._refused(error) from None
-        return filesystem, str(path)
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         act: Callable[..., Any] = getattr(self.filesystem, method)
