@@ -29,6 +29,7 @@ from lightning_ckpt.loops._takeover import requeue, requeue_signal, with_requeue
 
 _logger = logger_of(__name__)
 _SHOWN = 10
+_STOCK_IO = ".plugins.io.torch_io"
 
 
 @final
@@ -300,14 +301,21 @@ def in_lightnings_words(
     )
 
 
-def refuse_hidden_shards(strategy: Any) -> None:
-    """Refuse strategies whose state no checkpoint of ours can reach."""
+def refuse_what_is_passed_over(strategy: Any) -> None:
+    """Refuse state that no checkpoint can reach, and a `CheckpointIO` of others."""
     names = [cls.__name__ for cls in type(strategy).__mro__]
     hidden = next((name for name in names if "DeepSpeed" in name or "XLA" in name), None)
     if hidden is not None:
         raise ConfigError(
             f"{hidden} hides its shards from a checkpoint: use FSDPStrategy, ModelParallelStrategy or DDP, "
             "or leave ShardedCheckpoint out and save natively"
+        )
+    io = strategy._checkpoint_io
+    if not (io is None or hasattr(io, "join_trainer_of") or type(io).__module__.endswith(_STOCK_IO)):
+        raise ConfigError(
+            f"{type(io).__name__}, the CheckpointIO of this run, would write nothing: ckpt-suite writes all, "
+            "in the background, to directories and URLs. Leave it out of plugins= and of the strategy's "
+            "checkpoint_io=, or leave ckpt-suite out"
         )
 
 

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state import load_model_state, load_optimizer_state, model_state, optimizer_state
-from lightning_ckpt._session import Session, in_lightnings_words, refuse_hidden_shards
+from lightning_ckpt._session import Session, in_lightnings_words, refuse_what_is_passed_over
 from lightning_ckpt._state import check_optimizers
 
 _SESSION = "_ckpt_session"
@@ -28,7 +28,7 @@ _MARK = "_ckpt_stock_class"
 def attach(strategy: Any, session: Session | None) -> None:
     """Make `strategy` save and load through `session`, as soon as there is one."""
     if session is not None:
-        refuse_hidden_shards(strategy)
+        refuse_what_is_passed_over(strategy)
     setattr(strategy, _SESSION, session)
     if not hasattr(type(strategy), _MARK):
         strategy.__class__ = _attached_class(cast("Any", type(strategy)))

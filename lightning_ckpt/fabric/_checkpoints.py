@@ -6,7 +6,6 @@ import copy
 import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Final, Unpack, final
@@ -29,9 +28,8 @@ from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Sink
 from ckpt_core.validation import boolean, require
 from lightning_ckpt._ckpt_path import kind_at, load_stock, path_of, refuse_unjudged
-from lightning_ckpt._hooks import PluginOptions
 from lightning_ckpt._options import Settings
-from lightning_ckpt._session import refuse_hidden_shards
+from lightning_ckpt._session import refuse_what_is_passed_over
 from lightning_ckpt._state import NewMemory
 from lightning_ckpt.fabric._state import FabricState, Filters, everything
 
@@ -72,13 +70,7 @@ def setup_fabric(
         ConfigError: an option is wrong, or the strategy hides its state.
     """
     package = _package_of(fabric)
-    with suppress(NotImplementedError):  # sharded strategies have none
-        if isinstance(fabric.strategy.checkpoint_io, PluginOptions):
-            raise ConfigError(
-                "ShardedCheckpointIO serves a Trainer: make the Fabric without it, and give its options to "
-                "setup_fabric()"
-            )
-    refuse_hidden_shards(fabric.strategy)
+    refuse_what_is_passed_over(fabric.strategy)
     sinks: Sequence[Sink] = options.pop("sinks", ())
     contents: Contents | None = options.pop("contents", None)
     log_costs: bool = options.pop("log_costs", True)

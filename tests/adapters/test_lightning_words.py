@@ -15,7 +15,8 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
 
 from ckpt_core import (
@@ -27,7 +28,7 @@ from ckpt_core import (
     IncompatibleCheckpointError,
     KeepBest,
 )
-from lightning_ckpt import ShardedCheckpoint, ShardedCheckpointIO, load_from_checkpoint
+from lightning_ckpt import ShardedCheckpoint, ShardedCheckpointIO, load_from_checkpoint, setup_fabric
 
 # Lightning warns of small data sets and few workers.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -149,6 +150,50 @@ def test_a_plugin_that_no_trainer_holds_says_what_it_is_for(tmp_path):
     with pytest.raises(ConfigError, match="not inside another plugin") as caught:
         trainer.fit(Sized(3), data())
     assert "Fabric" not in str(caught.value)
+
+
+class OwnFormat(TorchCheckpointIO):
+    """As a user writes it, for a store or a format of his own."""
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda: {"plugins": OwnFormat()},
+        lambda: {"plugins": [AsyncCheckpointIO()]},
+        lambda: {"plugins": [AsyncCheckpointIO(AsyncCheckpointIO(OwnFormat()))]},
+        lambda: {"plugins": [AsyncCheckpointIO(ShardedCheckpointIO("run"))]},
+        lambda: {"strategy": SingleDeviceStrategy("cpu", checkpoint_io=OwnFormat())},
+    ],
+)
+def test_a_writer_of_others_is_refused_and_not_passed_over(tmp_path, given):
+    callbacks = [
+        ModelCheckpoint(tmp_path / "theirs"),
+        ShardedCheckpoint(tmp_path / "ours", save=EverySteps(1)),
+    ]
+    trainer = trainer_of(*callbacks, default_root_dir=tmp_path, **given())
+    for run in (trainer.fit, trainer.validate):
+        with pytest.raises(ConfigError, match=r"(AsyncCheckpointIO|OwnFormat).*Leave it out of plugins="):
+            run(Sized(3), data())
+    assert not list(tmp_path.iterdir())
+
+
+def test_lightnings_own_writer_may_be_named(tmp_path):
+    ours = ShardedCheckpoint(tmp_path / "run")
+    trainer_of(ours, plugins=[TorchCheckpointIO()], default_root_dir=tmp_path).fit(Sized(3), data())
+    assert Path(ours.last_model_path).name == "step-000000002"
+
+
+def test_a_plugin_in_its_strategy_saves(tmp_path):
+    strategy = SingleDeviceStrategy("cpu", checkpoint_io=ShardedCheckpointIO(tmp_path / "run"))
+    trainer_of(strategy=strategy, default_root_dir=tmp_path, enable_checkpointing=False).fit(Sized(3), data())
+    assert (tmp_path / "run" / "step-000000002" / "COMMITTED").exists()
+
+
+@pytest.mark.parametrize("kind", [OwnFormat, AsyncCheckpointIO])
+def test_fabric_refuses_a_writer_of_others(tmp_path, kind):
+    with pytest.raises(ConfigError, match=f"{kind.__name__}.*Leave it out of plugins="):
+        setup_fabric(Fabric(accelerator="cpu", devices=1, plugins=[kind()]), tmp_path)
 
 
 @pytest.mark.parametrize("way", ["plugin", "callback"])

@@ -108,6 +108,7 @@ DOCUMENTED: Mapping[str, str] = {
     "storage_options belong to the callback": r"give storage_options= to ShardedCheckpoint",
     "names that load_state_dict returns are compared": r"'Mock' object is not iterable",
     "a resume within an epoch is exact": r"resuming from a checkpoint that ended",
+    "a Trainer takes one CheckpointIO": r"checkpoint_io set through both strategy class and plugins",
     "attributes of the best: those that loggers read": r"has no 'kth_",
 }
 """What the docs say is different, and how it shows in a test of theirs that does not know it."""
@@ -119,6 +120,7 @@ DOCUMENTED_OF_THE_CALLBACK: Mapping[str, str] = {
     "it saves, too": r"state_dict_count == self\.expected_count",
     "it has no private attributes of a ModelCheckpoint": r"'ShardedCheckpoint' has no '_",
     "it is refused without checkpointing": r"`enable_checkpointing=False` but found `ModelCheckpoint`",
+    "a CheckpointIO of others is refused": r"the CheckpointIO of this run, would write nothing",
     "another root begins a lineage of its own": r"AssertionError: best_model_path$",
 }
 """The same, where ours is given as the callback: what a user who gives it chooses."""
