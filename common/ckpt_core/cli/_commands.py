@@ -192,8 +192,9 @@ _COPYING: Final = (
             _one(
                 "--compress",
                 None,
-                "zstd, which stock DCP reads; planes, smaller and for us alone; none: plain again",
-                choices=("zstd", "planes", "none"),
+                "zstd, which stock DCP reads; planes, smaller and for us alone; auto: what is there soonest; "
+                "none: plain again",
+                choices=("zstd", "planes", "auto", "none"),
             ),
             *_OF_COPIES,
         ),

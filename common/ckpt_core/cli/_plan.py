@@ -25,6 +25,8 @@ def options() -> Iterator[tuple[str, Mapping[str, Any]]]:
         settings: dict[str, Any] = {"choices": term["choices"]} if term["choices"] else {"metavar": "N"}
         if term["kind"] == "switch":
             settings = {"action": "store_true", "default": None}
+        if term["alone"]:
+            settings |= {"nargs": "?", "const": term["alone"]}
         source = f": {term['source']}" if term["source"] else ""
         default = f" ({each.default}{source})" if each.default is not None else ""
         yield option_of(each.name), settings | {"help": f"{term['text']}{default}".replace("%", "%%")}
@@ -105,8 +107,9 @@ def _parts(plan: CostPlan, record: dict[str, Any]) -> list[str | Table]:
             ],
         ),
         "",
-        f"in 30 days: {plan.saves:,} saves, one in {_time(plan.interval)}, {_size(month['written_bytes'])} "
-        f"written; {month['failures']:,.1f} failures, one in {_time(plan.mtbf)}",
+        f"in {plan.terms.days:g} days: {plan.saves:,} saves, one in {_time(plan.interval)}, "
+        f"{_size(month['written_bytes'])} written; {month['failures']:,.1f} failures, one in "
+        f"{_time(plan.mtbf)}",
         f"GPUs: {_dollars(month['idle_gpu_dollars'])} while they stall ({_share(month['stalled_share'])} "
         f"of the time), {_dollars(month['lost_gpu_dollars'])} for all that is lost "
         f"({_share(month['overhead'])})",
@@ -122,11 +125,43 @@ def _parts(plan: CostPlan, record: dict[str, Any]) -> list[str | Table]:
                 for each in record["retention"]
             ],
         ),
+        *_comparison(plan, record),
         "",
         "assumed:",
         Table(
             columns=("WHAT", "VALUE", "SOURCE", "OPTION"),
             rows=[tuple(each.values()) for each in record["assumptions"]],
+        ),
+    ]
+
+
+def _comparison(plan: CostPlan, record: dict[str, Any]) -> list[str | Table]:
+    """Return what the time planned costs with compression and without."""
+    if record["compression"] is None:
+        return []
+    before = record["compression"]["without"]
+    rows = [
+        ("a save is durable after", before["durable_seconds"], plan.durable, _time),
+        *(
+            (name, before[key], record["month"][key], text)
+            for name, key, text in (
+                ("bytes written", "written_bytes", _size),
+                ("GPUs while they stall", "idle_gpu_dollars", _dollars),
+                ("GPUs for all that is lost", "lost_gpu_dollars", _dollars),
+            )
+        ),
+        *(
+            (f"storage, keep {each['keep']}", old, each["storage_dollars"], _dollars)
+            for old, each in zip(before["storage_dollars"], record["retention"], strict=True)
+        ),
+    ]
+    codecs = ", ".join(f"{name} {codec}" for name, codec in plan.codecs.items()) or "ratio as given"
+    return [
+        "",
+        f"compressed to {_size(plan.stored_bytes)}, {record['compression']['ratio']:.3g} : 1 ({codecs})",
+        Table(
+            columns=(f"IN {plan.terms.days:g} DAYS", "PLAIN", "COMPRESSED", "LESS"),
+            rows=[(name, text(old), text(new), text(old - new)) for name, old, new, text in rows],
         ),
     ]
 

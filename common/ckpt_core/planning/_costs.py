@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, Final, NamedTuple, final
 
 from ckpt_core.cadence import expected_overhead, optimal_interval
 from ckpt_core.errors import ConfigError
-from ckpt_core.planning._terms import DTYPE_BYTES, OPTIMIZERS, PlanTerms, option_of
+from ckpt_core.planning._terms import DTYPE_BYTES, GAINS, OPTIMIZERS, PlanTerms, option_of
 from ckpt_core.retention import RetentionPolicy, plan_prune, unknown_metrics
+from ckpt_core.tiers import Gain, choose_codecs
 from ckpt_core.types import CheckpointInfo
 
 MONTH: Final = 30 * 86_400.0
@@ -31,14 +32,14 @@ class StateComponent(NamedTuple):
 
 
 class KeptMonth(NamedTuple):
-    """Checkpoints that a policy keeps of a month: at its end, at most, and on average."""
+    """Checkpoints that a policy keeps: at the end, at most, and on average."""
 
     at_end: int
     peak: int
     mean: float
 
 
-def kept_of(policy: RetentionPolicy, saves: Sequence[tuple[int, float]]) -> KeptMonth:
+def kept_of(policy: RetentionPolicy, saves: Sequence[tuple[int, float]], seconds: float = MONTH) -> KeptMonth:
     """Prune after every save of a month, as a job does, and count what is kept.
 
     Metrics that the policy ranks by are random: each checkpoint is as likely to be the best.
@@ -46,6 +47,7 @@ def kept_of(policy: RetentionPolicy, saves: Sequence[tuple[int, float]]) -> Kept
     Args:
         policy: of retention.
         saves: the step and the time in seconds of each.
+        seconds: of the time planned.
     """
     metrics, chance = unknown_metrics(policy, ()), random.Random(0)
     held: list[CheckpointInfo] = []
@@ -59,8 +61,8 @@ def kept_of(policy: RetentionPolicy, saves: Sequence[tuple[int, float]]) -> Kept
             dropped = {info.step for info in plan_prune(policy, held, time).drop}
             held = [info for info in held if info.step not in dropped]
             due = len(held) + 1 + len(held) // _GRAIN
-    area += len(held) * max(MONTH - before, 0.0)
-    return KeptMonth(len(held), peak, area / MONTH)
+    area += len(held) * max(seconds - before, 0.0)
+    return KeptMonth(len(held), peak, area / seconds)
 
 
 @final
@@ -81,27 +83,29 @@ class CostPlan:
         self.size_bytes = terms.size or sum(each.size_bytes for each in self.components)
         self.held_bytes = math.ceil(self.size_bytes / (terms.tp * terms.pp * terms.sharded))
         written = math.ceil(self.size_bytes / self.writers)
-        self.written_bytes = terms.replicas * written
-
         shares = {"node": min(self.nodes, self.writers), "rank": self.writers, "job": 1}
         self.write_rate = self._storage["write_gbps"] * shares[self._storage["rate_of"]]
         shares |= {"node": self.nodes, "rank": terms.ranks}
         self.read_rate = self._storage["read_gbps"] * shares[self._storage["rate_of"]]
+        self.codecs, self.stored_bytes, compressing = self._compressed()
+        self.written_bytes = terms.replicas * math.ceil(self.stored_bytes / self.writers)
         copy = written / terms.staging_rate
-        write = terms.replicas * self.size_bytes / self.write_rate + self._storage["commit_seconds"]
+        write = max(terms.replicas * self.stored_bytes / self.write_rate, compressing)
+        write += self._storage["commit_seconds"]
         durable = terms.call_seconds + (copy + write if terms.mode == "blocking" else max(copy, write))
         durable = terms.durable_seconds or durable
         waits = max(0.0, copy - terms.step_seconds) if terms.mode == "overlapped" else copy
         self.stall = terms.stall_seconds or (durable if terms.mode == "sync" else terms.call_seconds + waits)
         self.durable = max(durable, self.stall)
         self.cost = self.stall + terms.slowdown * (self.durable - self.stall)
-        self.restore = terms.restore_seconds or self.size_bytes / self.read_rate
+        self.restore = terms.restore_seconds or self.stored_bytes / self.read_rate
 
         self.mtbf = terms.mtbf or 3600.0 / (terms.failures_per_gpu_hour * terms.ranks)
         best = optimal_interval(cost=self.cost, durable=self.durable, mtbf=self.mtbf)
         self.recommended = max(best, terms.step_seconds)
         self.interval = terms.save or self.recommended
-        self.saves = int(MONTH / self.interval)
+        self.seconds = terms.days * 86_400
+        self.saves = int(self.seconds / self.interval)
         if self.interval < self.stall:
             raise ConfigError(
                 f"a save every {self.interval:g} s cannot be: each blocks training for {self.stall:.3g} s; "
@@ -109,7 +113,7 @@ class CostPlan:
             )
         if not 0 < self.saves <= _MOST_SAVES:
             raise ConfigError(
-                f"{self.saves:,} saves in a month of 30 days cannot be planned, only 1 to {_MOST_SAVES:,}: "
+                f"{self.saves:,} saves in {terms.days:g} days cannot be planned, only 1 to {_MOST_SAVES:,}: "
                 "give another interval, such as --save 60s"
             )
 
@@ -140,6 +144,44 @@ class CostPlan:
             ),
         ]
         return [StateComponent(*each) for each in found if each[1] or each[0] in {"moments", "others"}]
+
+    def _compressed(self) -> tuple[dict[str, str], int, float]:
+        """Return codecs of components, the bytes stored, and seconds of compressing."""
+        terms = self.terms
+        if terms.compress is None or terms.ratio is not None:
+            return {}, math.ceil(self.size_bytes / (terms.ratio or 1.0)), 0.0
+        dtypes = {"weights": self.dtype, "master weights": terms.master, "moments": terms.moments}
+        measured = {
+            each.name: GAINS.get(f"{each.name.removeprefix('master ')} {dtypes.get(each.name)}", {})
+            for each in self.components
+        }
+        if terms.optimizer_bytes is not None or not OPTIMIZERS[terms.optimizer][0]:
+            measured["moments"] = {}  # of another form than what was measured
+        scale = self.size_bytes / sum(each.size_bytes for each in self.components)
+        sizes = {each.name: round(each.size_bytes * scale) for each in self.components}
+        cores = terms.cores * self.writers
+        codecs = dict.fromkeys(sizes, terms.compress)
+        if terms.compress == "auto":
+            codecs = choose_codecs(sizes, measured, write_rate=self.write_rate / terms.replicas, cores=cores)
+        plain = Gain(1.0, math.inf)
+        made = {name: measured[name].get(codec, plain) for name, codec in codecs.items()}
+        stored = sum(sizes[name] / each.ratio for name, each in made.items())
+        return codecs, math.ceil(stored), sum(sizes[name] / each.rate for name, each in made.items()) / cores
+
+    def _compression(self) -> dict[str, Any] | None:
+        """Return what compression changes, next to the same plan without it."""
+        if self.terms.compress is None:
+            return None
+        plain = CostPlan(replace(self.terms, compress=None, ratio=None)).record()
+        months = ("written_bytes", "idle_gpu_dollars", "lost_gpu_dollars")
+        return {
+            "codecs": [{"name": name, "codec": codec} for name, codec in self.codecs.items()],
+            "ratio": self.size_bytes / self.stored_bytes,
+            "stored_bytes": self.stored_bytes,
+            "without": {"durable_seconds": plain["times"]["durable_seconds"]}
+            | {name: plain["month"][name] for name in months}
+            | {"storage_dollars": [each["storage_dollars"] for each in plain["retention"]]},
+        }
 
     def overhead_at(self, interval: float) -> float:
         """Return the share of the time lost at an interval between saves, with failures."""
@@ -189,29 +231,33 @@ class CostPlan:
             "recommended_interval_seconds": self.recommended,
             "recommended_interval_steps": max(round(self.recommended / terms.step_seconds), 1),
             "recommended_overhead": self.overhead_at(self.recommended),
+            "compression": self._compression(),
             "month": {
+                "days": terms.days,
                 "interval_seconds": self.interval,
                 "saves": self.saves,
                 "overhead": overhead,
                 "goodput": 1 - overhead,
                 "stalled_share": self.stall / self.interval,
                 "saving_share": self.cost / self.interval,
-                "failures": MONTH / self.mtbf,
-                "written_bytes": float(self.saves) * self.size_bytes * terms.replicas,
+                "failures": self.seconds / self.mtbf,
+                "written_bytes": float(self.saves) * self.stored_bytes * terms.replicas,
                 "idle_gpu_dollars": self.saves * self.stall * dollars,
-                "lost_gpu_dollars": overhead * MONTH * dollars,
+                "lost_gpu_dollars": overhead * self.seconds * dollars,
             },
             "retention": [self._retention(text, policy) for text, policy in terms.keep.items()],
             "assumptions": self._assumptions(),
         }
 
     def _retention(self, text: str, policy: RetentionPolicy) -> dict[str, Any]:
-        storage, size, restores = self._storage, self.size_bytes * self.terms.replicas, MONTH / self.mtbf
+        storage, size = self._storage, self.stored_bytes * self.terms.replicas
+        restores = self.seconds / self.mtbf
         times = [number * self.interval for number in range(1, self.saves + 1)]
-        kept = kept_of(policy, [(max(round(time / self.terms.step_seconds), 1), time) for time in times])
+        steps = [(max(round(time / self.terms.step_seconds), 1), time) for time in times]
+        kept = kept_of(policy, steps, self.seconds)
         part = storage["part_bytes"] or math.inf
         puts, gets = (
-            math.ceil(each / part) if storage["part_bytes"] else 0 for each in (size, self.size_bytes)
+            math.ceil(each / part) if storage["part_bytes"] else 0 for each in (size, self.stored_bytes)
         )
         requests = self.saves * puts * storage["put_price"] + restores * gets * storage["get_price"]
         return {
@@ -221,9 +267,9 @@ class CostPlan:
             "checkpoints_mean": kept.mean,
             "peak_bytes": float(kept.peak) * size,
             "mean_bytes": kept.mean * size,
-            "storage_dollars": kept.mean * size / _GB * storage["gb_month"],
+            "storage_dollars": kept.mean * size / _GB * storage["gb_month"] * self.seconds / MONTH,
             "request_dollars": requests / 1000,
-            "egress_dollars": restores * self.size_bytes / _GB * storage["egress"],
+            "egress_dollars": restores * self.stored_bytes / _GB * storage["egress"],
         }
 
     def _assumptions(self) -> list[dict[str, str]]:

@@ -10,6 +10,7 @@ from typing import Any, Final, final
 from ckpt_core.errors import ConfigError
 from ckpt_core.planning._models import ModelShape
 from ckpt_core.retention import RetentionPolicy
+from ckpt_core.tiers import Gain
 from ckpt_core.validation import integer, one_of, positive, require
 
 DTYPE_BYTES: Final[Mapping[str, int]] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "fp64": 8}
@@ -42,15 +43,32 @@ STORAGES: Final[Mapping[str, Mapping[str, Any]]] = {
     | {"source": "Lustre of Selene: 273 GB/s written, 1 TB/s read (arXiv 2104.04473, section 5.10)"},
 }
 _BUCKETS: Final = {"s3://": "s3", "gs://": "gcs", "gcs://": "gcs", "az://": "azure", "abfs://": "azure"}
+GAINS: Final[Mapping[str, Mapping[str, Gain]]] = {
+    # Of a component and its dtype: what each codec makes of it.
+    "weights fp32": {"zstd": Gain(1.09, 840e6), "planes": Gain(1.18, 580e6)},
+    "weights bf16": {"zstd": Gain(1.30, 900e6), "planes": Gain(1.44, 400e6)},
+    "moments fp32": {"zstd": Gain(1.10, 800e6), "planes": Gain(1.21, 620e6)},
+}
+"""Of a training of a small GPT, in frames of 1 MiB; docs/tiers.md has the table."""
 _LLAMA_3: Final = "419 interruptions in 54 days on 16,384 GPUs (Llama 3, arXiv 2407.21783, section 3.3.4)"
 
 
-def _term(default: Any, kind: str, text: str, source: str = "", *, choices: Collection[Any] = ()) -> Any:
+def _term(
+    default: Any,
+    kind: str,
+    text: str,
+    source: str = "",
+    *,
+    choices: Collection[Any] = (),
+    alone: str | None = None,
+) -> Any:
     """Define a term: what it is, how it is written, and where its default comes from.
 
     Its kind is "word", "count", "switch", "size" or "rate" in bytes, "time" in seconds above 0, or "number".
+    Where its option may stand without a word, `alone` is what that means.
     """
-    return field(default=default, metadata={"kind": kind, "text": text, "source": source, "choices": choices})
+    metadata = {"kind": kind, "text": text, "source": source, "choices": choices, "alone": alone}
+    return field(default=default, metadata=metadata)
 
 
 @final
@@ -99,6 +117,17 @@ class PlanTerms:
     part_bytes: int | None = _term(None, "size", "of one request")
     egress: float | None = _term(None, "number", "dollars for a GB read by a restore")
 
+    compress: str | None = _term(
+        None,
+        "word",
+        "what is stored; alone: as suits the storage",
+        choices=("auto", "zstd", "planes"),
+        alone="auto",
+    )
+    ratio: float | None = _term(None, "number", "plain bytes for a stored one, instead of those measured")
+    cores: int = _term(4, "count", "of each writer, that compress")
+    days: float = _term(30.0, "number", "of what is planned")
+
     mode: str = _term(
         "blocking",
         "word",
@@ -126,6 +155,10 @@ class PlanTerms:
         )
         if self.slowdown >= 1:
             raise ConfigError(f"plan: slowdown is a share of training time, below 1, not {self.slowdown:g}")
+        if not self.days or (self.ratio is not None and self.ratio < 1):
+            raise ConfigError("plan: days must be above 0, and a ratio at least 1")
+        if self.ratio is not None and self.compress is None:
+            raise ConfigError("plan: a ratio is of --compress, which is not given")
         if self.mtbf is None and not self.failures_per_gpu_hour:
             raise ConfigError("plan: without failures there is no best interval: failures_per_gpu_hour is 0")
         if self.ranks % (self.tp * self.pp):

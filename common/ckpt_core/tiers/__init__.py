@@ -3,7 +3,17 @@
 Nothing in this package needs torch, so that a command line can copy.
 """
 
-from ckpt_core.tiers._compressing import Choice, compress_file, compressed, compressed_view, fixed
+from ckpt_core.tiers._compressing import (
+    Choice,
+    Gain,
+    auto,
+    choose_codecs,
+    compress_file,
+    compressed,
+    compressed_view,
+    fixed,
+    write_rate,
+)
 from ckpt_core.tiers._copy import CheckpointCopy, CopyTerms, copy_checkpoint
 from ckpt_core.tiers._copy_process import CopyProcess
 from ckpt_core.tiers._export_service import ExportTerms, read_exports
@@ -22,6 +32,7 @@ __all__ = [
     "EndedError",
     "ExportTerms",
     "FurtherTier",
+    "Gain",
     "Held",
     "Reading",
     "RunCatalog",
@@ -32,6 +43,8 @@ __all__ = [
     "Uploading",
     "WorkProcess",
     "ask",
+    "auto",
+    "choose_codecs",
     "compress_file",
     "compressed",
     "compressed_view",
@@ -42,5 +55,6 @@ __all__ = [
     "read_through",
     "read_tiers",
     "unite",
+    "write_rate",
     "write_tiers",
 ]

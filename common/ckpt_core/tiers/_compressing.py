@@ -9,10 +9,16 @@ same bytes make the same frames.
 from __future__ import annotations
 
 import hashlib
+import math
+import os
+import secrets
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, final
 
 from ckpt_core.commit import (
     MAX_SIGNATURE_BYTES,
@@ -39,7 +45,7 @@ from ckpt_core.formats.frames import (
     encode_plain,
     require_zstandard,
 )
-from ckpt_core.names import MANIFEST, MARKER, METADATA, PLAIN, SIGNATURE, chunks_name, data_rank
+from ckpt_core.names import MANIFEST, MARKER, METADATA, PLAIN, SIGNATURE, chunks_name, data_rank, probe_name
 from ckpt_core.reading import CheckedReader, damaged
 from ckpt_core.storage import FramedStorage, RangeReader, Storage, read_small
 from ckpt_core.types import ChunkEntry, FileEntry
@@ -57,18 +63,24 @@ _SMALL_BYTES: Final = 64 << 10  # what smaller entries save is less than their f
 _SHRINKS: Final = 0.97
 _BATCH: Final = 16
 _THREADS: Final = 4
+_PASSES: Final = 2
+_PROBE_BYTES: Final = 4 << 20
 
 
 def fixed(codec: str) -> Choice:
     """Return the choice of `zstd` or `planes` for every entry whose blocks become smaller."""
 
     def choose(entry: ChunkEntry, samples: Sequence[memoryview]) -> int:
-        width = item_bytes(entry.dtype) if codec == "planes" and entry.dtype is not None else ZSTD
-        chosen = width if width in CODECS else ZSTD
+        chosen = _number(codec, entry)
         stored = sum(len(compress(chosen, sample)) for sample in samples)
         return chosen if stored < _SHRINKS * sum(map(len, samples)) else RAW
 
     return choose
+
+
+def _number(codec: str, entry: ChunkEntry) -> int:
+    width = item_bytes(entry.dtype) if codec == "planes" and entry.dtype is not None else ZSTD
+    return width if width in CODECS else ZSTD
 
 
 def compressed(
@@ -106,12 +118,7 @@ def compressed(
             "nothing was written; copy it as it is, or compress where it can be signed (sign_manifest=)"
         )
     entries = {entry.path: entry for entry in manifest.originals}
-    tables: dict[str, FileChunks] = {}
-    for rank in sorted({rank for path in entries if (rank := data_rank(path)) is not None}):
-        table = chunks_name(rank)
-        if table in entries:
-            content = read_entry(source, name, entries[table])
-            tables |= ChunkTable.from_bytes(content, source=f"{source.url}/{name}/{table}").files
+    tables = _tables(source, name, entries)
     found: dict[str, tuple[FileEntry, Frames]] = {}
 
     def work(path: str) -> None:
@@ -121,6 +128,17 @@ def compressed(
 
     run_all(work, [path for path in entries if path in tables], _THREADS, name="ckpt-compress")
     return compressed_view(source, name, found, sign=sign)
+
+
+def _tables(source: Storage, name: str, entries: Mapping[str, FileEntry]) -> dict[str, FileChunks]:
+    """Read the chunk tables: path of a data file -> its chunks."""
+    tables: dict[str, FileChunks] = {}
+    for rank in sorted({rank for path in entries if (rank := data_rank(path)) is not None}):
+        table = chunks_name(rank)
+        if table in entries:
+            content = read_entry(source, name, entries[table])
+            tables |= ChunkTable.from_bytes(content, source=f"{source.url}/{name}/{table}").files
+    return tables
 
 
 def compress_file(
@@ -180,8 +198,7 @@ def _cut(ranges: RangeReader, chunks: FileChunks, choose: Choice, place: str) ->
             continue
         if chunk.offset < position:
             raise damaged(place, chunk.key, "overlaps the entry before it")
-        first, size = chunk.payload_offset, chunk.payload_bytes
-        start, stop = (chunk.offset, end) if first is None or size is None else (first, first + size)
+        start, stop = _payload(chunk)
         codec = choose(chunk, _samples(ranges, start, stop))
         if codec != RAW:
             yield from _blocks(RAW, position, chunk.offset)
@@ -190,6 +207,13 @@ def _cut(ranges: RangeReader, chunks: FileChunks, choose: Choice, place: str) ->
             yield from _blocks(ZSTD, stop, end)
             position = end
     yield from _blocks(RAW, position, chunks.size_bytes)
+
+
+def _payload(chunk: ChunkEntry) -> tuple[int, int]:
+    """Return where the bytes of a tensor are; of another entry, all of it."""
+    first, size = chunk.payload_offset, chunk.payload_bytes
+    whole = chunk.offset, chunk.offset + chunk.size_bytes
+    return whole if first is None or size is None else (first, first + size)
 
 
 def _blocks(codec: int, start: int, stop: int) -> Iterable[tuple[int, int]]:
@@ -272,3 +296,156 @@ def _metadata(content: bytes, place: str, path: str, files: Mapping[str, Frames]
             )
         places[index] = info
     return encode_metadata(metadata, places)
+
+
+NONE: Final = "none"
+"""The choice that stores bytes as they are."""
+
+
+@final
+class Gain(NamedTuple):
+    """What a codec makes of a class of tensors.
+
+    Attributes:
+        ratio: plain bytes for each stored byte.
+        rate: plain bytes that one core compresses in a second.
+    """
+
+    ratio: float
+    rate: float
+
+
+def choose_codecs(
+    sizes: Mapping[str, int],
+    measured: Mapping[str, Mapping[str, Gain]],
+    *,
+    write_rate: float,
+    cores: float,
+    passes: int = 1,
+) -> dict[str, str]:
+    """Choose the codec of each class of tensors.
+
+    The model is a pipeline: cores compress while the place is written to, so that all of it takes as long as
+    the slower of both, max(sum(size / rate) / cores, sum(size / ratio) / write_rate). Passes before that one,
+    as to know sizes, come in addition. No other choice takes less by that; of those that take as much, the
+    one that stores the fewest bytes.
+
+    Args:
+        sizes: bytes of each class.
+        measured: class -> codec -> what it makes of it; what a class lacks cannot be chosen for it.
+        write_rate: stored bytes that the place takes in a second.
+        cores: that compress.
+        passes: how often all is compressed; the last time while it is written.
+
+    Returns:
+        The codec of each class, or `NONE`.
+    """
+    # Of the classes so far: every choice that another one does not beat in both seconds and bytes.
+    front: list[tuple[float, float, dict[str, str]]] = [(0.0, 0.0, {})]
+    for kind, size in sizes.items():
+        codecs = {NONE: Gain(1.0, math.inf), **measured.get(kind, {})}
+        longer = [
+            (seconds + size / each.rate, stored + size / each.ratio, choice | {kind: codec})
+            for seconds, stored, choice in front
+            for codec, each in codecs.items()
+        ]
+        front.clear()
+        for option in sorted(longer, key=lambda option: option[:2]):
+            if not front or option[1] < front[-1][1]:
+                front.append(option)
+
+    def cost(option: tuple[float, float, dict[str, str]]) -> tuple[float, float]:
+        compressing, stored = option[0] / cores, option[1]
+        again = (passes - 1) * compressing
+        return (again + max(compressing, stored / write_rate), stored)
+
+    return min(front, key=cost)[2]
+
+
+def auto(source: Storage, name: str, *, write_rate: float, stop: Callable[[], None]) -> Choice | None:
+    """Return the choice that is at a place soonest, of what samples of the checkpoint show.
+
+    A class of tensors is what has one dtype, the same first and last part of its name, and is of experts or
+    not; three blocks of each are compressed in every way.
+
+    Args:
+        source: the root, in which the checkpoint is plain.
+        name: of the checkpoint.
+        write_rate: stored bytes that the place takes in a second.
+        stop: called before every read; raises to end it.
+
+    Returns:
+        The choice; None if nothing should be compressed.
+
+    Raises:
+        CorruptCheckpointError: it is damaged.
+    """
+    classes: dict[str, list[ChunkEntry]] = defaultdict(list)
+    manifest = Manifest.from_bytes(read_manifest(source, name))
+    for chunks in _tables(source, name, {entry.path: entry for entry in manifest.originals}).values():
+        for chunk in chunks:
+            if chunk.size_bytes >= _SMALL_BYTES:
+                classes[_class_of(chunk)].append(chunk)
+    gains: dict[str, dict[str, Gain]] = {}
+    for kind, found in classes.items():
+        stop()
+        blocks: list[memoryview] = []
+        for chunk in (found[0], found[len(found) // 2], found[-1]):
+            with source.open_ranges(f"{name}/{chunk.path}") as ranges:
+                blocks += _samples(ranges, *_payload(chunk))
+        gains[kind] = {codec: _gain(found[0], codec, blocks) for codec in ("zstd", "planes")}
+    codecs = choose_codecs(
+        {kind: sum(each.size_bytes for each in found) for kind, found in classes.items()},
+        gains,
+        write_rate=write_rate,
+        cores=_cores(),
+        passes=_PASSES,
+    )
+    choices = {kind: fixed(codec) for kind, codec in codecs.items() if codec != NONE}
+    if not choices:
+        return None
+
+    def choose(entry: ChunkEntry, samples: Sequence[memoryview]) -> int:
+        choice = choices.get(_class_of(entry))
+        return RAW if choice is None else choice(entry, samples)
+
+    return choose
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _class_of(chunk: ChunkEntry) -> str:
+    names = chunk.key.split(".")
+    return f"{names[0]} {names[-1]} {chunk.dtype} {'experts' in names}"
+
+
+def _gain(chunk: ChunkEntry, codec: str, blocks: Sequence[memoryview]) -> Gain:
+    """Measure a codec on samples of a class."""
+    begun, number = time.perf_counter(), _number(codec, chunk)
+    stored = sum(len(compress(number, block)) for block in blocks)
+    size = sum(map(len, blocks))
+    return Gain(size / stored, size / max(1e-9, time.perf_counter() - begun))
+
+
+def write_rate(target: Storage, size_bytes: int) -> float:
+    """Measure how many bytes a second a place takes from several threads, by files that are removed.
+
+    Args:
+        target: a root that this process owns.
+        size_bytes: of what is to be written; of the largest, 16 MiB are tried.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    content = os.urandom(max(_SMALL_BYTES, min(_PROBE_BYTES, size_bytes // 64)))
+    keys = [probe_name(secrets.token_hex(4), number) for number in range(_THREADS)]
+    begun = time.perf_counter()
+    try:
+        run_all(lambda key: target.replace(key, content), keys, _THREADS, name="ckpt-probe")
+        return _THREADS * len(content) / (time.perf_counter() - begun)
+    finally:
+        for key in keys:
+            with suppress(OSError):
+                target.delete(key)

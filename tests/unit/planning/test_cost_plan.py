@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -203,7 +204,7 @@ def test_measured_values_take_the_place_of_computed_ones():
         ({"stall_seconds": 0.0}, "stall_seconds must be a finite number above 0"),
         ({"mode": "quick"}, "mode must be one of"),
         ({"failures_per_gpu_hour": 0.0}, "without failures there is no best interval"),
-        ({"save": 1e9}, "0 saves in a month"),
+        ({"save": 1e9}, "0 saves in 30 days"),
         ({"save": 5.0, "stall_seconds": 1.0}, "only 1 to 300,000"),
     ],
 )
@@ -275,7 +276,7 @@ def test_the_command_prints_every_assumption_with_its_option(capsys):
 
 def test_the_json_has_the_keys_of_the_page(capsys):
     """docs/planning.md names every key, and no other."""
-    assert main(["plan", "7B", "--json", "--keep", "{latest: 2}"]) == 0
+    assert main(["plan", "7B", "--compress", "--json", "--keep", "{latest: 2}"]) == 0
     record = json.loads(capsys.readouterr().out)
     page = (Path(__file__).parents[3] / "docs" / "planning.md").read_text(encoding="utf-8")
     rows = [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| `")]
@@ -339,3 +340,53 @@ def test_a_plan_of_a_number_imports_no_torch():
     )
 
     assert done.returncode == 0, done.stderr
+
+
+def test_compression_stores_fewer_bytes_of_what_was_measured_and_no_fewer_of_the_rest():
+    plain, small = plan_of(gradients="bf16"), plan_of(gradients="bf16", compress="planes")
+    found = sizes(small)
+    expected = found | {"weights": found["weights"] / 1.44, "moments": found["moments"] / 1.21}
+
+    assert small.stored_bytes == pytest.approx(sum(expected.values()))
+    assert (plain.stored_bytes, plain.size_bytes) == (small.size_bytes, small.size_bytes)
+    assert (
+        small.record()["compression"]["without"]["written_bytes"] == plain.record()["month"]["written_bytes"]
+    )
+
+
+def test_a_codec_that_is_slower_than_the_storage_is_what_a_save_waits_for():
+    where = {"write_gbps": 1e12, "cores": 1, "commit_seconds": 0.0}
+    fast, slow = plan_of(**where), plan_of(compress="planes", **where)
+    seconds = sum(
+        each.size_bytes / rate
+        for each in slow.components
+        for rate in [{"weights": 400e6, "moments": 620e6}.get(each.name, math.inf)]
+    )
+
+    assert slow.durable == pytest.approx(slow.stall + seconds / slow.writers)
+    assert plan_of(compress="auto", **where).durable == pytest.approx(fast.durable)
+
+
+def test_auto_is_as_good_as_the_best_codec_at_any_rate():
+    for rate in (0.05e9, 0.2e9, 1e9, 3e9, 100e9):
+        times = {
+            codec: plan_of(compress=codec, write_gbps=rate, rate_of="node").durable
+            for codec in (None, "zstd", "planes", "auto")
+        }
+        assert times["auto"] == min(times.values())
+
+
+def test_a_run_of_ninety_days_costs_three_months():
+    month, run = (plan_of(days=days, save=3600.0).record() for days in (30, 90))
+
+    assert run["month"]["saves"] == 3 * month["month"]["saves"]
+    assert run["month"]["lost_gpu_dollars"] == pytest.approx(3 * month["month"]["lost_gpu_dollars"])
+    assert run["retention"][0]["storage_dollars"] == pytest.approx(
+        3 * month["retention"][0]["storage_dollars"], rel=0.01
+    )
+
+
+@pytest.mark.parametrize("given", [{"ratio": 1.4}, {"compress": "zstd", "ratio": 0.9}, {"days": 0.0}])
+def test_what_cannot_be_compressed_or_planned_is_refused(given):
+    with pytest.raises(ConfigError):
+        plan_of(**given)
