@@ -6,6 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,7 @@ from ckpt_core import (
 from ckpt_core.cadence import Counts, SavePolicy, needed_counts
 from ckpt_core.collective import collective_phase
 from ckpt_core.commit import require_trusted
+from ckpt_core.dcp import without_pickle
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ALLOW_PICKLE
 from ckpt_core.groups import local_part
@@ -286,10 +288,15 @@ class AcceleratorCheckpoints:
             IncompatibleCheckpointError: it does not fit what was prepared; nothing was touched.
             UnsafeCheckpointError: it, or `load_kwargs`, needs `allow_pickle=True`; nothing was touched.
         """
+        if not (self._settings.pickles.allowed or (load_kwargs or {}).get("weights_only", True)):
+            raise UnsafeCheckpointError(
+                'load_kwargs={"weights_only": False} lets a checkpoint run any code, and nothing was loaded. '
+                f"If you trust who wrote it, give {ALLOW_PICKLE}"
+            )
         arguments = {"load_kwargs": dict(load_kwargs) if load_kwargs else None, **load_model_func_kwargs}
         self.wait()
         if self._roll_call.was_missed():
-            self._roots.part(alone=False)
+            self._roots.part("without")
         self._metrics.forget()
         if input_dir is None:
             self._load_newest(arguments)
@@ -384,9 +391,7 @@ class AcceleratorCheckpoints:
 
     def _takes_part(self) -> bool:
         """Return whether this rank saves, together or alone."""
-        who = self._roll_call.call()
-        if who != "all" or self._roots.is_alone:
-            self._roots.part(alone=who == "alone")
+        self._roots.part(who := self._roll_call.call())
         return who != "without"
 
     def _within_window(self) -> bool:
@@ -439,31 +444,24 @@ class AcceleratorCheckpoints:
 
     def _load_newest(self, arguments: Mapping[str, Any]) -> None:
         """Load the newest checkpoint that verifies; log if there is none."""
-        manager = self._roots.only()
-        self._refuse_to_unpickle(arguments)
+        manager, once = self._roots.only(), self._roots.managers.once
         manager.fetcher.fetch()
-        state = self._state(manager, self._settings)
-        given = manager.options.init_from is not None
-        if given and self._roots.managers.once(lambda: newest_stock(manager.storage)):
+        state, strict = self._state(manager, self._settings), arguments.get("strict", True)
+        if manager.options.init_from is not None and once(lambda: newest_stock(manager.storage)):
             manager.has_weights()
-        if arguments.get("strict", True) is True:
+        if strict is True:
             found = manager.resume(state, override=self._roots.override.values) is not None
-        else:
-            found = self._roots.managers.once(lambda: bool(manager.checkpoints(abandoned=True)))
-            if found:
-                manager.load(state, strict=arguments["strict"], override=self._roots.override.values)
+        elif found := once(lambda: bool(manager.checkpoints(abandoned=True))):
+            manager.load(state, strict=strict, override=self._roots.override.values)
         if found:
-            self._changed = manager
-            self._roots.managers.loaded(manager)
+            self._note_loaded(manager)
             self._tell(manager, state.restored)
             return
-        name = self._roots.managers.once(lambda: newest_stock(manager.storage))
-        if name is not None:
+        if (name := once(lambda: newest_stock(manager.storage))) is not None:
             self._load_stock(manager, name, arguments)
-            self._tell(manager, name)
             return
         manager.initialise(state)
-        torn = self._roots.managers.once(lambda: torn_in(manager.storage))
+        torn = once(lambda: torn_in(manager.storage))
         _logger.log(
             logging.WARNING if torn else logging.INFO,
             "nothing has been committed to %s yet%s: training starts afresh",
@@ -473,7 +471,6 @@ class AcceleratorCheckpoints:
 
     def _load_place(self, place: CheckpointPath, arguments: Mapping[str, Any]) -> None:
         manager = self._roots.managers.at(place.root)
-        self._refuse_to_unpickle(arguments)
         manager.fetcher.fetch(name=place.name)
         where = f"{manager.storage.url}/{place.name}"
         kind, problem = self._roots.managers.once(lambda: _looked_at(manager.storage, place.name))
@@ -490,11 +487,14 @@ class AcceleratorCheckpoints:
             self._load_stock(manager, place.name, arguments)
         else:
             self._load_ours(manager, place.name, arguments)
-        self._tell(manager, place.name)
+            self._tell(manager, place.name)
 
     def _load_ours(self, manager: CheckpointManager, name: str, arguments: Mapping[str, Any]) -> None:
         strict, state = arguments.get("strict", True), self._state(manager, self._settings)
         manager.load(state, name=name, strict=strict, override=self._roots.override.values)
+        self._note_loaded(manager)
+
+    def _note_loaded(self, manager: CheckpointManager) -> None:
         self._changed = manager
         self._roots.managers.loaded(manager)
 
@@ -504,7 +504,7 @@ class AcceleratorCheckpoints:
 
     def _load_stock(self, manager: CheckpointManager, name: str, arguments: Mapping[str, Any]) -> None:
         """Load what stock wrote; shards by the core: stock loses FSDP1's optimizer."""
-        storage, accelerator = manager.storage, self._accelerator
+        storage, accelerator, pickles = manager.storage, self._accelerator, self._settings.pickles
         _logger.info("%s/%s was written by stock Accelerate", storage.url, name)
         verify = manager.options.manifest_verifier
         self._roots.managers.once(lambda: require_trusted(storage, name, verify))
@@ -522,24 +522,11 @@ class AcceleratorCheckpoints:
         else:
             untouched = f"{storage.url}/{name} could not be read, and nothing was loaded"
             with collective_phase(self._roots.managers.coordinator, untouched, what="reading small files"):
-                small = read_small(accelerator, storage, name, self._settings.pickles, committed=False)
-            load_by_stock(
-                accelerator,
-                self.stock,
-                local.local_path(name),
-                small=small,
-                pickles=self._settings.pickles,
-                arguments=arguments,
-            )
+                small = read_small(accelerator, storage, name, pickles, committed=False)
+            with nullcontext() if pickles.allowed else without_pickle():
+                load_by_stock(accelerator, self.stock, local.local_path(name), small, arguments=arguments)
         self.progress.restore(steps_made(self._accelerator._optimizers))
-
-    def _refuse_to_unpickle(self, arguments: Mapping[str, Any]) -> None:
-        asked = (arguments.get("load_kwargs") or {}).get("weights_only", True)
-        if not asked and not self._settings.pickles.allowed:
-            raise UnsafeCheckpointError(
-                'load_kwargs={"weights_only": False} lets a checkpoint run any code, and nothing was loaded. '
-                f"If you trust who wrote it, give {ALLOW_PICKLE}"
-            )
+        self._tell(manager, name)
 
 
 def _require_counts(policy: SavePolicy | None, counts: Counts) -> None:

@@ -58,18 +58,13 @@ def is_stock_layout(accelerator: Accelerator, states: Sequence[Mapping[str, Any]
 
 def weight_files(weights: Sequence[Mapping[str, Any]], *, safe: bool) -> dict[str, bytes]:
     """Return files such as `model.safetensors`, as stock `load_state` expects them."""
-    names = ["model" if safe else "pytorch_model"] * len(weights)
-    suffix = "safetensors" if safe else "bin"
+    name, suffix = ("model", "safetensors") if safe else ("pytorch_model", "bin")
     return {
-        f"{name}_{index}.{suffix}" if index else f"{name}.{suffix}": _weights(state, safe=safe)
-        for index, (name, state) in enumerate(zip(names, weights, strict=True))
+        f"{name}_{index}.{suffix}" if index else f"{name}.{suffix}": torch_bytes(dict(state))
+        if not safe
+        else safetensors_bytes(clean_state_dict_for_safetensors(dict(state)), metadata={"format": "pt"})
+        for index, state in enumerate(weights)
     }
-
-
-def _weights(state: Mapping[str, Any], *, safe: bool) -> bytes:
-    if not safe:
-        return torch_bytes(dict(state))
-    return safetensors_bytes(clean_state_dict_for_safetensors(dict(state)), metadata={"format": "pt"})
 
 
 def optimizer_files(optimizers: Sequence[Any]) -> dict[str, bytes]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast, final
@@ -60,37 +60,20 @@ def position_of(loader: Any) -> LoaderPosition:
 
 
 @final
-@dataclass(slots=True)
-class Reentry:
-    """The random state of a load, until a loader goes on from it.
-
-    Attributes:
-        by: the loaders that may.
-    """
-
-    rng: Mapping[str, Any] | None
-    by: Collection[Any]
-
-    def take(self) -> Mapping[str, Any]:
-        """Return the saved random state the first time, and then the present one."""
-        rng, self.rng = self.rng, None
-        return rng_state() if rng is None else rng
-
-
-@final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
     """A saved position of one loader, that its next epoch begins from.
 
     Attributes:
         goes_on: whether that is the rest of the one within which it was saved.
+        rng: the random state of the load, until one of the loaders that may has gone on from it.
     """
 
     index: int
     position: Mapping[str, Any]
     same_ranks: bool
     goes_on: bool
-    reentry: Reentry
+    rng: list[Mapping[str, Any]]
 
 
 @final
@@ -133,7 +116,7 @@ class TrackedLoader:
         found = saved.position["batches"]
         if not self._is_stream and skipped == found * fetches_of(loader):
             skipped = found  # a script that counts the fetches of a dispatcher, as stock does
-        rng = saved.reentry.take() if self in saved.reentry.by else rng_state()
+        rng = saved.rng.pop() if saved.rng else rng_state()
         load_rng_state(rng)
         if not saved.goes_on and skipped:
             self._begin_behind_edge(loader, skipped, saved, rng)
@@ -246,15 +229,19 @@ class TrackedLoader:
         }
 
     def restore(
-        self, index: int, position: Mapping[str, Any], reentry: Reentry, *, goes_on: bool, same_ranks: bool
+        self,
+        index: int,
+        position: Mapping[str, Any],
+        rng: list[Mapping[str, Any]],
+        *,
+        goes_on: bool,
+        same_ranks: bool,
     ) -> list[str]:
         """Go back to a position; return notes."""
         self._loader.iteration = position["iteration"]
         self.trains = position["trains"]
         goes_on = goes_on and position["within"]
-        self._saved = Saved(
-            index=index, position=position, same_ranks=same_ranks, goes_on=goes_on, reentry=reentry
-        )
+        self._saved = Saved(index=index, position=position, same_ranks=same_ranks, goes_on=goes_on, rng=rng)
         notes = self._put_back(self._saved)
         if not goes_on:
             notes = []
@@ -401,12 +388,16 @@ class Loaders:
         within = [tracked for _, tracked, position in pairs if position["within"]]
         # An evaluation that a save interrupts begins again; the training goes on.
         again = [tracked for tracked in within if tracked in training] or within[-1:]
-        reentry = Reentry(rng, again or training or [each for _, each, _ in pairs])
+        may, once = again or training or [each for _, each, _ in pairs], [rng]
         notes: list[str] = []
         for index, tracked, first in pairs:
             position = first if own is None else {**first, "loader": own[index]["loader"]}
             notes += tracked.restore(
-                index, position, reentry, goes_on=tracked in again, same_ranks=own is not None
+                index,
+                position,
+                once if tracked in may else [],
+                goes_on=tracked in again,
+                same_ranks=own is not None,
             )
         load_rng_state(rng)  # of which the iterators that were made here have drawn
         return notes

@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Self, final
+from typing import Any, Literal, Self, final
 
 from accelerate import Accelerator
 
@@ -127,12 +127,8 @@ def _from_file(environment: Mapping[str, str]) -> Mapping[str, Any]:
     side_file = environment.get(FILE_VARIABLE)
     if not side_file:
         return {}
-    document = read_document(Path(side_file))
-    return _options(document.get(SECTION, document), f"{side_file}: {SECTION}")
-
-
-def _options(value: Any, where: str) -> Mapping[str, Any]:
-    """Return the options that a file holds; errors name the file."""
+    document, where = read_document(Path(side_file)), f"{side_file}: {SECTION}"
+    value = document.get(SECTION, document)
     if not isinstance(value, Mapping):
         raise ConfigError(f"{where} must be a mapping of options, not {type(value).__name__}")
     options = dict(value)
@@ -243,22 +239,17 @@ class Roots:
             number = self.managers.once(lambda: _next_number(manager))
             self._accelerator.project_configuration.iteration = number
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether managers are of this process alone."""
-        return self.managers is self._of_one
-
     def begin_new_runs(self) -> None:
         self._ended.update(self.managers.roots)
         self.managers.close_managers()
 
-    def part(self, *, alone: bool) -> None:
+    def part(self, who: Literal["all", "alone", "without"]) -> None:
         """Go on with managers of this process alone, or again of all ranks; idempotent.
 
-        Those in use are closed, and wait for no rank.
+        Those in use are closed, and wait for no rank, also where the main process has saved without this one.
         """
-        wanted = self._of_one if alone else self._of_all
-        if wanted is not self.managers or not alone:
+        wanted = self._of_one if who == "alone" else self._of_all
+        if wanted is not self.managers or who == "without":
             origin = self.managers.origin
             self.managers.close_managers(wait_for_uploads=False)
             self.managers = wanted
@@ -304,21 +295,17 @@ class Roots:
     def _options_for(self, root: str) -> CheckpointOptions:
         limit = self._accelerator.project_configuration.total_limit
         # As in stock, `total_limit` is about automatic names, of whatever run they are; what a user named is
-        # only removed on `keep`.
-        if root != self._automatic_root():
-            return self._without_upload(root)
+        # only removed on `keep`, and goes nowhere else.
+        if root != (automatic := self._automatic_root()):
+            names = [name for name in _OF_ONE_ROOT if getattr(self._options, name) is not None]
+            if names and automatic is None:
+                what = f"{names[0]}= is for the checkpoints of one root"
+                raise ConfigError(f"{what}, and {root} is none: {_NO_ROOT}")
+            return replace(self._options, upload=None, export=None, init_from=None)
         if self._options.keep is not None or limit is None:
             return self._options
         abandoned = self._options.abandoned if self._abandoned_given else "prune"
         return replace(self._options, keep=KeepAsAccelerate(limit), abandoned=abandoned)
-
-    def _without_upload(self, root: str) -> CheckpointOptions:
-        """Return the options of a root that users name: nothing of it goes anywhere else."""
-        names = [name for name in _OF_ONE_ROOT if getattr(self._options, name) is not None]
-        if names and self._automatic_root() is None:
-            what = f"{names[0]}= is for the checkpoints of one root"
-            raise ConfigError(f"{what}, and {root} is none: {_NO_ROOT}")
-        return replace(self._options, upload=None, export=None, init_from=None)
 
 
 def _next_number(manager: CheckpointManager) -> int:

@@ -14,12 +14,10 @@ import copy
 import io
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, final
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, NamedTuple, final
 
 import torch
 from accelerate import Accelerator
@@ -28,7 +26,7 @@ from accelerate.utils.other import TORCH_SAFE_GLOBALS
 
 from accelerate_ckpt._host_calls import large_things_only, private_directory
 from ckpt_core.commit import Catalog
-from ckpt_core.dcp import checked_zip, load_value, without_pickle
+from ckpt_core.dcp import checked_zip, load_value
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ALLOW_PICKLE, CheckpointError, IncompatibleCheckpointError
 from ckpt_core.loading import CommittedFiles
@@ -82,17 +80,16 @@ class Pickles:
             )
 
 
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SmallState:
+class SmallState(NamedTuple):
     """The content of small files, before any of it is loaded.
 
     Attributes:
+        loads: schedulers, scaler and registered objects, each with its state.
         random_states: this rank's file, by name, if stock wrote it; we have random states of our own.
     """
 
     loads: Sequence[tuple[Any, Any]] = ()
-    random_states: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
+    random_states: Mapping[str, bytes] = MappingProxyType({})
 
 
 def verified_files(storage: Storage, name: str, wanted: Callable[[str], bool]) -> dict[str, bytes]:
@@ -144,7 +141,7 @@ def read_small(
         pickles.load(files[path], f"{storage.url}/{name}/{path} ({owner})") for path, owner in owners.items()
     ]
     random_states = {} if committed or own not in files else {own: files[own]}
-    return SmallState(loads=list(zip(live, states, strict=True)), random_states=random_states)
+    return SmallState(list(zip(live, states, strict=True)), random_states)
 
 
 def load_small(accelerator: Accelerator, small: SmallState) -> Callable[[], None]:
@@ -171,9 +168,8 @@ def load_by_stock(
     accelerator: Accelerator,
     stock: SimpleNamespace,
     directory: Path,
-    *,
     small: SmallState,
-    pickles: Pickles,
+    *,
     arguments: Mapping[str, Any],
 ) -> None:
     """Load a checkpoint of stock: small files as read, the rest by the stock method."""
@@ -185,11 +181,7 @@ def load_by_stock(
     undo = load_small(accelerator, small)
     generators = rng_state()
     try:
-        with (
-            private_directory() as private,
-            large_things_only(accelerator),
-            nullcontext() if pickles.allowed else without_pickle(),
-        ):
+        with private_directory() as private, large_things_only(accelerator):
             view = private / directory.name  # hooks may go by it
             view.mkdir()
             link_files(large, directory, view)

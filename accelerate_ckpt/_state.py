@@ -13,7 +13,6 @@ when there are more ranks than before.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, final
@@ -239,7 +238,7 @@ class AcceleratorState(StateSource):
             tree[part] = {"object": template(each.state_dict(), inner_entries(saved, part, "object"))}
         elsewhere = set(map(id, self._objects.values()))
         left = [(each, state) for each, state in self._small.loads if id(each) not in elsewhere]
-        self._small = replace(self._small, loads=left)
+        self._small = self._small._replace(loads=left)
         return {**tree, **self._window.targets(saved, saved.shared.get(_SHARED, {}))}
 
     def begin(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Callable[[], None]:
