@@ -21,36 +21,14 @@ _SAVED: Final = "modules_to_save"
 _ORIGINAL: Final = "original_module"
 _PLAIN: Final = frozenset(
     [
-        "task_type",
-        "peft_type",
-        "auto_mapping",
-        "peft_version",
-        "base_model_name_or_path",
-        "revision",
-        "inference_mode",
-        "r",
-        "target_modules",
-        "exclude_modules",
-        "lora_alpha",
-        "lora_dropout",
-        "fan_in_fan_out",
-        "bias",
-        "use_rslora",
-        "modules_to_save",
-        "init_lora_weights",
-        "layers_to_transform",
-        "layers_pattern",
-        "rank_pattern",
-        "alpha_pattern",
-        "loftq_config",
-        "eva_config",
-        "corda_config",
-        "lora_ga_config",
-        "qalora_group_size",
-        "megatron_core",
+        "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
+        "inference_mode", "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout",
+        "fan_in_fan_out", "bias", "use_rslora", "modules_to_save", "init_lora_weights",
+        "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "loftq_config",
+        "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "megatron_core",
         "ensure_weight_tying",
     ]
-)
+)  # fmt: skip
 """Fields of a configuration with which LoRA is merged by one product."""
 _OTHERWISE: Final = (
     'keep it (adapters="keep", --adapters), or merge it with PEFT itself (merge_and_unload) and save that'
@@ -149,7 +127,9 @@ class AdaptedModel:
                 f"merged; {_OTHERWISE}"
             )
         module, rank, columns = name.removesuffix(".weight"), shapes[0][0], weight.shape[1]
-        alpha = _by_pattern(self.config.get("alpha_pattern") or {}, module, self.config.get("lora_alpha", 8))
+        patterns = self.config.get("alpha_pattern") or {}  # the first that fits, as PEFT looks for it
+        alphas = (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module))
+        alpha = next(alphas, self.config.get("lora_alpha", 8))
         scaling = alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
         both: list[Span] = [
             (each, 0, math.prod(shape)) for each, shape in zip(factors.values(), shapes, strict=True)
@@ -180,7 +160,6 @@ def _parts(name: str) -> list[str]:
 
 
 def _biases(base: Mapping[str, str], factors: Iterable[str], trained: str) -> dict[str, str]:
-    """Return the biases that PEFT saves with an adapter."""
     modules = {name.removesuffix(".weight") for name in factors}
     found = {name: each for name, each in base.items() if name.endswith(".bias") and trained != "none"}
     inner = {name: name.removesuffix(".bias") for name in found}
@@ -189,8 +168,3 @@ def _biases(base: Mapping[str, str], factors: Iterable[str], trained: str) -> di
         for name, module in inner.items()
         if trained == "all" or module in modules
     }
-
-
-def _by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    """Return the value of the first pattern that PEFT would find for a module."""
-    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)

@@ -159,7 +159,6 @@ def export(  # noqa: PLR0913 - what the command line has
 
 
 def _found(place: _Path, step: int | None, options: Mapping[str, Any] | None) -> Place:
-    """Find a checkpoint: of a run its step or the newest, or what others wrote."""
     given = _for(place, options)
     if step is not None:
         run = open_storage(place, given)
@@ -180,7 +179,6 @@ def _in_use(places: Sequence[Place]) -> Generator[None]:
 
 
 def _before(source: Place, most: int) -> list[Place]:
-    """Return the last checkpoints of a run up to one of them, the oldest first."""
     storage, directory, _ = source
     names = [info.name for info in Catalog(storage).committed() if info.usable]
     last = names.index(directory) + 1 if directory in names else 0

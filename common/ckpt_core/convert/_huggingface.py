@@ -149,7 +149,8 @@ class _Model:
             if is_tied and len(tensor.shape) > 1 and tensor.checksums is not None:
                 alike.setdefault(f"{tensor.form} {sorted(tensor.checksums.items())}", []).append(name)
         for same in alike.values():
-            first = min(same, key=lambda name: (name not in known, not _is_embedding(name), name))
+            embeds = {name: any(each in name for each in _EMBEDDINGS) for name in same}
+            first = min(same, key=lambda name: (name not in known, not embeds[name], name))
             for name in same:
                 if name != first and name not in known:
                     del found[name]
@@ -222,10 +223,6 @@ def _base(weights: Weights, own: Collection[str], like: Folder | None) -> Weight
         tensors={f"base: {name}": each for name, each in found.tensors.items()},
         names={name: f"base: {each}" for name, each in found.names.items()},
     )
-
-
-def _is_embedding(name: str) -> bool:
-    return any(each in name for each in _EMBEDDINGS)
 
 
 def _cast(pieces: Mapping[str, _Piece], tensors: _Tensors, dtype: torch.dtype | None) -> dict[str, _Piece]:
@@ -344,7 +341,6 @@ def _beside(folders: Sequence[Folder]) -> dict[str, bytes]:
 
 
 def _json(folders: Iterable[Folder], name: str) -> dict[str, Any] | None:
-    """Read a JSON object of the first folder that has it."""
     for folder in folders:
         if name in folder.names():
             try:
@@ -362,7 +358,6 @@ def _text(value: Any) -> bytes:
 
 
 def _weights_in(like: Folder | None) -> Collection[str]:
-    """Return the names of the weights in a folder, if it has any."""
     if like is None or not any(name.endswith(".safetensors") for name in like.names()):
         return ()
     return Weights.of(like.storage, like.directory).names.keys()

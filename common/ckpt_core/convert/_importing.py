@@ -166,7 +166,6 @@ class _Writer:
         self.num_chunks = 0
 
     def write(self, state: WholeState) -> None:
-        """Write all that a state holds, window by window."""
         for directory, part in state.parts.items():
             self._part(state, directory, part)
         with RankFiles(self._storage, self._working) as files:
@@ -208,7 +207,6 @@ class _Writer:
         self.items |= {str(path[0]): "sharded" for path in entries(found) if path[0] not in {PICKLED, KEPT}}
 
     def _image(self, files: RankFiles, directory: str, slabs: Sequence[_Slab], fill: FileFill) -> None:
-        """Write one data file, through memory."""
         layout = ImageLayout([slab.spec for slab in slabs])
         if layout.size_bytes > len(self._memory):
             self._memory = torch.frombuffer(page_memory(layout.size_bytes), dtype=torch.uint8)

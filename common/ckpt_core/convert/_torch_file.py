@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any, Final, final
@@ -44,6 +44,9 @@ class Leaf:
     @property
     def size_bytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
+
+    def cast(self, dtype: torch.dtype) -> Leaf:
+        return Leaf(replace(self.wanted, dtype=dtype), dtype, self.shape)
 
 
 def torch_file(path: str, state: Any) -> OutFile:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -56,7 +55,7 @@ def universal(source: Place, options: ExportOptions) -> Conversion:
         for own in members
         for name in own
         for kind, each in {
-            "fp32": _in_fp32(tree.get("master", {}).get(name, model[name])),
+            "fp32": tree.get("master", {}).get(name, model[name]).cast(torch.float32),
             **optimizer.get("state", {}).get(name, {}),
         }.items()
     ]
@@ -76,14 +75,9 @@ def universal(source: Place, options: ExportOptions) -> Conversion:
     )
 
 
-def _in_fp32(leaf: Leaf) -> Leaf:
-    return replace(leaf, wanted=replace(leaf.wanted, dtype=torch.float32), dtype=torch.float32)
-
-
 def _model_states(
     model: Mapping[str, Any], members: Sequence[Sequence[str]], scheduler: Any, *, step: int
 ) -> dict[str, Any]:
-    """Return what the engine itself keeps."""
     shapes = [{name: torch.Size(model[name].shape) for name in own} for own in members]
     return {
         "module": dict(model), "param_shapes": shapes, "lr_scheduler": scheduler, "global_steps": step,
@@ -143,7 +137,6 @@ def torch_dist(source: Place, options: ExportOptions) -> Conversion:
 
 
 def _key(path: Path) -> str:
-    """Return Megatron-Core's name of a tensor."""
     match path:
         case ("model", *rest):
             return ".".join(map(str, rest))

@@ -90,7 +90,6 @@ class WholeState:
         return cls(url=files.url, parts=parts, shared=shared, per_rank=per_rank, small=small, step=step)
 
     def conversion(self, files: Sequence[OutFile]) -> Conversion:
-        """Return files that hold it."""
         return Conversion(files=files, tensors=located(self.parts), step=self.step)
 
     def entries(self, part: CheckpointPart) -> dict[str, tuple[Path, bytes]]:

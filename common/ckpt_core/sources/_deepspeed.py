@@ -131,7 +131,6 @@ class _Step:
 
     @property
     def place(self) -> str:
-        """Its URL, for messages."""
         return f"{self.storage.url}/{self.directory}/{self.tag}".rstrip("/")
 
     def zero(self) -> Layout:
@@ -160,11 +159,13 @@ class _Step:
     ) -> _Parameters:
         """Return what all ranks have of each parameter."""
         found, steps = _Parameters(), set[Any]()
+        # Elements after each parameter of a group, where they are aligned.
+        paddings = ranks[0].get("param_alignment_paddings") or [()] * len(shapes)
         for index, group in enumerate(shapes):
             for kind, parts in _flat(ranks, index):
                 if kind == "step":
                     steps.update(map(self._number, parts))
-                for name, value in _given(group, parts, _paddings(ranks[0], index), stage=stage):
+                for name, value in _given(group, parts, paddings[index], stage=stage):
                     found.add(name, kind, value)
         if len(steps) > 1:
             raise damage(self.place, f"has optimizer states of different steps: {sorted(steps)}")
@@ -236,7 +237,6 @@ class _Step:
         )
 
     def _models(self) -> list[Mapping[str, Any]]:
-        """Read the model states: one file, or one for each rank."""
         found = self._by_rank(_MODEL)
         if not found:
             raise damage(self.place, "lacks the file of model states")
@@ -297,12 +297,6 @@ def _shapes(saved: Any) -> list[_Shapes]:
     if any(type(size) is not int or size < 0 for each in found for shape in each.values() for size in shape):
         raise ValueError("shapes of parameters that are none")
     return found
-
-
-def _paddings(rank: Mapping[str, Any], index: int) -> Sequence[int]:
-    """Return the elements after each parameter of a group, where they are aligned."""
-    found: Sequence[Sequence[int]] = rank.get("param_alignment_paddings") or ()
-    return found[index] if found else ()
 
 
 def _flat(ranks: Sequence[Mapping[str, Any]], index: int) -> Iterator[tuple[str, list[Any]]]:

@@ -196,8 +196,7 @@ class _WeightSets:
         return found
 
     def _index(self, index: str) -> dict[str, str]:
-        """Read which file of the folder holds each tensor."""
-        found = self._json(index).get("weight_map")
+        found = read_json(self._storage, self._directory, index).get("weight_map")
         if type(found) is not dict or not found:
             raise self._damaged(index, "is no index: it has no weight_map")
         try:
@@ -209,7 +208,6 @@ class _WeightSets:
         return found
 
     def _shards(self, names: Iterable[str]) -> list[str]:
-        """Return the shards that their own names count, and check that none is missing."""
         found = {name: match for name in sorted(names) if (match := _SHARD.fullmatch(name))}
         counts = {int(match["count"]) for match in found.values()}
         numbers = {int(match["number"]) for match in found.values()}
@@ -225,15 +223,12 @@ class _WeightSets:
 
         PEFT leaves out the adapter's name, which is `default` where one was loaded or made without a name.
         """
-        config = self._json(_ADAPTER_CONFIG)
+        config = read_json(self._storage, self._directory, _ADAPTER_CONFIG)
         kind, saved = config.get("peft_type"), config.get("modules_to_save") or []
         if type(kind) is not str or type(saved) is not list or not {str}.issuperset(map(type, saved)):
             raise self._damaged(_ADAPTER_CONFIG, "is no configuration of PEFT")
         start = start_of(kind)
         return {name: ("model", _live_name(name, start, saved)) for name in names}
-
-    def _json(self, file: str) -> dict[str, Any]:
-        return read_json(self._storage, self._directory, file)
 
     def _damaged(self, file: str, problem: str) -> CorruptCheckpointError:
         return damaged(self._storage, self._directory, file, problem)
@@ -279,7 +274,6 @@ def _base_of(name: str) -> str:
 
 
 def _parsed(content: bytes) -> dict[str, Any]:
-    """Read a JSON object in which no name comes twice."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)

@@ -286,8 +286,6 @@ def _read(reader: RangeReader, file: str, find: Find) -> Any:
 
 @final
 class _Zip:
-    """One file of `torch.save`."""
-
     def __init__(self, file: str, directory: Directory, read_at: ReadAt) -> None:
         self._file = file
         self._directory = directory
@@ -339,7 +337,6 @@ class _Zip:
         return _OMEGACONF if value is _Config else value
 
     def _stored(self, view: View) -> StoredTensor:
-        """Locate a tensor in the record of its storage."""
         (name, key, count), offset, shape, strides, *rest = view.arguments
         dtypes = dtypes_by_storage_type()
         untyped = isinstance(view, _ViewOfDtype)
@@ -461,7 +458,6 @@ _PARALLEL: Final = "module."
 
 
 def items_of(tree: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return what a file holds, under the names that items have in ours."""
     if all(isinstance(each, StoredTensor) or str(key).endswith(_EXTRA) for key, each in tree.items()):
         return {"model": bare_names(tree)}
     if tree.keys() >= _PACKED:
@@ -488,16 +484,8 @@ def bare_names(state: Mapping[Any, Any]) -> dict[str, Any]:
     return {names[key].removeprefix(prefix): each for key, each in state.items()}
 
 
-def _of_lightning(tree: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the items of a Lightning checkpoint."""
-    items = {"model": bare_names(tree["state_dict"])}
-    for name, key in (("optimizer", "optimizer_states"), ("scheduler", "lr_schedulers")):
-        if tree.get(key):
-            items[name] = one_or_numbered(tree[key])
-    return {str(key): each for key, each in tree.items() if key not in _OF_LIGHTNING} | items
-
-
-_OF_LIGHTNING: Final = frozenset({"state_dict", "optimizer_states", "lr_schedulers"})
+_OF_LIGHTNING: Final = {"optimizer_states": "optimizer", "lr_schedulers": "scheduler"}
+"""Lists in a checkpoint of Lightning, and what they are in ours."""
 _LIGHTNING: Final = "pytorch-lightning_version"
 
 
@@ -523,6 +511,9 @@ def find_torch_save(storage: Storage, directory: str, file: str) -> Layout | Non
             found, files={str(path[0]): str(text).encode(errors="replace") for path, text in files if path}
         )
     if _LIGHTNING in tree and isinstance(tree.get("state_dict"), dict):
-        return layout_of("a checkpoint of Lightning", _of_lightning(tree), step=tree.get("global_step"))
+        items = {_OF_LIGHTNING[key]: one_or_numbered(tree[key]) for key in _OF_LIGHTNING if tree.get(key)}
+        items["model"] = bare_names(tree["state_dict"])
+        rest = {str(key): each for key, each in tree.items() if key not in {"state_dict", *_OF_LIGHTNING}}
+        return layout_of("a checkpoint of Lightning", rest | items, step=tree.get("global_step"))
     step = next((tree[key] for key in _STEPS if key in tree), None)
     return layout_of("a file of torch.save", items_of(tree), step=step)

@@ -46,9 +46,15 @@ def find_training_folder(storage: Storage, directory: str, files: Sequence[str])
     """Describe a folder of a training, or of weights in `pytorch_model.bin` alone."""
     names = set(files)
     folder = _TrainingFolder(storage, directory, names)
-    is_trainer = _TRAINER in names
-    if is_trainer or any(map(_OF_ACCELERATE.fullmatch, names)):
-        layout = folder.of_trainer() if is_trainer else layout_of("a folder of Accelerate", folder.items())
+    layout: Layout | None = None
+    if _TRAINER in names:
+        state = read_json(storage, directory, _TRAINER)
+        kind, step = "a checkpoint of transformers' Trainer", state.get("global_step")
+        layout = layout_of(kind, folder.items(), step=step)
+        layout = replace(layout, values={**layout.values, ("trainer_state",): state})
+    elif any(map(_OF_ACCELERATE.fullmatch, names)):
+        layout = layout_of("a folder of Accelerate", folder.items())
+    if layout is not None:
         return _with_engine(layout, find_deepspeed(storage, directory, files))
     if names & {_BIN, _BIN_INDEX} and find_safetensors(storage, directory, files) is None:
         return layout_of("a folder of Hugging Face weights", {"model": folder.model()})
@@ -73,13 +79,6 @@ class _TrainingFolder:
     def __init__(self, storage: Storage, directory: str, names: Collection[str]) -> None:
         self._storage, self._directory, self._names = storage, directory, names
         self._url = f"{storage.url}/{directory}"
-
-    def of_trainer(self) -> Layout:
-        state = self._json(_TRAINER)
-        layout = layout_of(
-            "a checkpoint of transformers' Trainer", self.items(), step=state.get("global_step")
-        )
-        return replace(layout, values={**layout.values, ("trainer_state",): state})
 
     def items(self) -> dict[str, Any]:
         """Return everything, as items of ours.
@@ -116,7 +115,6 @@ class _TrainingFolder:
         return bare_names(self._weights(files[0] if files else ""))
 
     def _weights(self, file: str) -> Mapping[str, StoredTensor]:
-        """Read the names of weights in a file, or of all safetensors here."""
         place = self._storage, self._directory
         layout = find_weights(*place, file) if file else find_safetensors(*place, self._names)
         if layout is not None:
@@ -124,7 +122,7 @@ class _TrainingFolder:
         return self._tree(file) if file else {}
 
     def _of_shards(self) -> dict[str, StoredTensor]:
-        places = self._json(_BIN_INDEX).get("weight_map")
+        places = read_json(self._storage, self._directory, _BIN_INDEX).get("weight_map")
         if type(places) is not dict:
             raise damage(f"{self._url}/{_BIN_INDEX}", "it has no weight_map")
         try:
@@ -160,6 +158,3 @@ class _TrainingFolder:
         if not isinstance(tree, dict):
             raise damage(f"{self._url}/{name}", "it is no dict that torch.save wrote")
         return tree
-
-    def _json(self, name: str) -> dict[str, Any]:
-        return read_json(self._storage, self._directory, name)
