@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self, final
 
@@ -100,7 +100,6 @@ _warned = set[tuple[str, str]]()
 
 
 def _by_name(callbacks: Sequence[Any]) -> dict[str, Any]:
-    """Name callbacks by their class, and others of the same class by number, too."""
     found: dict[str, Any] = {}
     for each in callbacks:
         name = type(each).__name__
@@ -155,12 +154,10 @@ class ToCome:
 
     @classmethod
     def of(cls, saved: SavedState) -> Self:
-        """Return what a checkpoint says of it."""
         found: dict[str, Any] = saved.shared.get(ITEM, {})
         return cls(**found)
 
     def item(self) -> dict[str, Any]:
-        """Return the item of a checkpoint."""
         return {ITEM: asdict(self)}
 
     def stops(self, args: Any) -> bool:
@@ -168,29 +165,24 @@ class ToCome:
         return self.decided and args.max_steps <= self.until[0] and args.num_train_epochs <= self.until[1]
 
 
-@final
-class BeforeEvaluation:
-    """What an evaluation changes before it ends, as it was; main thread only."""
+def undo_of_evaluation(trainer: Any) -> Callable[[], None]:
+    generators, num_logs = rng_state(), len(trainer.state.log_history)
+    loaders = dict(getattr(trainer, "_eval_dataloaders", {}))
+    callbacks = [
+        (each, copy.deepcopy(each.state()["attributes"]))
+        for each in trainer.callback_handler.callbacks
+        if isinstance(each, ExportableState)
+    ]
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._generators = rng_state()
-        self._logs = len(trainer.state.log_history)
-        self._loaders = dict(getattr(trainer, "_eval_dataloaders", {}))
-        self._callbacks = [
-            (each, copy.deepcopy(each.state()["attributes"]))
-            for each in trainer.callback_handler.callbacks
-            if isinstance(each, ExportableState)
-        ]
-
-    def put_back(self) -> None:
-        """Undo what an evaluation that was cut short has changed."""
-        load_rng_state(self._generators)
-        del self._trainer.state.log_history[self._logs :]
-        if hasattr(self._trainer, "_eval_dataloaders"):
-            self._trainer._eval_dataloaders = self._loaders
-        for each, attributes in self._callbacks:
+    def undo() -> None:
+        load_rng_state(generators)
+        del trainer.state.log_history[num_logs:]
+        if hasattr(trainer, "_eval_dataloaders"):
+            trainer._eval_dataloaders = loaders
+        for each, attributes in callbacks:
             vars(each).update(attributes)
+
+    return undo
 
 
 def load_exported(trainer: Any) -> None:

@@ -15,7 +15,7 @@ from transformers.trainer_utils import HubStrategy
 
 from accelerate_ckpt._checkpoints import ENDED, tell_restored
 from accelerate_ckpt._roots import Settings
-from accelerate_ckpt.trainer._callbacks import BeforeEvaluation, CallbackStates, ToCome, load_exported
+from accelerate_ckpt.trainer._callbacks import CallbackStates, ToCome, load_exported, undo_of_evaluation
 from accelerate_ckpt.trainer._data import TrainerData
 from accelerate_ckpt.trainer._events import BEST, EvaluationLeft, TrainerEvents
 from accelerate_ckpt.trainer._loading import Ours, chosen, is_ours, require_readable, unpickling_nothing
@@ -76,7 +76,6 @@ class TrainerCheckpoints:
         self.implicit = implicit
 
     def shadows(self) -> dict[str, Any]:
-        """Return the methods that replace the Trainer's own, by name."""
         return {name: getattr(self, ours) for name, ours in _SHADOWED.items()} | self._data.shadows()
 
     @property
@@ -206,7 +205,6 @@ class TrainerCheckpoints:
         self._come_last()  # the Trainer may have replaced callbacks
 
     def _load_best(self) -> None:
-        """Load the model of the best checkpoint."""
         self.manager.wait()
         best = self._trainer.state.best_model_checkpoint
         if best is not None and is_ours(self._session, best):
@@ -259,19 +257,19 @@ class TrainerCheckpoints:
         def stock() -> None:
             self._stock._maybe_log_save_evaluate(loss, norm, *args, learning_rate=learning_rate, **kwargs)
 
-        events.own_evaluation, before = True, None
+        events.own_evaluation, undo = True, None
         try:
             if events.gated and trainer.control.should_evaluate:
                 saves, trainer.control.should_save = trainer.control.should_save, False
                 trainer.control.should_evaluate = False
                 stock()  # what is logged is not undone
                 trainer.control.should_evaluate, trainer.control.should_save = True, saves
-                before = BeforeEvaluation(trainer)
+                undo = undo_of_evaluation(trainer)
             stock()
         except EvaluationLeft:
-            assert before is not None
+            assert undo is not None
             _logger.warning("preempted: the evaluation of step %d is cut short", trainer.state.global_step)
-            before.put_back()
+            undo()
             events.left_evaluation(trainer.state, trainer.control)
             stock()
         finally:
@@ -300,7 +298,6 @@ class TrainerCheckpoints:
         return source
 
     def _state(self, checkpoint: str, *, with_optimizer: bool = True) -> TrainingState:
-        """Return the state to load a checkpoint into."""
         storage = self._session.storage_at(CheckpointPath.of(checkpoint).root)
         return TrainingState(
             self._trainer, self._stock, self._settings, with_optimizer=with_optimizer, storage=storage
@@ -432,7 +429,9 @@ def _require_tokens(trainer: Trainer, policy: SavePolicy | None) -> None:
 def _check_supported(trainer: Trainer) -> None:
     args = trainer.args
     strategy = HubStrategy(args.hub_strategy).value
-    line = f'export=Export(to="hf", place="hf://{_hub_name(args)}", when={{"every": 1}})'
+    name = args.hub_model_id or Path(args.output_dir or ".").resolve().name  # as the Trainer itself calls it
+    place = f"hf://{name if '/' in name else f'USER/{name}'}"
+    line = f'export=Export(to="hf", place="{place}", when={{"every": 1}})'
     problems = {
         f'push_to_hub=True with hub_strategy="{strategy}" uploads a directory that is not there yet: write '
         f'{line} instead, or hub_strategy="end", and push after training': (
@@ -446,9 +445,3 @@ def _check_supported(trainer: Trainer) -> None:
     found = [text for text, wrong in problems.items() if wrong]
     if found:
         raise ConfigError(f"this Trainer's checkpoints cannot be taken over: {'; '.join(found)}")
-
-
-def _hub_name(args: Any) -> str:
-    """Return the repository that the Trainer itself would push to."""
-    name = args.hub_model_id or Path(args.output_dir or ".").resolve().name
-    return name if "/" in name else f"USER/{name}"

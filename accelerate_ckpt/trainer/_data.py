@@ -187,8 +187,6 @@ _SHADOWED = {
 @final
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """The progress that a training is resumed from."""
-
     checkpoint: str
     first: DataProgress
     own: DataProgress | None
@@ -223,7 +221,6 @@ class TrainerData:
         self.epoch_ended = True
 
     def shadows(self) -> dict[str, Callable[..., Any]]:
-        """Return the methods that replace the Trainer's own, by name."""
         if self._stock.keys() != _SHADOWED.keys():
             _logger.warning(
                 "this version of transformers runs its epochs in another way: a resumed run finds its place "
@@ -252,7 +249,6 @@ class TrainerData:
         trainer._globalstep_last_logged = logged
 
     def progress(self) -> DataProgress | None:
-        """Return this rank's progress, for a save; None if no epoch has begun."""
         trainer, position = self._trainer, self._position
         loss = (trainer._tr_loss.detach().cpu(), trainer._globalstep_last_logged)
         if position is None:
@@ -263,7 +259,8 @@ class TrainerData:
         place, alive = self._place, getattr(trainer, "_eval_dataloaders", {})
         if place is None or (not place.ahead and hidden_position(self._loader) is not None):
             return None
-        ended = position.batches == 0 or position.complete or self._has_ended
+        ended = position.batches == 0 or position.complete or self._exhausted
+        ended |= bool(getattr(self._loader, "end_of_dataloader", False))
         own = self._loader.state_dict() if place.ahead and not ended and place.keeps_own_state else None
         return DataProgress(
             position=replace(position, step=trainer.state.global_step),
@@ -276,10 +273,6 @@ class TrainerData:
             },
             loss=loss,
         )
-
-    @property
-    def _has_ended(self) -> bool:
-        return self._exhausted or bool(getattr(self._loader, "end_of_dataloader", False))
 
     @property
     def epochs(self) -> int | None:
@@ -371,7 +364,6 @@ class TrainerData:
         return chosen
 
     def _training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """Return the first epoch, and the batches to skip in it."""
         epoch, skip = self._stock["_init_training_state"](*args, **kwargs)
         return (epoch, skip) if self._entry is None else (self._entry[0].epoch, self._entry[0].skip)
 
@@ -415,7 +407,6 @@ class TrainerData:
             return self._stock["_run_epoch"](**call)
 
     def _batch_samples(self, iterator: Any, count: int, *args: Any, **kwargs: Any) -> Any:
-        """Fetch the batches of one optimizer step, and count them."""
         result = self._stock["get_batch_samples"](iterator, count, *args, **kwargs)
         self._exhausted = len(result[0]) < count
         if self._position is not None:

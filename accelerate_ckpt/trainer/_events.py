@@ -88,7 +88,6 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self.epoch_ended = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Decide whether to save this step, after the Trainer's own flow has."""
         self.reason, self._stopping = "trainer", control.should_training_stop
         if not self.gated:
             return
@@ -128,7 +127,6 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self._stop(control)
 
     def _reason(self, state: Any) -> str | None:
-        """Return the reason to save this step now, or None."""
         manager = self._session.manager
         needed = needed_counts(manager.options.save)
         if "tokens" in needed and state.global_step and not state.num_input_tokens_seen:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -189,14 +189,12 @@ def _require_change(session: TrainerSession, ours: CheckpointPath | None) -> Non
 
 
 def _elsewhere(session: TrainerSession) -> str:
-    """Return a hint at checkpoints in the output directory, if none are saved there."""
     output = session.output
     last = _newest_in(output) if session.settings.root is not None and Path(output).is_dir() else None
     return "" if last is None else f". {output} holds checkpoints: resume_from_checkpoint={last!r}"
 
 
 def _read(session: TrainerSession, storage: Storage, name: str, args: Any) -> dict[str, bytes]:
-    """Return the files that the Trainer reads of a checkpoint of ours."""
     rank, pickles, where = args.process_index, session.settings.pickles, f"{storage.url}/{name}"
     own = {path for each in {0, rank} for path in (progress_file(each), generators_file(each, 2))}
 
@@ -217,16 +215,6 @@ def _read(session: TrainerSession, storage: Storage, name: str, args: Any) -> di
             failure = FileFailure(path=path, problem=problem)
             raise CorruptCheckpointError(str(failure), failures=(failure,)) from error
     return _with_own_generators(small, Catalog(storage).manifest(name).world_size, args, pickles)
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True, order=True)
-class _Stock:
-    """A checkpoint of the stock Trainer that looks finished."""
-
-    step: int
-    name: str
-    written: float
 
 
 def newest_of_tiers(manager: CheckpointManager, coordinator: Coordinator) -> str | None:
@@ -259,28 +247,25 @@ def newest_to_resume(manager: CheckpointManager) -> str | None:
     saves, and directories of others. Returns None if nothing was ever saved.
     """
     storage, survey = manager.storage, Catalog(manager.storage).survey()
-    stock = max(_whole_stock(storage), default=None)
-    passed = [_pass_over(storage, name, why) for name, why in _unread(survey).items()]
-    if stock is not None and manager.options.verify_manifest is not None:
-        passed.append(_pass_over(storage, stock.name, "it has no manifest to be judged"))
-        stock = None
+    _, stock, written = max(_whole_stock(storage), default=(0, "", 0.0))
+    problems = _unread(survey)
+    if stock and manager.options.verify_manifest is not None:
+        problems[stock], stock = "it has no manifest to be judged", ""
     for info in (each for each in reversed(survey.committed) if _SAVED_AS.fullmatch(each.name)):
-        if stock is not None and stock.written > info.created:
+        if stock and written > info.created:
             _logger.warning(
-                "%s/%s is newer than %s and was written by the stock Trainer",
-                storage.url,
-                stock.name,
-                info.name,
+                "%s/%s is newer than %s and was written by the stock Trainer", storage.url, stock, info.name
             )
             break
         if (problem := _problem(manager, info)) is None:
-            return f"{storage.url}/{info.name}"
-        passed.append(_pass_over(storage, info.name, problem))
-    if stock is not None:
-        return f"{storage.url}/{stock.name}"
-    if passed:
-        raise _nothing_usable(storage, passed, [info.name for info in survey.abandoned if info.usable])
-    return None
+            stock = info.name
+            break
+        problems[info.name] = problem
+    for name, why in problems.items():
+        _logger.error("%s/%s is passed over: %s", storage.url, name, why)
+    if problems and not stock:
+        raise _nothing_usable(storage, [*problems], [info.name for info in survey.abandoned if info.usable])
+    return f"{storage.url}/{stock}" if stock else None
 
 
 def _unread(survey: Survey) -> dict[str, str]:
@@ -290,11 +275,6 @@ def _unread(survey: Survey) -> dict[str, str]:
         if not isinstance(error, CorruptCheckpointError):
             raise error
     return {name: f"it is damaged: {error}" for name, error in found.items()}
-
-
-def _pass_over(storage: Storage, name: str, why: str) -> str:
-    _logger.error("%s/%s is passed over: %s", storage.url, name, why)
-    return name
 
 
 def _nothing_usable(storage: Storage, passed: list[str], left: list[str]) -> CorruptCheckpointError:
@@ -322,9 +302,8 @@ def _problem(manager: CheckpointManager, info: CheckpointInfo) -> str | None:
     return f"it is damaged: {failures[0]}" if failures else None
 
 
-def _whole_stock(storage: Storage) -> list[_Stock]:
-    """Return the finished checkpoints of the stock Trainer; warn of unfinished ones."""
-    whole: list[_Stock] = []
+def _whole_stock(storage: Storage) -> Iterator[tuple[int, str, float]]:
+    """Yield the stock Trainer's finished checkpoints: step, name, time; warn of others."""
     local = local_part(storage)
     for entry in storage.list(""):
         match = _NAME.fullmatch(entry.name) if entry.is_directory else None
@@ -335,9 +314,7 @@ def _whole_stock(storage: Storage) -> list[_Stock]:
             _logger.warning("%s/%s was never finished, and is passed over", storage.url, entry.name)
             continue
         state = None if local is None else local.local_path(f"{entry.name}/{TRAINER_STATE_NAME}")
-        written = 0.0 if state is None else state.stat().st_mtime
-        whole.append(_Stock(step=int(match[1]), name=entry.name, written=written))
-    return whole
+        yield int(match[1]), entry.name, 0.0 if state is None else state.stat().st_mtime
 
 
 def _progress_in(
@@ -360,16 +337,12 @@ def _with_own_generators(
     saved = {each: left.pop(name) for each, name in names.items() if name in left}
     own = saved.get(rank)
     if own is None and 0 in saved:
-        own = _derived(pickles.load(saved[0], names[0]), rank)
+        before = rng_state()
+        derive_rng(rng_seed(pickles.load(saved[0], names[0])), rank)
+        made = rng_state()
+        load_rng_state(before)
+        own = torch_bytes({**made, "cpu": made.pop("torch")})
+        _logger.warning(
+            "rank %d was not among those that saved: its random numbers are derived from rank 0's", rank
+        )
     return left if own is None else {**left, generators_file(rank, args.world_size): own}
-
-
-def _derived(first: Mapping[str, Any], rank: int) -> bytes:
-    before = rng_state()
-    derive_rng(rng_seed(first), rank)
-    made = rng_state()
-    load_rng_state(before)
-    _logger.warning(
-        "rank %d was not among those that saved: its random numbers are derived from rank 0's", rank
-    )
-    return torch_bytes({**made, "cpu": made.pop("torch")})

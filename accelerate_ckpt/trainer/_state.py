@@ -30,6 +30,7 @@ from accelerate_ckpt._small_files import verified_files
 from accelerate_ckpt._state import inner_entries, model_part, optimizer_part
 from accelerate_ckpt.trainer._callbacks import CallbackStates, ToCome
 from accelerate_ckpt.trainer._data import DataProgress, progress_file
+from ckpt_core._torch_internals import same_bytes
 from ckpt_core.errors import ConfigError, CorruptCheckpointError, FileFailure, IncompatibleCheckpointError
 from ckpt_core.hosting import replaced
 from ckpt_core.state import (
@@ -162,7 +163,7 @@ class TrainingState(StateSource):
             plain = ".".join(each for each in name.split(".") if each not in adapters)
             shorter = [plain.split(".", start)[-1] for start in range(plain.count(".") + 1)]
             for file, key in ((file, key) for file in contents for key in shorter if key in contents[file]):
-                if name not in found and _equal(value, contents[file][key]):
+                if name not in found and same_bytes(value, contents[file][key]):
                     found[name] = tied[value.data_ptr(), value.shape] = file, key
         for name in tensors.keys() - found.keys():
             if place := tied.get((tensors[name].data_ptr(), tensors[name].shape)):
@@ -253,7 +254,11 @@ class TrainingState(StateSource):
             folder = directory / f"checkpoint-{trainer.state.global_step}"
             if trainer.args.should_save:
                 trainer.state.save_to_json(str(folder / TRAINER_STATE_NAME))
-            remove_empty_weights(folder)
+            for path in folder.rglob("*.safetensors"):
+                with safe_open(path, framework="pt") as inside:
+                    is_empty = not inside.keys()
+                if is_empty:  # it would load as an untrained model
+                    path.unlink()
             files = files_in(folder)
         if self._progress is not None and not trainer.args.save_only_model:
             files[progress_file(trainer.args.process_index)] = self._progress.written()
@@ -289,7 +294,10 @@ class TrainingState(StateSource):
     ) -> None:
         trainer = self._trainer
         if weights is not None and trainer.args.should_save:
-            with gathered_already(trainer.model):
+            config = getattr(trainer.model, "config", None)
+            # They are gathered already: the model would wait for ranks that do not come.
+            divided = getattr(config, "distributed_config", None) is not None
+            with replaced(config, distributed_config=None) if divided else nullcontext():
                 trainer._save(output_dir, state_dict=dict(weights))
         if weights is None or type(trainer).save_model is not Trainer.save_model:
             self._stock.save_model(output_dir, _internal_call=True)
@@ -338,14 +346,6 @@ def _inner(trainer: Any) -> Any:
     return trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors are the same bit for bit."""
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    flat = [each.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for each in (one, other)]
-    return torch.equal(*flat)
-
-
 def weights_for_files(trainer: Any, *, stock_files: bool) -> Mapping[str, Any] | None:
     """Return the weights that the Trainer is to write beside our shards.
 
@@ -370,21 +370,3 @@ def weights_for_files(trainer: Any, *, stock_files: bool) -> Mapping[str, Any] |
         )
         return gathered
     return None if stock_files or has_adapters(model) else {}
-
-
-@contextmanager
-def gathered_already(model: Any) -> Generator[None]:
-    """Let one rank alone save the model, which would wait for the others."""
-    config = getattr(model, "config", None)
-    distributed = getattr(config, "distributed_config", None)
-    with nullcontext() if distributed is None else replaced(config, distributed_config=None):
-        yield
-
-
-def remove_empty_weights(folder: Path) -> None:
-    """Remove weight files without weights: they load as an untrained model."""
-    for path in folder.rglob("*.safetensors"):
-        with safe_open(path, framework="pt") as weights:
-            names = weights.keys()
-        if not names:
-            path.unlink()

@@ -206,6 +206,12 @@ def count_as_given(iterator: Any, batches: int) -> None:
         iterator._sampler_iter_yielded += batches
 
 
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors have the same dtype, shape and bytes, NaN included."""
+    pair = [each.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for each in (one, other)]
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(*pair)
+
+
 __all__ = [
     "BEGINS_AGAIN",
     "MAKES_ITERATOR",
@@ -240,6 +246,7 @@ __all__ = [
     "process_group_of",
     "rebuild_tensor",
     "rebuild_tensor_of_new_dtype",
+    "same_bytes",
     "set_element",
     "sharded_tensor",
     "storage_types_by_dtype",

@@ -10,6 +10,7 @@ from typing import Any, Final, Literal, TypeAlias, final
 
 import torch
 
+from ckpt_core._torch_internals import same_bytes
 from ckpt_core.comparison._one_side import MISSING, Contents
 from ckpt_core.dcp import load_value
 from ckpt_core.errors import ConfigError, UnsafeCheckpointError
@@ -318,8 +319,7 @@ def _are_same(a: Any, b: Any) -> bool:
     if a is MISSING or b is MISSING or type(a) is not type(b):
         return a is b
     if isinstance(a, torch.Tensor):
-        flat = [each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (a, b)]
-        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*flat)
+        return same_bytes(a, b)
     if isinstance(a, float):
         return a == b or (math.isnan(a) and math.isnan(b))
     if hasattr(a, "tobytes"):

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.checkpoint.planner import ReadItem
 from typing_extensions import override
 
-from ckpt_core._torch_internals import inner_tensors, is_wrapped
+from ckpt_core._torch_internals import inner_tensors, is_wrapped, same_bytes
 from ckpt_core.dcp._torch_zip import TensorPickler, build_archive, rebuilding
 
 _MOST_NAMED: Final = 3
@@ -101,7 +101,7 @@ def fillings(
         sources = dict(inner_tensors(part))
         for name, view in inner_tensors(target):
             place, copy = _placed(name, view, owners[name], sources[name])
-            if place in found and not _same_bytes(found[place][1], copy[1]):
+            if place in found and not same_bytes(found[place][1], copy[1]):
                 raise WrapMismatchError(
                     f"its stored pieces have different {name}, which cannot be joined: load on as many ranks "
                     "as saved"
@@ -173,8 +173,3 @@ def _described(tensor: torch.Tensor, context: Any) -> str:
     if isinstance(context, list | tuple):
         return str([_described(tensor, value) for value in context])
     return "" if context is tensor.dtype or context is None else repr(context)
-
-
-def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    pair = [each.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for each in (one, other)]
-    return torch.equal(*pair)

@@ -17,6 +17,7 @@ from ckpt_core._torch_internals import (
     is_wrapped,
     own_part,
     placed_like,
+    same_bytes,
     sharded_tensor,
 )
 from ckpt_core.errors import CorruptCheckpointError
@@ -135,13 +136,10 @@ def put_back_packed(model: nn.Module, values: Mapping[str, torch.Tensor]) -> lis
 
 def _changed(model: nn.Module, values: Mapping[str, torch.Tensor]) -> list[str]:
     live = model.state_dict() if values else {}
-    return [key for key, value in values.items() if not _same_bytes(live[key], value)]
+    return [key for key, value in values.items() if not _is_same(live[key], value)]
 
 
-def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
-        return False
-    if type(one) is not torch.Tensor or one.data_ptr() == other.data_ptr():
-        return True  # loaded in place
-    first, second = (each.cpu().contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
-    return torch.equal(first, second)
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if type(one) is torch.Tensor and one.data_ptr() != other.data_ptr():
+        return same_bytes(one, other)
+    return (one.shape, one.dtype) == (other.shape, other.dtype)  # loaded in place
