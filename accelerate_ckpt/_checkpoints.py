@@ -64,7 +64,6 @@ class Metrics:
         self._said = keep is None
 
     def note(self, step: int, values: Mapping[str, Any]) -> None:
-        """Note the numbers among `values` as measured at `step`."""
         for name, value in values.items():
             scalar = isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1)
             number = value.item() if scalar else value
@@ -77,7 +76,6 @@ class Metrics:
         return {name: value for name, (measured, value) in self._measured.items() if measured == step}
 
     def saved(self, values: Mapping[str, float]) -> None:
-        """Note that a save with these metrics has begun."""
         self._unsaved -= set(values)
         for name in self._wanted.keys() & values.keys():
             if self._improves(name, values[name]):
@@ -343,7 +341,6 @@ class AcceleratorCheckpoints:
         self._roots.close()
 
     def shadows(self) -> dict[str, Callable[..., Any]]:
-        """Return the methods that replace the accelerator's own, by name."""
         prepare = partial(self.progress.loaders.prepare, self.stock.prepare_data_loader)
         made = (
             self._save_state, self.load, self._end_training, self._free_memory, self._log,
@@ -390,7 +387,6 @@ class AcceleratorCheckpoints:
         return optimizer
 
     def _takes_part(self) -> bool:
-        """Return whether this rank saves, together or alone."""
         self._roots.part(who := self._roll_call.call())
         return who != "without"
 
@@ -443,7 +439,6 @@ class AcceleratorCheckpoints:
         )
 
     def _load_newest(self, arguments: Mapping[str, Any]) -> None:
-        """Load the newest checkpoint that verifies; log if there is none."""
         manager, once = self._roots.only(), self._roots.managers.once
         manager.fetcher.fetch()
         state, strict = self._state(manager, self._settings), arguments.get("strict", True)

@@ -36,12 +36,10 @@ UNSUPPORTED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, Distribut
 
 
 def large_things_only(accelerator: Accelerator) -> AbstractContextManager[None]:
-    """Hide schedulers, scaler and registered objects from the stock methods."""
     return hosting.replaced(accelerator, _schedulers=[], _custom_objects=[], scaler=None)
 
 
 def files_in(directory: Path) -> dict[str, bytes]:
-    """Return the content of every file below `directory`, by POSIX-relative path."""
     return {
         path.relative_to(directory).as_posix(): path.read_bytes()
         for path in sorted(directory.rglob("*"))

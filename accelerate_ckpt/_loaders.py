@@ -37,7 +37,6 @@ _logger = logger_of(__name__)
 
 
 def base_of(loader: Any) -> Any:
-    """Return torch's own loader in a prepared one, or the loader itself."""
     return getattr(loader, "base_dataloader", loader)
 
 
@@ -50,7 +49,6 @@ def fetches_of(loader: Any) -> int:
 
 
 def position_of(loader: Any) -> LoaderPosition:
-    """Return the position in a loader of torch, prepared or not."""
     if base_of(loader) is loader:
         return LoaderPosition(loader)
     datasets = sys.modules.get("datasets")  # of which every rank may read files of its own
@@ -130,7 +128,6 @@ class TrackedLoader:
         return isinstance(self._loader.dataset, IterableDataset)
 
     def _skipped_by(self, loader: Any) -> int:
-        """Return how many batches a copy skips; fetches, of a dispatcher."""
         if loader is self._loader:
             return 0
         if loader not in self.copies:
@@ -188,7 +185,6 @@ class TrackedLoader:
         self._position.restore({**state, **behind, "begin": begin}, same_ranks=saved.same_ranks)
 
     def ended(self, loader: Any) -> None:
-        """Note that the loader, or a copy of it, has ended an epoch."""
         if self._active is not loader:
             return
         passed_over, epoch = self._passed_over, self._tracker.epoch
@@ -204,7 +200,6 @@ class TrackedLoader:
         load_rng_state(rng)
 
     def position(self) -> dict[str, Any]:
-        """Return epoch and position as plain values."""
         if self._saved is not None and self._tracker.restored is not None:
             return {**self._saved.position, "trains": self.trains}
         self._tell_of_thread()
@@ -297,7 +292,6 @@ def _batches_of(base: Any) -> Any:
 
 
 def _skips_of(loader: Any) -> list[SkipBatchSampler]:
-    """Return what skips batches in a copy by `skip_first_batches`."""
     found, each = list[SkipBatchSampler](), _batches_of(loader)
     while isinstance(each, SkipBatchSampler):
         found.append(each)
@@ -339,7 +333,6 @@ class Loaders:
             self.track(loader)
 
     def prepare(self, prepare: Callable[..., Any], data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Let the host prepare a loader, and track what it makes."""
         with _tracked_as_made():
             loader = prepare(data_loader, *args, **kwargs)
         self.track(loader)
@@ -352,7 +345,6 @@ class Loaders:
             _states._add_dataloader, _states._remove_dataloader = _begun, _ended
 
     def note_step(self) -> None:
-        """Note that the loaders that iterate had batches for an optimizer step."""
         for loader in self._accelerator.gradient_state.dataloader_references:
             tracked = self._find(loader)
             if tracked is not None:

@@ -32,7 +32,6 @@ class Progress:
             self.count(optimizer)
 
     def count(self, optimizer: Any) -> None:
-        """Count the steps of an optimizer from now on; idempotent."""
         # The wrapper has no step hooks of its own, and its `step` is called for micro-batches too.
         inner = unwrap_optimizer(optimizer)
         if inner in self._steps:
@@ -52,7 +51,6 @@ class Progress:
             made[0] = step
 
     def release(self) -> None:
-        """Forget every optimizer, loader and step."""
         self.loaders.release()
         for handle in self._handles:
             handle.remove()
@@ -62,7 +60,6 @@ class Progress:
 
 
 def steps_made(optimizers: Sequence[Any]) -> int:
-    """Return the number of steps in the optimizers' own state; 0 if there is none."""
     steps = (
         state["step"] for optimizer in optimizers for state in optimizer.state.values() if "step" in state
     )
@@ -105,7 +102,6 @@ class Window:
 
     @property
     def is_lost(self) -> bool:
-        """Whether a save now would leave out gradients that have been accumulated."""
         return self.is_open and not self._with_gradients
 
     def capture(self) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:

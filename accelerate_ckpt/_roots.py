@@ -97,7 +97,6 @@ class Settings:
         return {"contents": self.contents, "gradients": self.gradients, "stock_files": self.stock_files}
 
     def with_numbers(self, sinks: Sequence[Sink], log: Log) -> Sequence[Sink]:
-        """Return the sinks of the managers, with one that logs what each save has cost."""
         return (*sinks, NumbersSink(log)) if self.log_costs else sinks
 
 
@@ -202,7 +201,6 @@ class Roots:
             tracker.log(dict(numbers), step=None if tracker.name == "wandb" else step)
 
     def automatic(self) -> CheckpointManager | None:
-        """Return the manager of the root for automatic names, if there is one."""
         root = self._automatic_root()
         return None if root is None else self.managers.at(root)
 
@@ -309,7 +307,6 @@ class Roots:
 
 
 def _next_number(manager: CheckpointManager) -> int:
-    """Return one more than the highest number in use, in any tier that can be listed."""
     storage = manager.storage
     try:
         names = [entry.name for entry in storage.list("")]

@@ -40,7 +40,6 @@ A script that is preempted ends after its last checkpoint, with exit code 143.""
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run a script or a module as `python` would, with checkpoints."""
     if arguments and arguments[0] in {"-h", "--help"}:
         print(_USAGE)  # noqa: T201 - it was asked for
         return
@@ -63,7 +62,6 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _with_overrides(arguments: Sequence[str]) -> Sequence[str]:
-    """Put `--override` options into the environment; return the other arguments."""
     given: list[str] = []
     while arguments and arguments[0].partition("=")[0] == _OVERRIDE:
         _, equals, value = arguments[0].partition("=")

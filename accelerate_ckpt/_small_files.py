@@ -65,7 +65,6 @@ class Pickles:
             raise IncompatibleCheckpointError(f"{name} cannot be read here: {error!r:.500}") from error
 
     def warn(self, files: Mapping[str, bytes], owners: Mapping[str, str]) -> None:
-        """Warn of files that only pickle could read again; each is examined once."""
         if self.allowed:
             return
         new = (owners.keys() & files.keys()) - self._looked_at
@@ -93,14 +92,12 @@ class SmallState(NamedTuple):
 
 
 def verified_files(storage: Storage, name: str, wanted: Callable[[str], bool]) -> dict[str, bytes]:
-    """Read some files of a committed checkpoint, verified, by path."""
     manifest = Catalog(storage).manifest(name)
     files = CommittedFiles(storage, name, manifest)
     return {path: files.read(path) for path in files.paths if wanted(path)}
 
 
 def write_files(files: Mapping[str, bytes], directory: Path) -> None:
-    """Write files into a directory, for host methods and hooks that read from one."""
     for path, content in files.items():
         target = directory / path
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -207,7 +204,6 @@ def _contents(storage: Storage, name: str, patterns: Sequence[str], *, committed
 
 
 def _check_fit(accelerator: Accelerator, files: Mapping[str, bytes], name: str) -> None:
-    """Check that there is a file for everything that is to be loaded."""
     objects = {path for path in files if _OBJECT.fullmatch(path)}
     if objects != {_object_file(index) for index in range(len(accelerator._custom_objects))}:
         raise IncompatibleCheckpointError(

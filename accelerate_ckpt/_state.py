@@ -97,7 +97,6 @@ def optimizer_part(index: int) -> str:
 
 
 def _object_part(index: int) -> str:
-    """Return the directory of a registered object's shards; stock has none."""
     return f"custom_checkpoint_{index}"
 
 
@@ -374,7 +373,6 @@ class AcceleratorState(StateSource):
         return paths
 
     def _run_load_hooks(self, saved: SavedState) -> None:
-        """Run the user's load hooks over what was loaded by us."""
         accelerator = self._accelerator
         models = [] if accelerator.distributed_type == DistributedType.FSDP else accelerator._models
         local = local_part(self._storage)
