@@ -62,9 +62,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, default=None)
     given = parser.parse_args(arguments)
     found: dict[str, list[Exported]] = {name: [] for name in given.only.split(",")}
-    layers = max(1, round((given.gib * 2**30 - _OUTER_BYTES) / _LAYER_BYTES))
     with tempfile.TemporaryDirectory(prefix="bench-", dir=given.root) as folder:
-        order = {"folder": folder, "layers": layers, "shard": given.shard_mib << 20, "dtype": given.dtype}
+        order = {
+            "folder": folder,
+            "layers": layers_of(given.gib),
+            "shard": given.shard_mib << 20,
+            "dtype": given.dtype,
+        }
         run_ranks(prepare, 1, order, timeout_seconds=600)
         for number in range(given.rounds + 1):
             for name, values in found.items():
@@ -83,6 +87,11 @@ def main(arguments: Sequence[str]) -> int:
         plain = {name: [asdict(each) for each in values] for name, values in found.items()}
         given.json.write_text(json.dumps(plain, indent=1))
     return 0
+
+
+def layers_of(gib: float) -> int:
+    """Return how many layers make the model that large."""
+    return max(1, round((gib * 2**30 - _OUTER_BYTES) / _LAYER_BYTES))
 
 
 def model_of(order: Mapping[str, Any]) -> Any:

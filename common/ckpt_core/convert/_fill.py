@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -53,6 +55,7 @@ class FileFill:
         self._verified: set[tuple[str, int]] = set()
         self._crcs: list[int] = []
         self._chunk: tuple[ChunkLocation, torch.Tensor] | None = None
+        self._free: list[memoryview] = []
 
     def __enter__(self) -> Self:
         return self
@@ -70,7 +73,7 @@ class FileFill:
         """
         self._crcs = []
         wants_crcs = any(isinstance(each, Late) for each in file.pieces)
-        window, at = page_memory(WINDOW_BYTES), 0
+        window, at = self._window(), 0
         for piece in file.pieces:
             is_tensor = isinstance(piece, Wanted | Computed)
             if is_tensor:
@@ -86,10 +89,18 @@ class FileFill:
                 if at == WINDOW_BYTES:
                     self._read()
                     yield window
-                    window, at = page_memory(WINDOW_BYTES), 0
+                    window, at = self._window(), 0
         self._read()
         if at:
             yield window[:at]
+
+    def _window(self) -> memoryview:
+        """Return memory for a window: what an earlier one had that nobody refers to any more, or new."""
+        # The kernel clears new memory, which costs as much as to read into it.
+        memory = self._free.pop() if self._free else page_memory(WINDOW_BYTES)
+        loan = (ctypes.c_ubyte * WINDOW_BYTES).from_buffer(memory)
+        weakref.finalize(loan, self._free.append, memory)
+        return memoryview(loan).cast("B")
 
     def read_into(self, ranges: Iterable[tuple[str, int, torch.Tensor]]) -> None:
         """Fill flat memory, uint8, with a tensor's bytes, row-major, from an offset on."""
@@ -106,7 +117,8 @@ class FileFill:
             into[:] = piece[start:stop]
             return
         if isinstance(piece, Late):
-            self._then.append(partial(_fill_late, piece, self._crcs, start, into))
+            late = piece.content
+            self._then.append(lambda: into.__setitem__(slice(None), late(self._crcs)[start:stop]))
             return
         if isinstance(piece, Wanted):
             dtype = piece.dtype or self._tensors[piece.name].dtype
@@ -204,7 +216,3 @@ class FileFill:
             elif payload.crc32 is not None and (payload.path, payload.offset) not in self._verified:
                 self._verified.add((payload.path, payload.offset))
                 yield replace(each, start=0, stop=payload.size_bytes, into=None, take=None)
-
-
-def _fill_late(piece: Late, crcs: Sequence[int], start: int, into: memoryview) -> None:
-    into[:] = piece.content(crcs)[start : start + len(into)]

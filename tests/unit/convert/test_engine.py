@@ -261,6 +261,17 @@ def test_two_exports_to_one_place_do_not_meet(tmp_path, tensors):
     assert "another process is writing" in busy[0]
 
 
+@pytest.mark.usefixtures("small_windows")
+def test_a_window_stays_as_it_is_while_it_is_held_and_its_memory_is_used_again(state, tensors):
+    file = OutFile(path="", pieces=[Wanted("model.wide"), Wanted("model.half")])
+    expected = content(state["wide"]) + content(state["half"])
+    with _fill.FileFill(tensors) as filled:
+        assert b"".join(list(filled.windows(file))) == expected  # all of them held
+    with _fill.FileFill(tensors) as filled:
+        places = {torch.frombuffer(each, dtype=torch.uint8).data_ptr() for each in filled.windows(file)}
+    assert len(places) <= 3 < len(expected) // 4096
+
+
 def test_damage_in_the_source_fails_the_export_before_it_is_there(tmp_path, state, tensors):
     data = next((tmp_path / "run/step-000000001").glob("__0_0.distcp"))
     raw = bytearray(data.read_bytes())

@@ -52,7 +52,7 @@ class ExportThread:
     def __init__(self, export: Export, terms: ExportTerms, job: Job) -> None:
         self.export, self.line = export, UploadLine("overtake")
         self._job, self._last = job, ""
-        self._process = WorkProcess("ckpt_core.tiers._export_service:exporting", terms)
+        self._process = WorkProcess("ckpt_core.tiers._export_service:exporting", terms, nice=19)
         self._left = threading.Event()
         # A daemon: the process must be able to end while storage hangs.
         self.thread = threading.Thread(target=self._run, name="ckpt-export", daemon=True)
