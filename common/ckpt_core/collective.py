@@ -95,15 +95,12 @@ def _raise_worst(outcomes: Sequence[_PhaseOutcome], consequence: str, cause: Exc
         # First of all: with damage, an older checkpoint must be tried, whatever errors other ranks had.
         raise _joined(damage, len(outcomes)) from cause
     # A CoordinationError only reports the failure of another rank, whose own error is more precise.
-    for rank, outcome in sorted(enumerate(outcomes), key=lambda each: _is_secondhand(each[1])):
-        if outcome.error is not None and not _is_secondhand(outcome):
+    secondhand = [isinstance(outcome.error, CoordinationError) for outcome in outcomes]
+    for rank, outcome in sorted(enumerate(outcomes), key=lambda each: secondhand[each[0]]):
+        if outcome.error is not None and not secondhand[rank]:
             raise outcome.error from cause
         if outcome.text:
             raise LoadError(f"{consequence} (rank {rank}: {outcome.text})") from cause
-
-
-def _is_secondhand(outcome: _PhaseOutcome) -> bool:
-    return isinstance(outcome.error, CoordinationError)
 
 
 def _joined(damage: dict[int, CorruptCheckpointError], world_size: int) -> CorruptCheckpointError:

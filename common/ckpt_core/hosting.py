@@ -70,11 +70,8 @@ class CheckpointPath:
     """A checkpoint as root and name, in the spelling that all hosts share.
 
     The directory that it is in is spelled by `root_of`. Its own name is taken as written: a symbolic link of
-    that name, such as `latest`, is followed by loads, within the root, and by no save.
-
-    Attributes:
-        root: the root, as `root_of` returns it.
-        name: of its directory there; "" for the root as a whole.
+    that name, such as `latest`, is followed by loads, within the root, and by no save. The name is "" for the
+    root as a whole.
     """
 
     root: str

@@ -56,8 +56,9 @@ end"""
 
 def run(arguments: Namespace) -> Outcome:
     parsers: Mapping[str, ArgumentParser] = arguments.commands
-    script = _fish(parsers) if arguments.shell == "fish" else _bash(parsers)
-    script = _ZSH + script if arguments.shell == "zsh" else script
+    cases = "\n".join(f'        {name}) echo "{" ".join(_options(p))}" ;;' for name, p in parsers.items())
+    bash = _BASH.format(cases=cases, commands=" ".join(parsers))
+    script = {"fish": _fish(parsers), "zsh": _ZSH + bash, "bash": bash}[arguments.shell]
     return Outcome(fields={"shell": arguments.shell, "script": script}, parts=script.rstrip("\n").split("\n"))
 
 
@@ -68,11 +69,6 @@ def _options(parser: ArgumentParser) -> list[str]:
         for name in action.option_strings
         if name.startswith("--")
     )
-
-
-def _bash(parsers: Mapping[str, ArgumentParser]) -> str:
-    cases = "\n".join(f'        {name}) echo "{" ".join(_options(p))}" ;;' for name, p in parsers.items())
-    return _BASH.format(cases=cases, commands=" ".join(parsers))
 
 
 def _fish(parsers: Mapping[str, ArgumentParser]) -> str:

@@ -50,10 +50,8 @@ def show(outcome: Outcome, *, as_json: bool) -> None:
 
 
 def time_text(seconds: float) -> str:
-    try:
-        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
-    except (ValueError, OverflowError, OSError):
-        return "?"
+    moment = moment_text(seconds)
+    return "?" if moment is None else moment[:19].replace("T", " ")
 
 
 def moment_text(seconds: float) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final, final
@@ -92,7 +92,7 @@ def is_torn_step(storage: Storage, name: str) -> bool:
 
 
 def _unmarked(storage: Storage, name: str) -> Occupant:
-    paths = list(_files(storage, name, depth=2))
+    paths = list(storage.paths_below(name, depth=2))
     if any(map(is_own_json, paths)) or (MANIFEST in paths and _has_manifest(storage, name)):
         return Occupant.TORN
     in_place = not storage.supports_rename
@@ -116,16 +116,6 @@ def _has_manifest(storage: Storage, name: str) -> bool:
     except (CheckpointError, FileNotFoundError):
         return False
     return True
-
-
-def _files(storage: Storage, directory: str, *, depth: int) -> Iterator[str]:
-    """Yield the paths of files and links down to a depth; links are not followed."""
-    for child in storage.list(directory):
-        if not child.is_directory or child.is_link:
-            yield child.name
-        elif depth > 1:
-            for path in _files(storage, f"{directory}/{child.name}", depth=depth - 1):
-                yield f"{child.name}/{path}"
 
 
 def quarantine(storage: Storage, name: str, original: str = "") -> str:

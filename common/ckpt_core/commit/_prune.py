@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -239,7 +239,7 @@ def retire_aside(storage: Storage, aside: str) -> None:
 
 def delete_in_place(storage: Storage, name: str) -> None:
     """Delete our files, and only ours, in a directory or prefix without marker."""
-    paths, own = list(_walk(storage, name)), _own_paths(storage, name)
+    paths, own = list(storage.paths_below(name)), _own_paths(storage, name)
     if own.issuperset(paths) and all(map(is_own_file, paths)):
         storage.delete(name)  # in one call, which costs an object store the fewest requests
         return
@@ -317,7 +317,7 @@ def _own_paths(storage: Storage, name: str) -> frozenset[str]:
     manifest = _manifest(storage, name)
     if manifest is not None:
         return _listed(manifest)
-    paths = list(_walk(storage, name))
+    paths = list(storage.paths_below(name))
     listed = [path for table in filter(is_own_json, paths) for path in _beside(storage, f"{name}/{table}")]
     return frozenset([*filter(is_own_file, paths), *listed])
 
@@ -330,16 +330,6 @@ def _beside(storage: Storage, key: str) -> Collection[str]:
     except (FileNotFoundError, CheckpointError, ValueError, TypeError, KeyError, RecursionError):
         return ()
     return [path for path in paths if isinstance(path, str)] if isinstance(paths, list) else ()
-
-
-def _walk(storage: Storage, directory: str, inner: str = "") -> Iterator[str]:
-    """Yield the paths of files and links below a directory; links are not followed."""
-    for child in storage.list(join(directory, inner)):
-        path = join(inner, child.name)
-        if child.is_directory and not child.is_link:
-            yield from _walk(storage, directory, path)
-        else:
-            yield path
 
 
 def _warn_kept(url: str, name: str) -> None:

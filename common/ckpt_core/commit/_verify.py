@@ -77,15 +77,13 @@ def verify(
         failures = [FileFailure(path=MANIFEST, problem=str(error))]
     if not failures or marker is None:
         return failures
+    gone = FileFailure(path=MARKER, problem="missing: it was pruned or replaced during verification")
     try:
-        leads_to = catalog.marker(name) == marker
+        return failures if catalog.marker(name) == marker else [gone]
     except CheckpointNotFoundError:
-        leads_to = False
+        return [gone]
     except (CorruptCheckpointError, IncompatibleCheckpointError):
-        leads_to = True
-    if leads_to:
         return failures
-    return [FileFailure(path=MARKER, problem="missing: it was pruned or replaced during verification")]
 
 
 def share(files: Sequence[FileEntry], rank: int, world_size: int) -> list[str]:

@@ -7,8 +7,9 @@ the root itself.
 from __future__ import annotations
 
 import errno
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import IO, Final, NamedTuple, Protocol, runtime_checkable
 
@@ -28,13 +29,9 @@ def is_full(error: OSError) -> bool:
 
 
 class StorageEntry(NamedTuple):
-    """One child of a directory.
+    """One child of a directory; a link to a directory is one, too.
 
-    Attributes:
-        name: of the child.
-        is_directory: whether it is a directory, or a link to one.
-        size_bytes: 0 for directories, and for dangling links.
-        is_link: whether it is a symbolic link.
+    `size_bytes` is 0 for directories, and for dangling links; `is_link` is of symbolic links.
     """
 
     name: str
@@ -219,11 +216,7 @@ class Storage(ABC):
 
     @abstractmethod
     def open(self, key: str) -> AbstractContextManager[IO[bytes]]:
-        """Open a file for reading; the stream is seekable.
-
-        Raises:
-            FileNotFoundError: no such file.
-        """
+        """Open a file for reading, by a seekable stream; FileNotFoundError."""
 
     @contextmanager
     def open_ranges(self, key: str) -> Generator[RangeReader]:
@@ -241,11 +234,8 @@ class Storage(ABC):
     def append(self, key: str, content: bytes) -> None:
         """Append to a small file, which is made if it is missing; not durable on return.
 
-        A crash may leave a part of `content`. Directories are not made.
-
-        Raises:
-            FileNotFoundError: the directory does not exist.
-            NotImplementedError: not `supports_append`.
+        A crash may leave a part of `content`. Directories are not made: FileNotFoundError.
+        NotImplementedError if not `supports_append`.
         """
         raise NotImplementedError(f"{self.url}: nothing can be appended here ({key}, {len(content)} bytes)")
 
@@ -264,11 +254,7 @@ class Storage(ABC):
 
     @abstractmethod
     def size(self, key: str) -> int:
-        """Return the size of a file in bytes.
-
-        Raises:
-            FileNotFoundError: no such file.
-        """
+        """Return the size of a file in bytes; FileNotFoundError if there is none."""
 
     @abstractmethod
     def delete(self, key: str) -> None:
@@ -283,22 +269,14 @@ class Storage(ABC):
     def abandon_uploads(self, unwanted: Callable[[str], bool]) -> Sequence[str]:
         """Abort uploads that were begun and never completed, where storage has such.
 
-        Args:
-            unwanted: returns whether the upload to a key may be aborted.
-
-        Returns:
-            The keys of the aborted uploads; by default none.
+        `unwanted` returns whether the upload to a key may be aborted. Returns the keys of the aborted ones.
         """
         del unwanted
         return []
 
     @abstractmethod
     def make_directory(self, key: str) -> None:
-        """Create a directory and its parents durably; no-op on object stores.
-
-        Raises:
-            FileExistsError: it exists already.
-        """
+        """Make a directory and parents durably; FileExistsError. No-op in object stores."""
 
     @abstractmethod
     def sync_directory(self, key: str) -> None:
@@ -307,20 +285,15 @@ class Storage(ABC):
     def rename(self, source: str, target: str) -> None:
         """Rename a directory, file or link atomically, onto a free name only.
 
-        Links are renamed as such; `target` may be in another directory.
-
-        Raises:
-            FileExistsError: `target` exists.
-            NotImplementedError: not `supports_rename`.
+        Links are renamed as such; `target` may be in another directory. FileExistsError if it exists;
+        NotImplementedError if not `supports_rename`.
         """
         raise NotImplementedError(f"{self.url}: nothing can be renamed here ({source} to {target})")
 
     def exchange(self, first: str, second: str) -> None:
         """Exchange two directories in one step, so that both names always exist.
 
-        Raises:
-            FileNotFoundError: one of them does not exist.
-            NotImplementedError: not `supports_rename`.
+        FileNotFoundError if one of them does not; NotImplementedError if not `supports_rename`.
         """
         raise NotImplementedError(f"{self.url}: nothing can be exchanged here ({first} and {second})")
 
@@ -349,9 +322,7 @@ class Storage(ABC):
     def crc32(self, key: str, offset: int, size_bytes: int) -> int:
         """Return the CRC-32 of a range of a file, computed where the file is if possible.
 
-        Raises:
-            FileNotFoundError: no such file.
-            EOFError: the file ends earlier.
+        FileNotFoundError if there is no such file, EOFError if it ends earlier.
         """
         found, end = 0, offset + size_bytes
         buffer = memoryview(bytearray(min(size_bytes, _BLOCK_BYTES)))
@@ -362,6 +333,15 @@ class Storage(ABC):
                 found, offset = crc32(block, found), offset + len(block)
         return found
 
+    def paths_below(self, key: str, depth: float = math.inf) -> Iterator[str]:
+        """Yield the paths of files and links in a directory; links are not followed."""
+        for child in self.list(key):
+            if not child.is_directory or child.is_link:
+                yield child.name
+            elif depth > 1:
+                below = self.paths_below(f"{key}/{child.name}", depth - 1)
+                yield from (f"{child.name}/{path}" for path in below)
+
     def bytes_below(self, key: str) -> int:
         """Return the size of all files below a directory."""
         return sum(
@@ -370,11 +350,7 @@ class Storage(ABC):
         )
 
     def read_bytes(self, key: str) -> bytes:
-        """Read a small file.
-
-        Raises:
-            FileNotFoundError: no such file.
-        """
+        """Read a small file; FileNotFoundError if there is none."""
         with self.open(key) as stream:
             return stream.read()
 

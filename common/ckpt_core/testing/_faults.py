@@ -28,11 +28,9 @@ class Operation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """What happens at which operations.
+    """An error, or calls, at operations whose `method` and `key` match by `fnmatch`.
 
     Attributes:
-        method: pattern of the method (`fnmatch`).
-        key: pattern of the key (`fnmatch`).
         nth: only at the nth of the matching operations, counted from 0; None for all of them.
         before: called before the operation.
         error: raised instead of the operation.

@@ -87,8 +87,9 @@ class S3Storage(PartStorage):
         algorithm: dict[str, Any] = {"ChecksumAlgorithm": "CRC32"} if self._settings.checksums else {}
         upload = self._requests.call("create_multipart_upload", Key=path, **algorithm, **self._marked(token))
         parts = S3Parts(self._requests, path, upload, self._condition)
-        if again:
-            parts.put_token(token)
+        if again:  # tells later calls whose upload this is
+            content = [_token_part(token)]
+            parts.send(parts.name_of(_TOKEN_PART - 1, mark(content)), content)
         return parts
 
     def abandon_uploads(self, unwanted: Callable[[str], bool]) -> list[str]:
@@ -142,10 +143,6 @@ class S3Parts:
         with suppress(FileNotFoundError):
             return self.name_of(_TOKEN_PART - 1, mark([_token_part(token)])) in self.there()
         return False
-
-    def put_token(self, token: str) -> None:
-        content = [_token_part(token)]
-        self.send(self.name_of(_TOKEN_PART - 1, mark(content)), content)
 
     def send(self, name: str, content: Sequence[memoryview]) -> None:
         number, _, checksum = name.partition("-")
