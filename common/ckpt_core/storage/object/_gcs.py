@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, cast, final
+from typing import TYPE_CHECKING, Any, Final, final
 from urllib.parse import quote
 
 from ckpt_core.crew import run_all
@@ -43,6 +43,7 @@ class GcsBucket:
         another one is a ConfigError.
         """
         from gcsfs.credentials import GoogleCredentials
+        from obstore.store import GCSStore
 
         refuse_others(url, options, _OPTIONS)
         self.token_name = GCS_METADATA
@@ -53,7 +54,17 @@ class GcsBucket:
         self._headers = {"x-goog-user-project": str(project if pays is True else pays)} if pays else {}
         account: Any = GoogleCredentials
         self._account = account(project, options.get("access", "full_control"), options.get("token"))
-        self.store: AzureStore | GCSStore = self._open(**arguments)
+        client = {**arguments.pop("client_options", {}), "default_headers": self._headers}
+        if self._endpoint.startswith("http:"):
+            client["allow_http"] = True
+        made: Any = GCSStore
+        self.store: AzureStore | GCSStore = made(
+            bucket,
+            config={"base_url": self._endpoint},
+            client_options=client,
+            credential_provider=self._credential,
+            **arguments,
+        )
 
     def listed(self, prefix: str, delimiter: str) -> Iterator[StorageEntry]:
         wanted = {"prefix": prefix, "delimiter": delimiter, "fields": _LISTED}
@@ -93,22 +104,6 @@ class GcsBucket:
             raise _AS_OS_ERRORS[answer.status_code](place)
         answer.raise_for_status()
         return answer
-
-    def _open(self, **arguments: Any) -> GCSStore:
-        from obstore.store import GCSStore
-
-        client = dict(arguments.pop("client_options", {}))
-        if self._endpoint.startswith("http:"):
-            client["allow_http"] = True
-        made: Any = GCSStore
-        store = made(
-            self._bucket,
-            config={"base_url": self._endpoint},
-            client_options={**client, "default_headers": self._headers},
-            credential_provider=self._credential,
-            **arguments,
-        )
-        return cast("GCSStore", store)
 
     def _credential(self) -> dict[str, Any]:
         if self._account.credentials is None:

@@ -93,8 +93,13 @@ class ObstoreStorage(PartStorage):
 
         Blocks that an upload to Azure has left are taken for an object there; they stop no other blocks.
         """
+        import obstore
+
+        settings: dict[str, Any] = {"mode": "create", "use_multipart": False}
         try:
-            self._put(path, content, token)
+            with self._asking(path):
+                marked = {self._place.token_name: token}
+                obstore.put(self._place.store, path, list(content), attributes=marked, **settings)
         except FileExistsError:
             with suppress(FileNotFoundError):
                 self.size_of(path)
@@ -143,19 +148,6 @@ class ObstoreStorage(PartStorage):
                 self.remove(entry.name)
                 abandoned.add(key)
         return sorted(abandoned)
-
-    def _put(self, path: str, content: Sequence[memoryview], token: str) -> None:
-        import obstore
-
-        with self._asking(path):
-            obstore.put(
-                self._place.store,
-                path,
-                list(content),
-                attributes={self._place.token_name: token},
-                mode="create",
-                use_multipart=False,
-            )
 
     def listed(self, prefix: str, delimiter: str) -> Sequence[StorageEntry]:
         try:
