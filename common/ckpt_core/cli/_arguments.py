@@ -89,7 +89,7 @@ def open_place(place: str, options: Mapping[str, Any]) -> Storage:
     except NotADirectoryError:
         raise file_as_root(storage.url) from None
     if not entries:
-        raise nothing_at(storage.url)
+        raise CheckpointNotFoundError(f"{storage.url}: there is nothing")
     return storage
 
 
@@ -120,10 +120,6 @@ def open_target(root: str, options: Mapping[str, Any]) -> Storage:
     refuse_as_root(storage)
     storage.check_root()
     return storage
-
-
-def nothing_at(place: str) -> CheckpointNotFoundError:
-    return CheckpointNotFoundError(f"{place}: there is nothing")
 
 
 def open_checkpoint(place: str, options: Mapping[str, Any]) -> tuple[Storage, str]:

@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 
-from ckpt_core.cli._arguments import find_any, nothing_at
+from ckpt_core.cli._arguments import find_any
 from ckpt_core.cli._outcome import Outcome, Table, code_text, data_text, metrics_text, moment_text, time_text
 from ckpt_core.commit import (
     Catalog,
@@ -120,7 +120,7 @@ def _uncommitted(arguments: Namespace, storage: Storage, name: str) -> Outcome:
     place = f"{storage.url.rstrip('/')}/{name}"
     found = describe(storage, name)
     if not found:
-        raise nothing_at(place)
+        raise CheckpointNotFoundError(f"{place}: there is nothing")
     advice = look_around(open_storage(arguments.place, arguments.storage_options)).advice(place)
     text = "; ".join([f"{place} is not a committed checkpoint", *(advice or [found])])
     return Outcome(
@@ -179,8 +179,9 @@ def _tensor_parts(tensors: Mapping[str, Sequence[TensorEntry]]) -> list[str | Ta
     parts: list[str | Table] = []
     for part, entries in tensors.items():
         rows = [
-            (entry.name, _shape(entry), entry.dtype, f"{entry.num_elements:,}", bytes_text(entry.size_bytes))
-            for entry in entries
+            (e.name, shape, e.dtype, f"{e.num_elements:,}", bytes_text(e.size_bytes))
+            for e in entries
+            for shape in ("x".join(map(str, e.shape)) or "scalar",)
         ]
         parts += ["", f"{part}:", Table(columns=("TENSOR", "SHAPE", "DTYPE", "ELEMENTS", "SIZE"), rows=rows)]
         for item in sorted({entry.name.partition(".")[0] for entry in entries}):
@@ -192,10 +193,6 @@ def _tensor_parts(tensors: Mapping[str, Sequence[TensorEntry]]) -> list[str | Ta
     return parts
 
 
-def _shape(entry: TensorEntry) -> str:
-    return "x".join(map(str, entry.shape)) or "scalar"
-
-
 def _lineage_text(lineage: Lineage) -> str:
     if not lineage.number:
         return ""
@@ -203,21 +200,16 @@ def _lineage_text(lineage: Lineage) -> str:
     return f"{lineage.number} ({lineage.id}){origin}"
 
 
-def _replicas_text(manifest: Manifest) -> str:
-    size = sum(entry.size_bytes for entry in manifest.twins().values())
-    return f"{manifest.replicas}, the second files take {bytes_text(size)}" if size else ""
-
-
 def _facts(
     place: str, manifest: Manifest, *, pinned: str | None, damaged: str | None, measured: Mapping[str, float]
 ) -> list[str]:
-    known = manifest.provenance
+    known, twins = manifest.provenance, sum(entry.size_bytes for entry in manifest.twins().values())
     facts = {
         "checkpoint": place,
         "step": str(manifest.step),
         "committed": f"{time_text(manifest.created)} UTC",
         "size": f"{bytes_text(manifest.size_bytes)} in {len(manifest.files)} files",
-        "replicas": _replicas_text(manifest),
+        "replicas": f"{manifest.replicas}, the second files take {bytes_text(twins)}" if twins else "",
         "chunks": str(manifest.num_chunks),
         "ranks": str(manifest.world_size),
         "pinned": pinned or "",

@@ -13,7 +13,6 @@ from ckpt_core.cli._arguments import (
     find_others,
     named_checkpoint,
     none_committed,
-    nothing_at,
     open_place,
     open_root,
 )
@@ -106,7 +105,7 @@ def _named(arguments: Namespace) -> tuple[Storage, str] | None:
     if (named := named_checkpoint(place, options)) is not None:
         storage, name = named
         if not storage.list(name):
-            raise nothing_at(f"{storage.url}/{name}")
+            raise CheckpointNotFoundError(f"{storage.url}/{name}: there is nothing")
         return storage, name
     storage = open_place(place, options)
     survey = Catalog(storage).survey()
