@@ -182,9 +182,10 @@ class KeepWithin(RetentionPolicy):
 
 
 def any_of(policies: Sequence[RetentionPolicy]) -> RetentionPolicy:
-    """Join policies by "or", within the bounds among them."""
-    bounds = [each for each in policies if each.most_bytes is not None]
-    rules = [each for each in policies if each.most_bytes is None]
+    """Join policies by "or", within all bounds in them, which are of the whole root."""
+    bounded = [each for each in policies if each.most_bytes is not None]
+    bounds = [each for policy in bounded for each in leaves(policy) if each.most_bytes is not None]
+    rules = [rule for policy in policies if (rule := _rules(policy)).most_bytes is None]
     return reduce(and_, [*([reduce(or_, rules)] if rules else []), *bounds])
 
 

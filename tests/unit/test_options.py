@@ -463,6 +463,12 @@ def test_nested_arguments_of_a_command_line_are_taken(dotted, policy):
     assert upload == Upload("s3://bucket/run", keep=KeepLatest(3) | KeepBest("val.loss"))
 
 
+@pytest.mark.parametrize("value", [24, "24", [24], True, None])
+def test_what_needs_names_is_refused_without_them(value):
+    with pytest.raises(ConfigError, match=r"keep\.thinned: .*hourly, daily, weekly"):
+        policy_from({"thinned": value}, "keep")
+
+
 @pytest.mark.parametrize(
     "key", ["optimal.", ".mtbf", ".", "optimal..mtbf", "optimal.mtfb", "every_steps.n.n"]
 )

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from ckpt_core.cadence import EverySteps
 from ckpt_core.errors import ConfigError
+from ckpt_core.options import policy_from
 from ckpt_core.retention import (
     UNRANKED,
     AllOf,
@@ -446,6 +447,23 @@ def test_a_budget_that_other_rules_could_exceed_is_refused_with_the_line_to_writ
         _ = ~KeepWithin("2 TB")
     with pytest.raises(ConfigError, match=r"write \(a \| b\)"):
         _ = (KeepLatest(2) & KeepWithin("2 TB")) | KeepBest("loss")
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        [{"latest": 2, "within": 30}, {"every": 10}],
+        {"any": {"latest": 2, "within": 30}, "every": 10},
+        {"all_of": [{"latest": 2}, {"within": 30}], "every": 10},
+        [{"latest": 2}, {"every": 10, "within": 30}],
+        [{"within": 30}, {"any": [{"latest": 2, "within": "1 TB"}]}, {"every": 10}],
+    ],
+)
+def test_a_budget_in_one_of_several_rules_bounds_all_of_them_and_joins_none_by_and(written):
+    history = [info(step, size=10) for step in (10, 11, 12, 13, 14)]
+    policy = policy_from(written, "keep")
+    assert set(plan_prune(policy, history, NOW).keep) == {14, 13, 10}
+    assert policy.most_bytes == 30
 
 
 def test_thinned_keeps_the_newest_of_the_last_hours_days_and_weeks_that_have_any():

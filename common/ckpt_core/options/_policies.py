@@ -112,6 +112,8 @@ def _with(
         if switch and isinstance(value, bool):
             return make() if value else None
         if not isinstance(value, Mapping):
+            if not required and not switch:
+                raise ConfigError(f"must be a mapping of {', '.join(arguments)}, not {value!r:.80}")
             return make(value)
         problems = Problems()
         problems.unknown("arguments", value, arguments)

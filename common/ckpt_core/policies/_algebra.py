@@ -178,7 +178,8 @@ class AnyOf(_Several):
 
     def __post_init__(self) -> None:
         _Several.__post_init__(self)  # without arguments, `super` is another class where slots are made
-        bound = next((part for part in self._parts if getattr(part, "most_bytes", None) is not None), None)
+        parts = (leaf for part in self._parts for leaf in leaves(part))
+        bound = next((leaf for leaf in parts if getattr(leaf, "most_bytes", None) is not None), None)
         if bound is not None:
             raise ConfigError(
                 f"{bound!r} bounds what other policies keep, together: write (a | b) & {bound!r}"
