@@ -177,7 +177,7 @@ def _others(storage: Storage, directory: str, file: str, digest: str | None) -> 
 
 
 def outcome(storage: Storage, name: str, *, strict: bool = False, digest: str | None = None) -> Outcome:
-    """Verify a checkpoint of a root; mark it if it is damaged, unmark it if it is whole."""
+    """Verify a checkpoint; mark it if it is damaged, take a mark from a whole one."""
     result = _verified(storage, name)
     if digest is not None:
         result = replace(result, failures=_exchanged(storage, result, digest))
