@@ -44,7 +44,7 @@ def _decompressed(content: bytes, most_bytes: int) -> bytes:
             "it was compressed by DCP's zstd extension: to read it, pip install zstandard"
         ) from None
     try:
-        with zstandard.ZstdDecompressor().stream_reader(content) as stream:
+        with zstandard.ZstdDecompressor().stream_reader(content, read_across_frames=True) as stream:
             found = stream.read(most_bytes + 1)
     except zstandard.ZstdError as error:
         raise ZipError(f"what is compressed is damaged: {error}") from error

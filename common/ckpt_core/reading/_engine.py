@@ -263,7 +263,7 @@ class Engine:
         try:
             changed = self._read(request, file, buffers, expected)
         except OSError as error:
-            if error.errno != errno.EIO:
+            if error.errno != errno.EIO or not self._on_arrival:
                 raise
             problem = f"bytes {request.start} to {request.stop} of the file cannot be read: {error}"
             raise damage(request.path, problem) from error

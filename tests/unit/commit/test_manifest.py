@@ -128,8 +128,8 @@ def test_format_version_2_is_frozen():
 
 
 def test_a_newer_format_asks_for_an_upgrade():
-    newer = json.dumps(json.loads(GOLDEN) | {"format_version": 3, "files": "of another shape"}).encode()
-    with pytest.raises(IncompatibleCheckpointError, match=r"newer ckpt-suite \(format 3\).*up to 2: upgrade"):
+    newer = json.dumps(json.loads(GOLDEN) | {"format_version": 4, "files": "of another shape"}).encode()
+    with pytest.raises(IncompatibleCheckpointError, match=r"newer ckpt-suite \(format 4\).*up to 3: upgrade"):
         Manifest.from_bytes(newer)
     with pytest.raises(IncompatibleCheckpointError, match="upgrade"):
         Marker.from_bytes(b'{"format_version": 4}')

@@ -106,7 +106,7 @@ def _compressed(storage: Storage, name: str, manifest: Manifest) -> list[str]:
     in_planes = any(max(frames.codec, default=RAW) > ZSTD for frames in found.files.values())
     text = "in planes: stock dcp.load cannot read it" if in_planes else "by zstd, which stock dcp.load reads"
     size = bytes_text(Manifest.from_bytes(found.manifest).size_bytes)
-    return [f"compressed:  from {size}, {text}; `ckpt cp --compress none` makes it plain"]
+    return [f"compressed:  from {size}, {text}; `ckpt cp CHECKPOINT DST --compress none` makes it plain"]
 
 
 def _pinned(catalog: Catalog, step: int) -> str | None:
