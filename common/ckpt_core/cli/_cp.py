@@ -54,7 +54,16 @@ from ckpt_core.journal import unread
 from ckpt_core.names import SIGNATURE, TIERS, is_own_file, parse_step_name, run_name
 from ckpt_core.options import bytes_text
 from ckpt_core.storage import Storage, Throttle, open_storage
-from ckpt_core.tiers import CopyTerms, TierRecord, compressed, copy_checkpoint, fixed, read_tiers
+from ckpt_core.tiers import (
+    CopyTerms,
+    ShareTerms,
+    TierRecord,
+    compress_share,
+    copy_checkpoint,
+    read_tiers,
+    view_begun,
+    view_of,
+)
 from ckpt_core.types import CheckpointInfo
 from ckpt_core.validation import parse_size
 
@@ -76,6 +85,7 @@ class _CopySource:
         named: whether the user wrote the name of the checkpoint.
         renames: whether a copy whose name is taken gets one of its lineage, as by a job.
         compress: what `--compress` says of the copies; None to copy what is stored.
+        bytes_per_second: the most that is sent; None for no limit.
         unreadable: problems of directories that may be checkpoints.
     """
 
@@ -86,6 +96,7 @@ class _CopySource:
     named: bool = False
     renames: bool = False
     compress: str | None = None
+    bytes_per_second: int | None = None
     unreadable: Sequence[str] = ()
 
 
@@ -104,7 +115,14 @@ class _CopyResult:
 def run(arguments: Namespace) -> Outcome:
     pace = _pace_of(arguments)
     compress: str | None = arguments.compress
-    selections = [replace(_select(place, arguments), compress=compress) for place in arguments.sources]
+    selections = [
+        replace(
+            _select(place, arguments),
+            compress=compress,
+            bytes_per_second=parse_size("--bandwidth", arguments.bandwidth, rate=True),
+        )
+        for place in arguments.sources
+    ]
     if compress not in {None, "none"}:
         require_zstandard()
         _refuse_signed(selections)
@@ -393,7 +411,9 @@ def _copied(
         if selection.compress == "none":
             source = plain_storage(source, info.name)
         elif selection.compress is not None:
-            source = compressed(source, info.name, fixed(selection.compress), stop=terms.stop)
+            rate, codec = selection.bytes_per_second, selection.compress
+            share = ShareTerms(paths=paths, codec=codec, bytes_per_second=rate)
+            source = _compressed(source, info, target, share, stop=terms.stop)
         found = copy_checkpoint(source, target, info.name, terms, check=lease.check, otherwise=otherwise)
     except CorruptCheckpointError as error:
         problem = f"the source is damaged, so that nothing was committed: {error}"
@@ -404,6 +424,17 @@ def _copied(
         return replace(failed, state="gone")
     _carry_marks(selection, info, found, target)
     return replace(failed, info=replace(info, name=found.name, size_bytes=found.size_bytes), state="copied")
+
+
+def _compressed(
+    source: Storage, info: CheckpointInfo, target: Storage, share: ShareTerms, *, stop: Callable[[], None]
+) -> Storage:
+    """Return a view in which the checkpoint is compressed; a copy that was begun goes on."""
+    working = working_name(target, info.name, info.save_id)
+    begun = view_begun(source, info.name, target, working, codec=share.codec)
+    if begun is not None:
+        return begun
+    return view_of(source, info.name, [compress_share(source, target, info.name, share, stop=stop)])
 
 
 def _carry_marks(

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol, Self, TypeAlias, final, get_args
 
@@ -29,6 +30,7 @@ from ckpt_core.validation import (
 WhenBusy = Literal["overtake", "wait", "queue"]
 OnPreemptionUpload = Literal["upload", "leave"]
 OnUploadError = Literal["warn", "raise"]
+UploadCodec = Literal["auto", "zstd", "planes"]
 ExportWhen: TypeAlias = Literal["best", "final"] | Mapping[str, int]
 
 
@@ -63,6 +65,10 @@ class Upload:
             upload is tried again.
         on_error: whether an upload that failed for good is only reported (`warn`), or stops the training at
             the next save (`raise`).
+        compress: how the copies are compressed, losslessly: by `zstd`, which stock DCP reads; by `planes`,
+            which makes them smaller and which only this package reads; `auto`, for each class of tensors
+            whichever is there soonest, also as it is; None for not at all. What does not shrink stays as it
+            is. It needs `pip install "ckpt-suite[compress]"`.
         storage_options: passed to the filesystem behind `to`, as those of the root to its own. No repr, error
             or log shows their values.
         url: `to` without secrets; a directory by its absolute path.
@@ -76,6 +82,7 @@ class Upload:
     on_preemption: OnPreemptionUpload = field(default="upload", kw_only=True)
     deadline_seconds: float = field(default=600.0, kw_only=True)
     on_error: OnUploadError = field(default="warn", kw_only=True)
+    compress: UploadCodec | None = field(default=None, kw_only=True)
     storage_options: Mapping[str, Any] = field(default_factory=dict[str, Any], kw_only=True, repr=False)
     # Fixed when the option is made: the process may change its directory, and `tiers.json` is read in others.
     url: str = field(default="", init=False, repr=False, compare=False)
@@ -91,6 +98,10 @@ class Upload:
             one_of("on_preemption", self.on_preemption, get_args(OnPreemptionUpload)),
             positive("deadline_seconds", self.deadline_seconds),
             one_of("on_error", self.on_error, get_args(OnUploadError)),
+            None if self.compress is None else one_of("compress", self.compress, get_args(UploadCodec)),
+            'compress needs pip install "ckpt-suite[compress]", which is not installed'
+            if self.compress is not None and find_spec("zstandard") is None
+            else None,
             option_keys("storage_options", self.storage_options),
         )
         object.__setattr__(self, "url", _absolute(self.to))

@@ -30,6 +30,9 @@ class FramedStorage(ReadOnlyStorage):
     Everything else is as in `storage`. Reads of a range read the frames around it, and hold at most 8 MiB of
     them for each thread; what cannot be decompressed is an `EIO`, as a block that a device has lost.
 
+    Attributes:
+        small: as given.
+
     Args:
         storage: that holds the other form of the files.
         directory: of the checkpoint, which is there as long as its first small file is in `storage`.
@@ -51,6 +54,7 @@ class FramedStorage(ReadOnlyStorage):
         twin_suffix: str = "",
     ) -> None:
         self._storage = storage
+        self.small = small
         self._small = {f"{directory}/{path}": content for path, content in small.items()}
         self._first = next(iter(self._small), "")
         self._files = {f"{directory}/{path}": frames for path, frames in files.items()}

@@ -16,7 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, final
 
@@ -30,7 +30,7 @@ from ckpt_core.commit import (
     read_manifest,
 )
 from ckpt_core.crew import run_all
-from ckpt_core.errors import ConfigError
+from ckpt_core.errors import CheckpointError, ConfigError
 from ckpt_core.formats.checksums import Checksum, checksum
 from ckpt_core.formats.chunks import BLOCK_BYTES, ChunkTable, FileChunks
 from ckpt_core.formats.dcp_metadata import item_bytes
@@ -40,11 +40,13 @@ from ckpt_core.formats.frames import (
     ZSTD,
     Buffer,
     Frames,
+    PlainFiles,
     compress,
     descriptors_of,
     encode_plain,
     require_zstandard,
 )
+from ckpt_core.messages import message
 from ckpt_core.names import MANIFEST, MARKER, METADATA, PLAIN, SIGNATURE, chunks_name, data_rank, probe_name
 from ckpt_core.reading import CheckedReader, damaged
 from ckpt_core.storage import FramedStorage, RangeReader, Storage, read_small
@@ -59,12 +61,32 @@ Choice: TypeAlias = Callable[[ChunkEntry, Sequence[memoryview]], int]
 It is called on several threads. For the same entry it should return the same: else an interrupted copy begins
 again."""
 
+Rows: TypeAlias = Mapping[str, Sequence[Any]]
+"""Of compressed files, as plain values: path -> size, checksum, and the columns of the frames."""
+
 _SMALL_BYTES: Final = 64 << 10  # what smaller entries save is less than their frames cost
 _SHRINKS: Final = 0.97
 _BATCH: Final = 16
 _THREADS: Final = 4
 _PASSES: Final = 2
 _PROBE_BYTES: Final = 4 << 20
+
+
+@message
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShareTerms:
+    """Files that one process is to compress, and how.
+
+    Attributes:
+        paths: the files, as in the manifest.
+        codec: zstd, planes, or auto.
+        bytes_per_second: the most that is sent; None for no limit.
+    """
+
+    paths: Sequence[str]
+    codec: str
+    bytes_per_second: int | None
 
 
 def fixed(codec: str) -> Choice:
@@ -112,12 +134,20 @@ def compressed(
     require_zstandard()
     source = plain_storage(source, name)
     manifest = Manifest.from_bytes(read_manifest(source, name))
-    if sign is None and source.exists(f"{name}/{SIGNATURE}"):
-        raise ConfigError(
-            f"{source.url}/{name} is signed, and a compressed copy has a manifest of its own, which is not: "
-            "nothing was written; copy it as it is, or compress where it can be signed (sign_manifest=)"
-        )
     entries = {entry.path: entry for entry in manifest.originals}
+    found = compress_files(source, name, entries, choose=choose, stop=stop)
+    return compressed_view(source, name, found, sign=sign)
+
+
+def compress_files(
+    source: Storage,
+    name: str,
+    entries: Mapping[str, FileEntry],
+    *,
+    choose: Choice,
+    stop: Callable[[], None],
+) -> dict[str, tuple[FileEntry, Frames]]:
+    """Compress data files of a plain checkpoint: path -> what `compress_file` returns; errors as its."""
     tables = _tables(source, name, entries)
     found: dict[str, tuple[FileEntry, Frames]] = {}
 
@@ -127,7 +157,92 @@ def compressed(
         )
 
     run_all(work, [path for path in entries if path in tables], _THREADS, name="ckpt-compress")
-    return compressed_view(source, name, found, sign=sign)
+    return found
+
+
+def compress_share(
+    source: Storage, target: Storage, name: str, share: ShareTerms, *, stop: Callable[[], None]
+) -> Rows:
+    """Compress those files of a checkpoint that one process has; see `view_of`.
+
+    Args:
+        source: the root.
+        target: the root that they are to be copied to, which this process owns.
+        name: of the checkpoint.
+        share: which files, and how.
+        stop: called before every read; raises to end it.
+
+    Raises:
+        CorruptCheckpointError: a file is damaged.
+        OSError: a storage failed.
+    """
+    source, wanted = plain_storage(source, name), set(share.paths)
+    manifest = Manifest.from_bytes(read_manifest(source, name))
+    entries = {entry.path: entry for entry in manifest.originals if entry.path in wanted}
+    choose: Choice | None = fixed(share.codec)
+    if share.codec == "auto":
+        rate = write_rate(target, sum(entry.size_bytes for entry in entries.values()))
+        rate = min(rate, share.bytes_per_second or rate)
+        choose = auto(source, name, entries, write_rate=rate, stop=stop)
+    found = {} if choose is None else compress_files(source, name, entries, choose=choose, stop=stop)
+    return {
+        path: [entry.size_bytes, entry.checksum, frames.codec, frames.plain_bytes, frames.stored_bytes]
+        for path, (entry, frames) in found.items()
+    }
+
+
+def view_of(
+    source: Storage, name: str, shares: Iterable[Rows], *, sign: Callable[[bytes], bytes] | None = None
+) -> Storage:
+    """Return the view of a checkpoint that these shares make; see `compressed_view`."""
+    found = {
+        path: (FileEntry(path=path, size_bytes=size, checksum=text), Frames(*columns))
+        for rows in shares
+        for path, (size, text, *columns) in rows.items()
+    }
+    return compressed_view(plain_storage(source, name), name, found, sign=sign)
+
+
+def view_again(source: Storage, name: str, small: Mapping[str, bytes]) -> Storage:
+    """Return a view that was made elsewhere, of its `FramedStorage.small`; without any, the root."""
+    if not small:
+        return source
+    files = _frames_in(small)
+    return FramedStorage(plain_storage(source, name), name, small=small, files=files, compresses=True)
+
+
+def _frames_in(small: Mapping[str, bytes]) -> Mapping[str, Frames]:
+    return PlainFiles.from_bytes(small[PLAIN], source=PLAIN).files
+
+
+def view_begun(source: Storage, name: str, target: Storage, working: str, *, codec: str) -> Storage | None:
+    """Return the view that an interrupted copy was made from; None if its files do not tell.
+
+    Args:
+        source: the root.
+        name: of the checkpoint.
+        target: that was copied to.
+        working: the directory there.
+        codec: as in `ShareTerms`; what stock DCP is to read is not continued in planes.
+    """
+    try:
+        content = read_small(target, f"{working}/{MANIFEST}")
+        made = Manifest.from_bytes(content)
+        plain = read_manifest(plain_storage(source, name), name)
+        if made.plain_sha256 != hashlib.sha256(plain).hexdigest():
+            return None
+        small = {MARKER: Marker.of(made, content).to_bytes(), MANIFEST: content}
+        for entry in made.files:
+            if entry.path.rpartition("/")[2] in {PLAIN, METADATA}:
+                small[entry.path] = read_entry(target, working, entry)
+        with suppress(FileNotFoundError):
+            small[SIGNATURE] = read_small(target, f"{working}/{SIGNATURE}", MAX_SIGNATURE_BYTES)
+        lacks_signature = SIGNATURE not in small and source.exists(f"{name}/{SIGNATURE}")
+        in_planes = any(max(each.codec) > ZSTD for each in _frames_in(small).values())
+        wrong = lacks_signature or (in_planes and codec == "zstd")
+        return None if wrong else view_again(source, name, small)
+    except (OSError, CheckpointError):
+        return None
 
 
 def _tables(source: Storage, name: str, entries: Mapping[str, FileEntry]) -> dict[str, FileChunks]:
@@ -249,6 +364,11 @@ def compressed_view(
     frames = {path: each for path, (_, each) in files.items() if any(each.codec)}
     if not frames:
         return source
+    if sign is None and source.exists(f"{name}/{SIGNATURE}"):
+        raise ConfigError(
+            f"{source.url}/{name} is signed, and a compressed copy has a manifest of its own, which is not: "
+            "nothing was written; copy it as it is, or compress where it can be signed (sign_manifest=)"
+        )
     content = read_manifest(source, name)
     plain = Manifest.from_bytes(content)
     entries = {entry.path: entry for entry in plain.originals}
@@ -362,7 +482,14 @@ def choose_codecs(
     return min(front, key=cost)[2]
 
 
-def auto(source: Storage, name: str, *, write_rate: float, stop: Callable[[], None]) -> Choice | None:
+def auto(
+    source: Storage,
+    name: str,
+    entries: Mapping[str, FileEntry],
+    *,
+    write_rate: float,
+    stop: Callable[[], None],
+) -> Choice | None:
     """Return the choice that is at a place soonest, of what samples of the checkpoint show.
 
     A class of tensors is what has one dtype, the same first and last part of its name, and is of experts or
@@ -371,6 +498,7 @@ def auto(source: Storage, name: str, *, write_rate: float, stop: Callable[[], No
     Args:
         source: the root, in which the checkpoint is plain.
         name: of the checkpoint.
+        entries: path -> the files of it that are to be compressed.
         write_rate: stored bytes that the place takes in a second.
         stop: called before every read; raises to end it.
 
@@ -381,9 +509,8 @@ def auto(source: Storage, name: str, *, write_rate: float, stop: Callable[[], No
         CorruptCheckpointError: it is damaged.
     """
     classes: dict[str, list[ChunkEntry]] = defaultdict(list)
-    manifest = Manifest.from_bytes(read_manifest(source, name))
-    for chunks in _tables(source, name, {entry.path: entry for entry in manifest.originals}).values():
-        for chunk in chunks:
+    for path, chunks in _tables(source, name, entries).items():
+        for chunk in chunks if path in entries else ():
             if chunk.size_bytes >= _SMALL_BYTES:
                 classes[_class_of(chunk)].append(chunk)
     gains: dict[str, dict[str, Gain]] = {}

@@ -38,7 +38,7 @@ from ckpt_core.errors import (
 )
 from ckpt_core.names import MANIFEST, SIGNATURE, is_incomplete, twin_name
 from ckpt_core.reading import CheckedReader, damaged
-from ckpt_core.storage import ForeignFileError, Storage, read_small
+from ckpt_core.storage import ForeignFileError, FramedStorage, Storage, read_small
 from ckpt_core.types import CheckpointInfo, FileEntry
 
 _THREADS: Final = 4
@@ -184,6 +184,11 @@ class CheckpointCopy:
         with suppress(OSError):
             self._target.abandon_uploads(lambda key: key.startswith(f"{self.working}/"))
         return commit_copy(self._target, self.working, self.name, self.manifest, check=check, repair=repair)
+
+    @property
+    def small(self) -> Mapping[str, bytes]:
+        """What another process needs, with the root, to copy from the same view; see `view_again`."""
+        return self._source.small if isinstance(self._source, FramedStorage) else {}
 
     @property
     def info(self) -> CheckpointInfo:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Self, final
 
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, CorruptCheckpointError
 from ckpt_core.options import Upload
 from ckpt_core.storage import LocalStorage, Storage, is_in_bucket
+from ckpt_core.tiers._compressing import Rows, ShareTerms
 from ckpt_core.tiers._copy import CheckpointCopy, CopyTerms
-from ckpt_core.tiers._copy_service import CopyRoute, CopyTask
+from ckpt_core.tiers._copy_service import CompressTask, CopyRoute, CopyTask
 from ckpt_core.tiers._work_process import EndedError, Reply, WorkProcess
 from ckpt_core.types import FileEntry
 
@@ -95,6 +96,7 @@ class CopyProcess:
             content=copy.content,
             paths=[entry.path for entry in entries],
             bytes_per_second=bytes_per_second,
+            small=copy.small,
         )
         done: int = 0
         reply: Reply = 0
@@ -116,6 +118,33 @@ class CopyProcess:
             raise reply
         terms.progress(-done)
         return False
+
+    def compress(self, copy: CheckpointCopy, share: ShareTerms, stop: Callable[[], None]) -> Rows | None:
+        """Compress files as `compress_share` does; None if the caller must, as in `copy_files`.
+
+        Args:
+            copy: of the checkpoint.
+            share: which files, and how.
+            stop: raises to end it.
+        """
+        task, found = CompressTask(source_name=copy.source_name, share=share), None
+        reply: Reply = 0
+        try:
+            small = copy.manifest.size_bytes < _LEAST_BYTES
+            for reply in () if self._given_up or small else self._process.replies(task, stop):
+                if isinstance(reply, Mapping):
+                    found = reply
+                elif not isinstance(reply, int):
+                    break
+        except EndedError as reason:
+            _logger.warning("the process that compresses %s %s: this process does", copy.source_name, reason)
+            self._given_up = True
+        finally:
+            if isinstance(reply, int):
+                self.close()
+        if isinstance(reply, Exception):
+            raise reply
+        return found
 
     def close(self) -> None:
         """Kill the process, in the middle of a copy, too; the next copy continues it."""

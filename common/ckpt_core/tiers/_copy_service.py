@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 from ckpt_core import messages
 from ckpt_core.storage import Throttle, open_storage
+from ckpt_core.tiers._compressing import ShareTerms, compress_share, view_again
 from ckpt_core.tiers._copy import CheckpointCopy, CopyTerms
 
 
@@ -42,6 +43,7 @@ class CopyTask:
         content: of its manifest.
         paths: the files, as in the manifest.
         bytes_per_second: the cap; None for none.
+        small: of a compressed copy, as `CheckpointCopy.small`.
     """
 
     source_name: str
@@ -49,17 +51,42 @@ class CopyTask:
     content: bytes
     paths: Sequence[str]
     bytes_per_second: int | None
+    small: Mapping[str, bytes]
 
 
-def copying(route: CopyRoute) -> Callable[[CopyTask, Callable[[int], None]], None]:
-    """Open both places; return what copies; see `serve`."""
+@messages.message
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompressTask:
+    """Files of a checkpoint to compress, so that a copy knows their sizes; the answer is `Rows`.
+
+    Attributes:
+        source_name: of the checkpoint at the source.
+        share: which files, and how.
+    """
+
+    source_name: str
+    share: ShareTerms
+
+
+def copying(route: CopyRoute) -> Callable[[CopyTask | CompressTask, Callable[[Any], None]], None]:
+    """Open both places; return what copies and compresses; see `serve`."""
     source = open_storage(route.source)
     target = open_storage(route.target, route.storage_options, deadline_seconds=route.deadline_seconds)
 
-    def copy(task: CopyTask, progress: Callable[[int], None]) -> None:
-        made = CheckpointCopy(source, target, task.source_name, task.content, as_name=task.name)
+    def copy(task: CopyTask | CompressTask, progress: Callable[[Any], None]) -> None:
+        name = task.source_name
+        if isinstance(task, CompressTask):
+            progress(compress_share(source, target, name, task.share, stop=_go_on))
+            return
+        seen = view_again(source, name, task.small)
+        made = CheckpointCopy(seen, target, name, task.content, as_name=task.name)
         wanted, rate = set(task.paths), task.bytes_per_second
         entries = [entry for entry in made.manifest.files if entry.path in wanted]
         made.copy_files(entries, CopyTerms(pace=None if rate is None else Throttle(rate), progress=progress))
 
     return copy
+
+
+def _go_on() -> None:
+    """Let it continue: a process that is to stop is killed."""

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -40,8 +40,8 @@ from ckpt_core.tiers._work_process import serve
 serve(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
 """
 
-Reply: TypeAlias = int | CheckpointError | OSError | None
-"""How much more is done, then None or the error."""
+Reply: TypeAlias = int | Mapping[str, Any] | CheckpointError | OSError | None
+"""How much more is done, or what was found; then None or the error."""
 
 
 class EndedError(Exception):
@@ -178,7 +178,7 @@ def serve(descriptor: int, parent: int, nice: int, service: str) -> None:
         with guard:
             connection.send_bytes(messages.encode(reply))
 
-    make: Callable[[Any], Callable[[Any, Callable[[int], None]], None]] = imported("service", service)
+    make: Callable[[Any], Callable[[Any, Callable[[Any], None]], None]] = imported("service", service)
     with connection:
         try:
             work = make(messages.decode(connection.recv_bytes()))

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Final, final
 
 from typing_extensions import override
@@ -35,10 +36,20 @@ from ckpt_core.errors import (
 )
 from ckpt_core.groups import holders
 from ckpt_core.messages import message
-from ckpt_core.options import Upload
+from ckpt_core.options import SignManifest, Upload
 from ckpt_core.storage import Storage, Throttle
 from ckpt_core.telemetry import Telemetry
-from ckpt_core.tiers import CheckpointCopy, CopyProcess, CopyTerms
+from ckpt_core.tiers import (
+    CheckpointCopy,
+    CopyProcess,
+    CopyTerms,
+    Rows,
+    ShareTerms,
+    compress_share,
+    view_again,
+    view_begun,
+    view_of,
+)
 from ckpt_core.tiers.uploading._line import DueCheckpoint, Outcome, UploadLine
 from ckpt_core.tiers.uploading._tier_root import TierRoot
 from ckpt_core.types import CheckpointInfo, FileEntry
@@ -75,6 +86,8 @@ class _UploadWord:
         save_id: of the checkpoint; "" when nothing more is said.
         problem: why it is late, or will not be there.
         source: its name in the root, if disks are to send files of it.
+        compress: whether they are only to compress them, to know their sizes.
+        small: of a compressed copy, as `CheckpointCopy.small`.
     """
 
     save_id: str = ""
@@ -84,6 +97,8 @@ class _UploadWord:
     source: str = ""
     name: str = ""
     shares: Sequence[Sequence[str]] = ()
+    compress: bool = False
+    small: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
 
 
 @final
@@ -96,6 +111,7 @@ class UploadJob:
     open_channel: Callable[[], CommitChannel]
     deadline_seconds: float
     telemetry: Telemetry
+    sign: SignManifest | None = None
 
 
 class TierThread:
@@ -182,8 +198,18 @@ class TierThread:
         if (channel := self._opened) is not None:
             channel.close()
 
-    def _copy(self, name: str, as_name: str) -> CheckpointCopy:
-        return CheckpointCopy.of(self._source, self._target, name, as_name=as_name)
+    def _copy(self, name: str, as_name: str, small: Mapping[str, bytes]) -> CheckpointCopy:
+        source = view_again(self._source, name, small)
+        return CheckpointCopy.of(source, self._target, name, as_name=as_name)
+
+    def _compress(self, copy: CheckpointCopy, paths: Sequence[str]) -> Rows:
+        """Compress files, to know their sizes; in a process of its own where that pays."""
+        rate, stop = self.upload.bytes_per_second, self._raise_if_stopped
+        share = ShareTerms(paths=paths, codec=self.upload.compress or "auto", bytes_per_second=rate)
+        found = None if self._process is None else self._process.compress(copy, share, stop)
+        if found is not None:
+            return found
+        return compress_share(self._source, self._target, copy.source_name, share, stop=stop)
 
     def _send(
         self, copy: CheckpointCopy, entries: Sequence[FileEntry], progress: Callable[[int], None]
@@ -209,11 +235,14 @@ class TierThread:
         if self._process is not None:
             self._process.close()
 
-    def _meet(self, problem: Exception | None) -> None:
-        """Wait until every disk has sent its files; raise what failed on any."""
-        self._channel.commit_barrier(
-            f"{self._words}/sent", problem or b"", lambda _: b"", deadline_seconds=_FOREVER
-        )
+    def _meet(self, work: Callable[[], Rows]) -> Sequence[Rows]:
+        """Work, and wait until every disk has; return what all have found, or raise what failed on any."""
+        found: Rows | Exception
+        try:
+            found = work()
+        except Exception as error:  # noqa: BLE001 - raised on every rank
+            found = error
+        return self._channel.commit_barrier(f"{self._words}/sent", found, list, deadline_seconds=_FOREVER)
 
 
 @final
@@ -319,7 +348,9 @@ class Follower(TierThread):
         # A user may have marked it since.
         if Catalog(self._source).find(name=info.name).bad is not None or not self._root.take():
             return None
-        copy = self._copy(info.name, info.name)
+        copy = self._copy(info.name, info.name, {})
+        if self.upload.compress is not None:
+            copy = self._compressed(copy)
         begun = self._root.begin(copy, info)
         if begun:
             self._working = copy.working
@@ -330,17 +361,41 @@ class Follower(TierThread):
             self._root.prune(info, lambda: not self.stopped.is_set())
         return info
 
+    def _compressed(self, copy: CheckpointCopy) -> CheckpointCopy:
+        """Return the copy of a view in which the checkpoint is compressed; one that was begun goes on."""
+        name, sign = copy.source_name, self._job.sign
+        view = view_begun(
+            self._source, name, self._target, copy.working, codec=self.upload.compress or "auto"
+        )
+        if view is None:
+            shares = self._on_disks(copy, partial(self._compress, copy), compress=True)
+            view = view_of(self._source, name, shares, sign=None if sign is None else partial(sign, name))
+        return CheckpointCopy.of(view, self._target, name)
+
     def _bring(self, copy: CheckpointCopy) -> None:
         """Bring all files to the tier, those on disks of other nodes by their ranks."""
-        files, source = copy.manifest.files, self._source
-        own, note = files, partial(self._note, copy)
+        note = partial(self._note, copy)
         note(0)
+
+        def send(paths: Sequence[str]) -> Rows:
+            wanted = set(paths)
+            entries = [entry for entry in copy.manifest.files if entry.path in wanted]
+            # What tells how it was compressed comes first, for whoever continues it.
+            self._send(copy, sorted(entries, key=attrgetter("size_bytes")) if copy.small else entries, note)
+            return {}
+
+        self._on_disks(copy, send)
+
+    def _on_disks(
+        self, copy: CheckpointCopy, work: Callable[[Sequence[str]], Rows], *, compress: bool = False
+    ) -> Sequence[Rows]:
+        """Work on all files of a copy, on those of other nodes' disks by their ranks."""
+        files, source = copy.manifest.files, self._source
         if source.num_disks == 1:
-            self._send(copy, own, note)
-            return
+            return [work([entry.path for entry in files])]
         disks = holders(source, copy.source_name, files)
         shares = [
-            [entry for entry, disk in zip(files, disks, strict=True) if max(disk, 0) == number]
+            [entry.path for entry, disk in zip(files, disks, strict=True) if max(disk, 0) == number]
             for number in range(source.num_disks)
         ]
         self._say(
@@ -348,19 +403,16 @@ class Follower(TierThread):
                 save_id=copy.manifest.save_id,
                 source=copy.source_name,
                 name=copy.name,
-                shares=[[entry.path for entry in share] for share in shares],
+                shares=shares,
+                compress=compress,
+                small=copy.small,
             )
         )
         if self._unsaid:
             raise CoordinationError(
                 "the job's store is gone: nothing can be sent from the disks of other nodes"
             )
-        problem: Exception | None = None
-        try:
-            self._send(copy, shares[0], note)
-        except Exception as error:  # noqa: BLE001 - raised on every rank
-            problem = error
-        self._meet(problem)
+        return self._meet(partial(work, shares[0]))
 
     def _tell(self, due: DueCheckpoint, problem: str) -> UploadError:
         """Report on every rank that a checkpoint is not in the tier in time."""
@@ -456,16 +508,19 @@ class UploadListener(TierThread):
         return None
 
     def _send_share(self, word: _UploadWord) -> None:
-        problem: Exception | None = None
+        def work() -> Rows:
+            if self._disk is None or not (paths := word.shares[self._disk]):
+                return {}
+            copy = self._copy(word.source, word.name, word.small)
+            if word.compress:
+                return self._compress(copy, paths)
+            self._send(
+                copy, [each for each in copy.manifest.files if each.path in set(paths)], lambda _: None
+            )
+            return {}
+
         try:
-            if self._disk is not None and (paths := set(word.shares[self._disk])):
-                copy = self._copy(word.source, word.name)
-                share = [entry for entry in copy.manifest.files if entry.path in paths]
-                self._send(copy, share, lambda _: None)
-        except Exception as error:  # noqa: BLE001 - the coordinator reports it
-            problem = error
-        try:
-            self._meet(problem)
+            self._meet(work)
         except CheckpointError as error:
             _logger.debug("the upload to %s is not complete: %s", self.upload.url, error)
 

@@ -261,6 +261,7 @@ class TierUploads:
                 open_channel=partial(coordinator.background_channel, f"upload/{session}/{index}"),
                 deadline_seconds=options.deadline_seconds,
                 telemetry=job.telemetry,
+                sign=options.manifest_signer,
             )
             note = partial(self._progress.note, index)
             thread: TierThread = (
