@@ -120,6 +120,7 @@ class Scene:
         damage: what is damaged of the newest checkpoint: the copy on the disk; both copies, in different
             files; or both in the same file.
         columns: how large the state is.
+        compressed: whether uploads are compressed.
     """
 
     world_size: int = 1
@@ -127,6 +128,7 @@ class Scene:
     waits: bool = False
     damage: Damage = ""
     columns: int = _COLUMNS
+    compressed: bool = False
 
     def __str__(self) -> str:
         disk = "on a new disk" if self.new_disk else "on its disk"
@@ -134,6 +136,7 @@ class Scene:
         damage = {"": "", "local": "damaged, ", "apart": "both damaged, ", "same": "both damaged alike, "}
         parts = "in parts, " if self.columns > _COLUMNS else ""
         ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)}"
+        parts = "compressed, " if self.compressed else parts
         return f"uploads {saves}, {parts}{disk}, {damage[self.damage]}{ranks}"
 
     @property
@@ -169,10 +172,11 @@ def _flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def manager(place: Place, **options: Any) -> CheckpointManager:
+def manager(place: Place, scene: Scene, **options: Any) -> CheckpointManager:
     """Return what the victims save with, and those who come after them."""
     # With a queue, the number of uploads does not depend on which thread is faster.
-    upload = place.upload(every=EVERY, keep=KeepLatest(KEPT), when_busy="queue")
+    compress = "zstd" if scene.compressed else None
+    upload = place.upload(every=EVERY, keep=KeepLatest(KEPT), when_busy="queue", compress=compress)
     # Calls are numbered, and a journal would make its own among them.
     options = {"save": EverySteps(1), "keep": KeepLatest(KEPT), "journal": False, **options}
     return CheckpointManager(place.local, upload=upload, **options)
@@ -180,7 +184,7 @@ def manager(place: Place, **options: Any) -> CheckpointManager:
 
 def train(place: Place, rank: Rank, scene: Scene, tell: forks.Tell) -> None:
     """Resume, save every step, and say what was committed and what was uploaded. Collective."""
-    with manager(place) as checkpoints:
+    with manager(place, scene) as checkpoints:
         begun = checkpoints.resume(scene.state_of(0, rank)) or 0
         _require(begun >= scene.acknowledged[0], f"step {begun} was resumed before anybody was killed")
         for step in range(HISTORY + 1, LAST + 1):
@@ -205,7 +209,7 @@ def go_on(place: Place, scene: Scene, acknowledged: int) -> int:
     """
     newest = max(max(_both(place, scene)[0], default=0), max(_both(place, scene)[1], default=0))
     state = scene.state_of(0)
-    with manager(place) as checkpoints:
+    with manager(place, scene) as checkpoints:
         resumed = checkpoints.resume(state) or 0
         _require(resumed >= acknowledged, f"step {acknowledged} was acknowledged, {resumed} was resumed")
         _require(resumed >= newest, f"step {resumed} was resumed, but there was {newest}")
@@ -289,7 +293,7 @@ def prepare(template: OnDisks, scene: Scene) -> None:
 
     def act() -> list[str]:
         before = set(sys.modules)
-        with manager(template) as checkpoints:
+        with manager(template, scene) as checkpoints:
             for step in range(1, HISTORY + 1):
                 handle = checkpoints.maybe_save(step, scene.state_of(step))
                 if handle is not None:

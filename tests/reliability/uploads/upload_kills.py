@@ -28,6 +28,8 @@ from tests.reliability.uploads.upload_jobs import (
 )
 from tests.support.power import PowerLog
 
+_COLUMNS: Final = 8192
+"""Entries so large that they are compressed."""
 SCENES: Final = (
     Scene(),
     Scene(waits=True),
@@ -36,6 +38,7 @@ SCENES: Final = (
     Scene(damage="local"),
     Scene(damage="apart"),
     Scene(damage="same"),
+    Scene(compressed=True, columns=_COLUMNS),
 )
 _JOBS: Final = 2
 _ATTEMPTS: Final = 3
@@ -54,10 +57,14 @@ def run(choice: Choice, folder: Path) -> Iterator[Outcome]:
 
 def sweep(choice: Choice, folder: Path, case: Case) -> Iterator[Outcome]:
     """Try a case at every point of every scene, or at the chosen ones of each."""
-    template = OnDisks(folder=folder / "template")
-    prepare(template, SCENES[0])
+    templates: dict[bool, OnDisks] = {}
     for scene in SCENES:
         if choice.may_name(str(scene)):
+            template = templates.get(scene.compressed)
+            if template is None:
+                template = OnDisks(folder=folder / f"template-{len(templates)}")
+                templates[scene.compressed] = template
+                prepare(template, replace(SCENES[0], compressed=scene.compressed, columns=scene.columns))
             points = choice.of(rehearse(scene, template, folder / f"rehearsal-{SCENES.index(scene)}"))
             tasks = (partial(case, point, template, folder / f"{i}") for i, point in enumerate(points))
             yield from tried(tasks, _JOBS // scene.world_size)

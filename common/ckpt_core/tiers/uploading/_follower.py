@@ -36,7 +36,7 @@ from ckpt_core.errors import (
 )
 from ckpt_core.groups import holders
 from ckpt_core.messages import message
-from ckpt_core.options import SignManifest, Upload
+from ckpt_core.options import Upload
 from ckpt_core.storage import Storage, Throttle
 from ckpt_core.telemetry import Telemetry
 from ckpt_core.tiers import (
@@ -111,7 +111,7 @@ class UploadJob:
     open_channel: Callable[[], CommitChannel]
     deadline_seconds: float
     telemetry: Telemetry
-    sign: SignManifest | None = None
+    sign: Callable[[str, bytes], bytes] | None = None
 
 
 class TierThread:
