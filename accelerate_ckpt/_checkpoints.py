@@ -32,7 +32,7 @@ from ckpt_core import (
     SaveHandle,
     UnsafeCheckpointError,
 )
-from ckpt_core.cadence import Counts, SavePolicy, needed_counts
+from ckpt_core.cadence import Counts, SavePolicy
 from ckpt_core.collective import collective_phase
 from ckpt_core.commit import require_trusted
 from ckpt_core.dcp import without_pickle
@@ -41,7 +41,7 @@ from ckpt_core.errors import ALLOW_PICKLE
 from ckpt_core.groups import local_part
 from ckpt_core.hosting import CheckpointPath, Kind, attach, attached_to, detach, kind_of, ranking
 from ckpt_core.names import MARKER, METADATA
-from ckpt_core.options import shows_options
+from ckpt_core.options import CheckpointOptions, shows_options
 from ckpt_core.retention import RetentionPolicy
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Sink
@@ -252,13 +252,14 @@ class AcceleratorCheckpoints:
         reason: str | None = "call"
         if not self._takes_part():
             return None
-        if self._gated:
+        options = self._settings.options
+        if self._gated or options.counts:
             root = self._roots.root(output_dir)
-            if self._within_window():
+            if self._gated and self._within_window():
                 return None
-            manager = self._roots.managers.at(root)
-            _require_counts(manager.options.save, counts)
-            reason = manager.due(self.step, total_steps=total_steps, **counts)
+            _require_counts(options, total_steps=total_steps, **counts)
+            due = self._roots.managers.at(root).due(self.step, total_steps=total_steps, **counts)
+            reason = due if self._gated else reason
         if reason is None:
             return None
         return self._save(self._roots.place(output_dir), metrics or {}, reason, safe=safe_serialization)
@@ -524,11 +525,12 @@ class AcceleratorCheckpoints:
         self._tell(manager, name)
 
 
-def _require_counts(policy: SavePolicy | None, counts: Counts) -> None:
-    missing = sorted(name for name in needed_counts(policy) if counts.get(name) is None)
+def _require_counts(options: CheckpointOptions, **counts: Any) -> None:
+    missing = sorted(name for name in options.counts if counts.get(name) is None)
     if missing:
         raise ConfigError(
-            f"{policy!r} needs the number of {' and '.join(missing)}, which save_state() does not know: call "
+            f"save={options.save!r}, keep={options.keep!r} need the number of {' and '.join(missing)}, which "
+            "save_state() does not know: call "
             "accelerate_ckpt.checkpoints(accelerator).maybe_save"
             f"({', '.join(f'{name}=…' for name in missing)}) in its place, or save by steps or seconds"
         )

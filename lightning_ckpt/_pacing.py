@@ -11,7 +11,7 @@ from typing import Any, Final, final
 
 from torch.utils.data import IterableDataset
 
-from ckpt_core.cadence import Counts, needed_counts, preemptions
+from ckpt_core.cadence import Counts, preemptions
 from ckpt_core.disclosure import logger_of
 from ckpt_core.names import run_name, step_name
 from ckpt_core.saving import SaveHandle
@@ -52,7 +52,7 @@ class Pacing:
         self._root = str(settings.root)
         self._roots = roots
         policy = settings.options.save
-        self._counts_needed = bool(needed_counts(policy))
+        self._counts_needed = bool(settings.options.counts - {"total_steps"})
         self._new_tokens = 0
         self._requeue_signal = requeue_signal(trainer)
         names = {name for each in preemptions(policy) for name in each.signals}

@@ -12,7 +12,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from accelerate_ckpt.trainer._data import TrainerData
 from accelerate_ckpt.trainer._session import TrainerSession, best_of, is_new_best
 from ckpt_core import ConfigError, KeepBest
-from ckpt_core.cadence import Counts, needed_counts
+from ckpt_core.cadence import Counts
 from ckpt_core.disclosure import logger_of
 from ckpt_core.hosting import ranking, replaced
 from ckpt_core.retention import RetentionPolicy
@@ -89,9 +89,9 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.reason, self._stopping = "trainer", control.should_training_stop
+        reason = self._reason(state) if self.gated or self._session.manager.options.counts else None
         if not self.gated:
             return
-        reason = self._reason(state)
         at_end = state.global_step >= state.max_steps
         wants_end = self._strategy not in {SaveStrategy.NO, None}
         self.reason = reason or "end of training"
@@ -128,7 +128,7 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
 
     def _reason(self, state: Any) -> str | None:
         manager = self._session.manager
-        needed = needed_counts(manager.options.save)
+        needed = manager.options.counts
         if "tokens" in needed and state.global_step and not state.num_input_tokens_seen:
             raise ConfigError(
                 f"EveryTokens: the Trainer has counted no tokens up to step {state.global_step}: it counts "
@@ -157,9 +157,9 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
             # It is due at the end of the epoch, which a preemption alone does not bring.
             control.should_evaluate &= not self._session.manager.preempted or self._stopping
         self.epoch_ended, self._stopping = True, control.should_training_stop
+        counted = "epochs" in self._session.manager.options.counts
+        reason = self._reason(state) if counted else None
         if self.gated:
-            counted = "epochs" in needed_counts(self._session.manager.options.save)
-            reason = self._reason(state) if counted else None
             self.reason, control.should_save = reason or self.reason, reason is not None
             self._stop(control)
 

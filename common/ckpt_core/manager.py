@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -22,14 +23,14 @@ from ckpt_core.measuring import CostMeter
 from ckpt_core.names import step_name
 from ckpt_core.options import CheckpointOptions, given_options, signature_with_options
 from ckpt_core.preemption import CadenceKeeper, LastStep
-from ckpt_core.retention import PrunePlan
+from ckpt_core.retention import PrunePlan, keeps_weights
 from ckpt_core.root import Job, Ownership, Pruner
 from ckpt_core.saving import Means, SaveHandle, Saver, SaveRequest, SaveThread
 from ckpt_core.state import Override, State, as_captured, as_source, checked_override
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Sink, Telemetry
 from ckpt_core.tiers import RunCatalog, open_tiers
-from ckpt_core.tiers.uploading import RunExports, SaveNumber, TierUploads
+from ckpt_core.tiers.uploading import RunExports, SaveNumber, TierUploads, demoter_of
 from ckpt_core.types import CapturedState, CheckpointInfo, SavedState
 from ckpt_core.validation import location, one_of, require
 from ckpt_core.vocabulary import instead_of
@@ -118,7 +119,12 @@ class CheckpointManager:
             hooks=replace(self._uploads.hooks, journal=journal),
             elsewhere=self._uploads.claim,
         )
-        self._pruner = pruner = Pruner(storage, options, ownership=ownership, telemetry=telemetry)
+        demoter = None
+        if keeps_weights(options.keep):
+            demoter = demoter_of(storage, options.storage_options, options.manifest_signer)
+        self._pruner = pruner = Pruner(
+            storage, options, ownership=ownership, telemetry=telemetry, demoter=demoter
+        )
         means = Means(job, thread, options, ownership=ownership, pruner=pruner)
         self._saver = Saver(job, means)
         self._meter = CostMeter(telemetry, coordinator, self._saver)
@@ -169,6 +175,7 @@ class CheckpointManager:
         self._meter.step(step)
         self._journal.seen(step)
         reason = self._cadence.due(step, total_steps, **counts)
+        self._require_progress()
         self._meter.decided()
         return reason
 
@@ -263,7 +270,11 @@ class CheckpointManager:
         number = self._uploads.number(extra=self._cadence.extra)
         try:
             self._loader.overwritten.require_none()
-            request = SaveRequest.checked(step, name, metrics=metrics, annotations=annotations)
+            self._require_progress()
+            progress = self._cadence.progress
+            request = SaveRequest.checked(
+                step, name, metrics=metrics, annotations=annotations, progress=progress
+            )
             own = {**self._cadence.annotations, **request.annotations, **self._in_force.annotations}
             request = replace(request, annotations=own | self._uploads.annotations(number))
             if not isinstance(state, CapturedState):
@@ -537,7 +548,10 @@ class CheckpointManager:
         self._saver.copies.wait()
 
     def checkpoints(self, *, abandoned: bool = False) -> list[CheckpointInfo]:
-        """List the present lineage's checkpoints, or `abandoned` ones, too; oldest first."""
+        """List the present lineage's checkpoints, oldest first.
+
+        With `abandoned`, those of other lineages, and mere weights, too.
+        """
         return self._catalog.committed(abandoned=abandoned)
 
     def latest(self) -> CheckpointInfo | None:
@@ -566,7 +580,8 @@ class CheckpointManager:
         if dry_run:
             return self._coordinator.run_on_coordinator(self._pruner.plan, what="pruning")
         self._own_root()
-        return self._coordinator.run_on_coordinator(self._pruner.apply, what="pruning")
+        until = time.monotonic() + self.options.deadline_seconds / 2
+        return self._coordinator.run_on_coordinator(partial(self._pruner.apply, until=until), what="pruning")
 
     def discard(self, name: str) -> None:
         """Remove an unpinned checkpoint. Coordinator only, once this manager has saved."""
@@ -604,8 +619,8 @@ class CheckpointManager:
         """Wait for saves, uploads and exports and release the root; not in a forked child.
 
         Args:
-            wait_for_uploads: whether to wait for uploads and exports, up to the deadline of each; else the
-                next run uploads the rest.
+            wait_for_uploads: whether to wait for uploads, exports and weights, up to the deadline of each;
+                else the next run does the rest.
 
         Raises:
             SaveError: the save in flight failed.
@@ -620,7 +635,8 @@ class CheckpointManager:
                 ending.callback(self._coordinator.close)
             ending.callback(self._cadence.close)
             ending.callback(self._last_step.close)
-            ending.callback(self._saver.release)
+            ending.callback(self._pruner.close)
+            ending.callback(lambda: self._saver.release(leave=not wait_for_uploads or self.preempted))
             ending.callback(self._meter.close)
             ending.callback(
                 lambda: self._uploads.close(
@@ -631,6 +647,18 @@ class CheckpointManager:
             )
             ending.callback(self._journal.end, preempted=self.preempted)
             self._saver.close()
+
+    def _require_progress(self) -> None:
+        """Refuse to save what the retention could not tell from milestones."""
+        for policy in (self.options.keep, *(each.keep for each in self.options.uploads)):
+            needed = frozenset[str]() if policy is None else policy.counts
+            if missing := sorted(needed - self._cadence.progress.keys()):
+                given = ", ".join(f"{name}=…" for name in missing)
+                raise ConfigError(
+                    f"{policy!r}: {' and '.join(missing)} must be known of every save, and nothing has said "
+                    f"so: call maybe_save(step, state, {given}), or due(step, {given}) before save; the "
+                    "length of the training may also be in the rule: KeepEveryFraction(0.1, total_steps=…)"
+                )
 
     def _own_root(self) -> None:
         """Wait for the saves in flight and claim the root; see `Ownership.take`."""

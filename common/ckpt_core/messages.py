@@ -21,7 +21,7 @@ from typing_extensions import override
 from ckpt_core import errors
 from ckpt_core.errors import CheckpointError, Failure, FileFailure
 from ckpt_core.formats.pickles import PickleError, read_pickle
-from ckpt_core.types import CheckpointInfo, FileEntry, Lineage
+from ckpt_core.types import CheckpointInfo, FileEntry, Lineage, Parent
 
 C = TypeVar("C", bound=type)
 T = TypeVar("T")
@@ -184,7 +184,7 @@ def _parts_of_error(error: CheckpointError) -> tuple[str, str, Mapping[str, Any]
     return kind.__name__, str(error.message), attributes
 
 
-for _kind in (CheckpointInfo, FileEntry, Lineage, FileFailure, Failure):
+for _kind in (CheckpointInfo, FileEntry, Lineage, Parent, FileFailure, Failure):
     message(_kind)
 _CALLED.update((_name_of(each), each) for each in (OSError, frozenset, _error, _same, _unpacked))
 _CALLED[_name_of(bytearray)] = _from_bytes

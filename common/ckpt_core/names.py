@@ -31,6 +31,8 @@ SPARES = frozenset({".spare-0", ".spare-1", ".spare-2"})
 """Beside lock files: the room that pins, marks and the record of an owner take on a full disk."""
 DATA_SUFFIX = ".distcp"
 TWIN_SUFFIX = ".replica"
+WEIGHTS_SUFFIX = ".weights"
+"""Behind the name of a checkpoint: its weights alone. No host takes that for one of its own."""
 
 _STEP = re.compile(r"(step-([0-9]{9,}))(?:\.run-[0-9a-f]{8,32})?")
 _DATA = re.compile(rf"__([0-9]{{1,9}})_[0-9]+{re.escape(DATA_SUFFIX)}")

@@ -9,20 +9,32 @@ from __future__ import annotations
 
 import math
 import sys
+from abc import abstractmethod
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import reduce
 from itertools import groupby
 from operator import and_, attrgetter, or_
 from types import MappingProxyType
-from typing import Final, Literal, TypeAlias, cast, final
+from typing import Any, Final, Literal, TypeAlias, cast, final
 
 from ckpt_core.errors import ConfigError
 from ckpt_core.messages import message
 from ckpt_core.policies import AllOf, AnyOf, Not, RetentionPolicy, joined, leaves
 from ckpt_core.types import CheckpointInfo
-from ckpt_core.validation import integer, integers, one_of, parse_size, require, take_duration, text
+from ckpt_core.validation import (
+    instances,
+    integer,
+    integers,
+    one_of,
+    parse_size,
+    positive,
+    require,
+    take_duration,
+    text,
+)
 
 
 @final
@@ -40,23 +52,90 @@ class KeepLatest(RetentionPolicy):
         return frozenset(sorted({info.step for info in history}, reverse=True)[: self.n])
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class KeepEvery(RetentionPolicy):
-    """Keeps the first checkpoint of each interval of `steps`, from the first multiple.
+class _Milestones(RetentionPolicy):
+    """Keeps the first checkpoint of each interval of training, from its first multiple.
 
     Exact multiples are not required: saves by time or signals would miss them all.
     """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def intervals(self, history: Sequence[CheckpointInfo]) -> Callable[[CheckpointInfo], int | None]:
+        """Return what counts the intervals before a checkpoint; None where not known."""
+
+    def keep(self, history: Sequence[CheckpointInfo], now: float) -> frozenset[int]:
+        if unknown_counts(self, history):
+            return frozenset(info.step for info in history)
+        count, newest_first = self.intervals(history), sorted(history, key=_by_step, reverse=True)
+        # The last to be set is the first of its interval.
+        return frozenset({number: info.step for info in newest_first if (number := count(info))}.values())
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class KeepEvery(_Milestones):
+    """Keeps the first checkpoint of each interval of `steps`, from the first multiple."""
 
     steps: int
 
     def __post_init__(self) -> None:
         require("KeepEvery", integer("steps", self.steps, minimum=1))
 
-    def keep(self, history: Sequence[CheckpointInfo], now: float) -> frozenset[int]:
-        # The last to be set is the first of its interval.
-        newest_first = sorted((info.step for info in history), reverse=True)
-        return frozenset({step // self.steps: step for step in newest_first if step >= self.steps}.values())
+    def intervals(self, history: Sequence[CheckpointInfo]) -> Callable[[CheckpointInfo], int | None]:
+        return lambda info: info.step // self.steps
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class KeepEveryFraction(_Milestones):
+    """Keeps the first checkpoint of each such fraction of training: 0.1 keeps ten.
+
+    `total_steps` is needed unless the host, or the loop, says it at each save. The length that the newest
+    checkpoint knows counts for all; as long as none knows any, all stay.
+    """
+
+    fraction: float
+    total_steps: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        problem = positive("fraction", self.fraction)
+        if problem is None and not _SMALLEST_FRACTION <= self.fraction <= 1:
+            problem = f"fraction must be between 0.000001 and 1, not {self.fraction!r}"
+        total = None if self.total_steps is None else integer("total_steps", self.total_steps, minimum=1)
+        require("KeepEveryFraction", problem, total)
+
+    @property
+    def counts(self) -> frozenset[str]:
+        return frozenset({"total_steps"} if self.total_steps is None else ())
+
+    def intervals(self, history: Sequence[CheckpointInfo]) -> Callable[[CheckpointInfo], int | None]:
+        known = [info for info in history if info.total_steps]
+        total = self.total_steps or max(known, key=_by_age, default=_NOTHING).total_steps
+        # Exact: 0.1 means 1/10, and k * 0.1 in floats would miss milestones by a step.
+        interval = Fraction(self.fraction).limit_denominator(1_000_000) * (total or 1)
+        return lambda info: int(info.step // interval)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class KeepEveryEpochs(_Milestones):
+    """Keeps the first checkpoint of each interval of `n` epochs, from the end of the nth.
+
+    One that does not know its epoch is not kept; as long as none does, all stay.
+    """
+
+    n: int
+
+    def __post_init__(self) -> None:
+        require("KeepEveryEpochs", integer("n", self.n, minimum=1))
+
+    @property
+    def counts(self) -> frozenset[str]:
+        return frozenset({"epochs"})
+
+    def intervals(self, history: Sequence[CheckpointInfo]) -> Callable[[CheckpointInfo], int | None]:
+        return lambda info: None if info.epochs is None else info.epochs // self.n
 
 
 @final
@@ -181,6 +260,40 @@ class KeepWithin(RetentionPolicy):
         return parse_size("size", self.size)
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class KeepWeights(RetentionPolicy):
+    """Keeps of what another policy keeps the weights alone: the models and their averages.
+
+    A checkpoint that no other rule keeps is demoted: its weights are committed beside it as a checkpoint that
+    names it, then it is removed. No resume takes weights; `init_from`, `load(source=)` and `ckpt export` do.
+
+    Attributes:
+        policy: that selects them, from whole checkpoints and weights.
+        dtype: `bf16`, `fp16` or `fp32`, of all floating tensors; None for their own.
+    """
+
+    policy: RetentionPolicy
+    dtype: str | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        problem = instances("policy", (self.policy,), RetentionPolicy)
+        if problem is None and (self.policy.most_bytes is not None or _as_weights(self.policy)):
+            problem = f"{self.policy!r} has a bound or weights in it: write (a | KeepWeights(b)) & bound"
+        known = None if self.dtype is None else one_of("dtype", self.dtype, ("bf16", "fp16", "fp32"))
+        require("KeepWeights", problem, known)
+
+    def keep(self, history: Sequence[CheckpointInfo], now: float) -> frozenset[int]:
+        return self.policy.keep(history, now)
+
+    def preferred(self, history: Sequence[CheckpointInfo], now: float) -> Sequence[int]:
+        return self.policy.preferred(history, now)
+
+    @property
+    def counts(self) -> frozenset[str]:
+        return self.policy.counts
+
+
 def any_of(policies: Sequence[RetentionPolicy]) -> RetentionPolicy:
     """Join policies by "or", within all bounds in them, which are of the whole root."""
     bounded = [each for each in policies if each.most_bytes is not None]
@@ -244,6 +357,8 @@ class PrunePlan:
         bad: checkpoints marked as bad and not as damaged, kept likewise.
         abandoned: kept checkpoints that the present lineage does not continue.
         without_room: names of those to remove that `KeepWithin` alone removes.
+        demote: those of `keep` of which only the weights are to stay, each with their dtype.
+        superseded: names of those to remove whose weights are there already.
     """
 
     keep: Mapping[int, tuple[str, ...]]
@@ -252,6 +367,13 @@ class PrunePlan:
     bad: tuple[CheckpointInfo, ...] = ()
     abandoned: tuple[CheckpointInfo, ...] = ()
     without_room: tuple[str, ...] = ()
+    demote: tuple[tuple[CheckpointInfo, str | None], ...] = ()
+    superseded: tuple[str, ...] = ()
+
+
+def _as_it_is(info: CheckpointInfo, dtype: str | None) -> int:
+    del dtype
+    return info.size_bytes
 
 
 def plan_prune(
@@ -261,6 +383,7 @@ def plan_prune(
     *,
     abandoned: Abandoned = "keep",
     last: int | None = None,
+    weights_bytes: Callable[[CheckpointInfo, str | None], int] = _as_it_is,
 ) -> PrunePlan:
     """Apply a policy to the committed checkpoints, with guarantees for some of them.
 
@@ -278,49 +401,72 @@ def plan_prune(
     `KeepLatest(3)` two stay beside the first of a new run, and the last is removed with its third; with
     `KeepEvery(100)` that of step 300 stays until the new run has one of 300 to 399. Pinned ones stay.
 
+    Weights stay where any rule would keep them, and count for none that keeps whole states. A whole state
+    that only a `KeepWeights` keeps is to be demoted, or removed if its weights are there.
+
     Args:
         policy: to apply.
         history: the committed checkpoints.
         now: Unix time in seconds.
         abandoned: the treatment of abandoned ones.
         last: the step committed last; by default by timestamps, although a clock may have been set back.
+        weights_bytes: returns what the weights of a whole checkpoint will take, in a dtype.
     """
     ordered = sorted(history, key=_by_step)
-    usable = [info for info in ordered if info.damaged is None and info.bad is None]
-    present = [info for info in usable if not info.abandoned]
-    others = [info for info in usable if info.abandoned and (abandoned == "keep" or info.pinned is not None)]
+    sound = [info for info in ordered if not info.marked]
+    present, gone = ([info for info in sound if info.abandoned is each] for each in (False, True))
+    whole = [info for info in present if info.usable]
+    others = [info for info in gone if abandoned == "keep" or info.pinned is not None]
     if abandoned == "prune":
-        others += _in_free_places(policy, [info for info in usable if info.abandoned], present, now)
-    reasons = wanted = _reasons(policy, present, now, last)
-    held = others
+        others += _in_free_places(policy, gone, present, now)
+    rules, held = _rules(policy), others
+    states = _reasons(_of_states(rules), whole, now, last)
+    wanted = dict(sorted((_reasons(rules, present, now, last) | states).items()))
+    dtypes = _dtypes(rules, [info for info in whole if info.step not in states], present, now)
+    there = {info.weights_of.save_id for info in present if info.weights_of is not None}
+    superseded = {info.name for info in whole if info.name in dtypes and info.save_id in there}
+    reasons = wanted
     if policy.most_bytes is not None:
         must = dict.fromkeys(step for step, _ in _guaranteed(present, last))
-        by_rule = [step for rule in joined(_rules(policy), AnyOf) for step in rule.preferred(present, now)]
-        left = policy.most_bytes - sum(info.size_bytes for info in ordered if not info.usable)
-        fits, others = _with_room([*by_rule, *sorted(wanted, reverse=True)], must, present, others, left=left)
+        by_rule = [step for rule in joined(rules, AnyOf) for step in rule.preferred(present, now)]
+        sizes = Counter[int]()
+        for info in present:
+            light = weights_bytes(info, dtypes[info.name]) if info.name in dtypes else info.size_bytes
+            sizes[info.step] += 0 if info.name in superseded else light
+        order = [step for step in [*by_rule, *sorted(wanted, reverse=True)] if step in wanted]
+        left = policy.most_bytes - sum(info.size_bytes for info in ordered if info.marked)
+        fits, others = _with_room(order, must, sizes, others, left=left)
         reasons = {step: why for step, why in wanted.items() if step in fits}
     stays = {info.name for info in others}
-    surplus = policy.surplus([info for info in present if info.pinned is None])
+    surplus = {*superseded, *policy.surplus([info for info in whole if info.pinned is None])}
     drop = [
         info
-        for info in usable
+        for info in sound
         if info.name not in stays and (info.abandoned or info.step not in reasons or info.name in surplus)
     ]
-    marked = [info for info in ordered if not info.usable] if len(usable) < len(ordered) else []
+    marked = [info for info in ordered if info.marked] if len(sound) < len(ordered) else []
     return PrunePlan(
         keep=MappingProxyType(reasons),
         drop=tuple(drop),
         damaged=tuple(info for info in marked if info.damaged is not None),
         bad=tuple(info for info in marked if info.damaged is None),
         abandoned=tuple(others),
-        without_room=tuple(info.name for info in drop if info.step in wanted or info in held),
+        without_room=tuple(
+            i.name for i in drop if i in held or (i.step in wanted and i.name not in superseded)
+        ),
+        demote=tuple(
+            (info, dtypes[info.name])
+            for info in whole
+            if info.name in dtypes and info.step in reasons and info.name not in superseded
+        ),
+        superseded=tuple(sorted(superseded)),
     )
 
 
 def _with_room(
     order: Iterable[int],
     must: Collection[int],
-    present: Sequence[CheckpointInfo],
+    sizes: Mapping[int, int],
     others: Sequence[CheckpointInfo],
     *,
     left: int,
@@ -330,9 +476,6 @@ def _with_room(
     The first step without room is the last that is tried: when a prune is cut short and repeated, nothing
     takes the place of what the whole one kept.
     """
-    sizes = Counter[int]()
-    for info in present:
-        sizes[info.step] += info.size_bytes
     stay = [info for info in others if info.pinned is not None]
     left -= sum(info.size_bytes for info in stay)
     fits = set[int]()
@@ -348,6 +491,40 @@ def _with_room(
     return fits, stay
 
 
+def keeps_weights(policy: RetentionPolicy | None) -> bool:
+    """Return whether a policy keeps weights alone of some checkpoints."""
+    return policy is not None and _as_weights(policy) is not None
+
+
+def _as_weights(policy: RetentionPolicy) -> KeepWeights | None:
+    """Return the first rule for weights in a policy."""
+    return next((leaf for leaf in leaves(policy) if isinstance(leaf, KeepWeights)), None)
+
+
+def _of_states(policy: RetentionPolicy) -> RetentionPolicy | None:
+    """Return what a policy keeps whole; None if it keeps only weights."""
+    if _as_weights(policy) is None:
+        return policy
+    if not isinstance(policy, AnyOf | AllOf):
+        return None
+    parts = [part for each in policy.policies if (part := _of_states(each)) is not None]
+    if not parts or (isinstance(policy, AllOf) and len(parts) < len(policy.policies)):
+        return None
+    return reduce(or_ if isinstance(policy, AnyOf) else and_, parts)
+
+
+def _dtypes(
+    rules: RetentionPolicy, light: Sequence[CheckpointInfo], present: Sequence[CheckpointInfo], now: float
+) -> dict[str, str | None]:
+    """Map those of `light` whose weights a rule keeps to the dtype of the first."""
+    found: dict[str, str | None] = {}
+    for member in joined(rules, AnyOf) if light else ():
+        if (weights := _as_weights(member)) is not None:
+            steps = member.keep(present, now)
+            found = {info.name: weights.dtype for info in light if info.step in steps} | found
+    return found
+
+
 def _rules(policy: RetentionPolicy) -> RetentionPolicy:
     """Return what a policy keeps without its bounds."""
     if not isinstance(policy, AllOf):
@@ -357,11 +534,12 @@ def _rules(policy: RetentionPolicy) -> RetentionPolicy:
 
 
 def _reasons(
-    policy: RetentionPolicy, present: Sequence[CheckpointInfo], now: float, last: int | None
+    policy: RetentionPolicy | None, present: Sequence[CheckpointInfo], now: float, last: int | None
 ) -> dict[int, tuple[str, ...]]:
-    """Map each step of the usable present line that stays to its reasons."""
-    kept = [(repr(member), member.keep(present, now)) for member in joined(_rules(policy), AnyOf)]
-    if not any(steps for _, steps in kept) and unknown_metrics(policy, present):
+    """Map each step of the usable present line that stays to its reasons; no policy keeps nothing."""
+    members = () if policy is None else joined(policy, AnyOf)
+    kept = [(repr(member), member.keep(present, now)) for member in members]
+    if policy is not None and not any(s for _, s in kept) and unknown_metrics(policy, present):
         kept = [(UNRANKED, frozenset(info.step for info in present))]
     reasons = dict[int, tuple[str, ...]]()
     for step, reason in _guaranteed(present, last):
@@ -392,10 +570,13 @@ def _stay(
         case AllOf():
             names = frozenset(info.name for info in gone)
             return names.intersection(*(_stay(each, gone, present, now) for each in policy.policies))
-        case KeepEvery():
-            return _in_step_places(policy, gone, present, now, length=policy.steps)
+        case KeepWeights():
+            return _stay(policy.policy, gone, present, now)
+        case _Milestones():
+            count = policy.intervals(present)
+            return _in_step_places(policy, gone, present, now, place=lambda info: count(info) or 0)
         case KeepSteps():
-            return _in_step_places(policy, gone, present, now, length=1)
+            return _in_step_places(policy, gone, present, now, place=_by_step)
         case _:
             return _as_the_past(policy, gone, present, now)
 
@@ -406,19 +587,19 @@ def _in_step_places(
     present: Sequence[CheckpointInfo],
     now: float,
     *,
-    length: int,
+    place: Callable[[CheckpointInfo], int],
 ) -> frozenset[str]:
-    """Apply a policy on steps to each lineage, but to steps reached by later ones.
+    """Apply a policy on steps to each lineage, but to places reached by later ones.
 
-    `gone` begins with the newest lineage; `length` steps share a place.
+    `gone` begins with the newest lineage; `place` returns the place that a checkpoint takes.
     """
-    taken, names = {info.step // length for info in present}, set[str]()
+    taken, names = set(map(place, present)), set[str]()
     for _, group in groupby(gone, key=lambda info: info.lineage):
         lineage = list(group)
         kept = policy.keep(lineage, now)
-        free = [info for info in lineage if info.step in kept and info.step // length not in taken]
+        free = [info for info in lineage if info.step in kept and place(info) not in taken]
         names.update(info.name for info in free)
-        taken.update(info.step // length for info in free)
+        taken.update(map(place, free))
     return frozenset(names)
 
 
@@ -446,6 +627,13 @@ def withheld(plan: PrunePlan, drop: Sequence[CheckpointInfo]) -> PrunePlan:
     return replace(plan, keep=MappingProxyType(keep), drop=tuple(drop), abandoned=(*plan.abandoned, *others))
 
 
+def unknown_counts(policy: RetentionPolicy, history: Sequence[CheckpointInfo]) -> tuple[str, ...]:
+    """List the counts that the policy needs and that no checkpoint knows; sorted."""
+    return tuple(
+        name for name in sorted(policy.counts) if all(getattr(info, name) is None for info in history)
+    )
+
+
 def unknown_metrics(policy: RetentionPolicy, history: Sequence[CheckpointInfo]) -> tuple[str, ...]:
     """List metrics that the policy ranks by and that no checkpoint has; sorted."""
     return tuple(
@@ -470,6 +658,8 @@ def best_by(policy: RetentionPolicy | None) -> KeepBest | None:
 def _worst(policy: RetentionPolicy) -> dict[str, float]:
     """Map the metrics that the policy ranks by to their worst values."""
     match policy:
+        case KeepWeights():
+            return _worst(policy.policy)
         case KeepBest():
             return {policy.metric: sys.float_info.max if policy.mode == "min" else -sys.float_info.max}
         case AnyOf() | AllOf():
@@ -481,9 +671,10 @@ def _worst(policy: RetentionPolicy) -> dict[str, float]:
 def _guaranteed(history: Sequence[CheckpointInfo], last: int | None) -> Iterable[tuple[int, str]]:
     if not history:
         return
-    newest, youngest = max(history, key=_by_step).step, max(history, key=_by_age).step
+    states = [info for info in history if info.weights_of is None] or history
+    newest, youngest = max(states, key=_by_step).step, max(states, key=_by_age).step
     yield newest, "newest"
-    if last is not None and last != newest and any(info.step == last for info in history):
+    if last is not None and last != newest and any(info.step == last for info in states):
         yield last, "committed last"
     if youngest not in {newest, last}:
         yield youngest, "committed last"
@@ -495,7 +686,9 @@ def _guaranteed(history: Sequence[CheckpointInfo], last: int | None) -> Iterable
 _DAY: Final = 86_400
 _MONDAY: Final = 3 * _DAY
 """What the beginning of Unix time is after a Monday."""
-_by_step = attrgetter("step")
+_SMALLEST_FRACTION: Final = Fraction(1, 1_000_000)
+_NOTHING: Final = CheckpointInfo(step=0, name="", created=0)
+_by_step: Callable[[Any], int] = attrgetter("step")
 _by_age = attrgetter("created", "step")
 
 
@@ -506,18 +699,23 @@ __all__ = [
     "KeepAll",
     "KeepBest",
     "KeepEvery",
+    "KeepEveryEpochs",
+    "KeepEveryFraction",
     "KeepEverySeconds",
     "KeepFor",
     "KeepLatest",
     "KeepSteps",
     "KeepThinned",
+    "KeepWeights",
     "KeepWithin",
     "Not",
     "PrunePlan",
     "RetentionPolicy",
     "any_of",
     "best_by",
+    "keeps_weights",
     "plan_prune",
+    "unknown_counts",
     "unknown_metrics",
     "withheld",
 ]

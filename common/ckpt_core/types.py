@@ -77,71 +77,6 @@ class Lineage:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointInfo:
-    """A committed checkpoint as listings and retention policies see it.
-
-    Attributes:
-        step: optimizer steps done.
-        name: of its directory.
-        created: Unix time in seconds.
-        size_bytes: of its files.
-        world_size: ranks that saved it.
-        metrics: numbers given with the save.
-        pinned: reason of its protection from pruning; None if it is not pinned.
-        damaged: problem that a verification found; None if it is not marked as damaged. A checkpoint that was
-            never verified is not marked.
-        bad: reason not to train on it, in the words of its marker; None if it is not marked.
-        lineage: the line of saves that it belongs to.
-        abandoned: whether the root's present lineage does not continue it: training began afresh, or went
-            back to an earlier checkpoint.
-        save_id: of the save that wrote it.
-        manifest_sha256: SHA-256 of its `manifest.json`, hexadecimal; it identifies its content as firmly as
-            the checksums in the manifest do.
-        plain_sha256: that of the plain checkpoint, if this is a compressed one; else "".
-    """
-
-    step: int
-    name: str
-    created: float
-    size_bytes: int = 0
-    world_size: int = 1
-    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-    pinned: str | None = None
-    damaged: str | None = None
-    bad: str | None = None
-    lineage: Lineage = field(default_factory=Lineage)
-    abandoned: bool = False
-    save_id: str = ""
-    manifest_sha256: str = ""
-    plain_sha256: str = ""
-
-    @property
-    def content_sha256(self) -> str:
-        """The same for a plain checkpoint and for those made of it by compressing."""
-        return self.plain_sha256 or self.manifest_sha256
-
-    @property
-    def usable(self) -> bool:
-        """Whether it may be resumed: it is marked neither as damaged nor as bad."""
-        return self.damaged is None and self.bad is None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DataPosition:
-    """How far training is in an epoch, counted over all ranks; None where unknown.
-
-    Attributes:
-        epoch: its number, from 0.
-        samples: trained on in it.
-        of: samples in all of it.
-    """
-
-    epoch: int | None = None
-    samples: int | None = None
-    of: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Parent:
     """The checkpoint whose state a save continues.
 
@@ -163,6 +98,82 @@ class Parent:
     def of(cls, info: CheckpointInfo) -> Parent:
         """Return a committed checkpoint as a parent."""
         return cls(name=info.name, step=info.step, save_id=info.save_id, manifest_sha256=info.manifest_sha256)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointInfo:
+    """A committed checkpoint as listings and retention policies see it.
+
+    Attributes:
+        step: optimizer steps done.
+        name: of its directory.
+        created: Unix time in seconds.
+        size_bytes: of its files.
+        world_size: ranks that saved it.
+        metrics: numbers given with the save.
+        pinned: reason of its protection from pruning; None if it is not pinned.
+        damaged: problem that a verification found; None if it is not marked as damaged. A checkpoint that was
+            never verified is not marked.
+        bad: reason not to train on it, in the words of its marker; None if it is not marked.
+        lineage: the line of saves that it belongs to.
+        abandoned: whether the root's present lineage does not continue it: training began afresh, or went
+            back to an earlier checkpoint.
+        save_id: of the save that wrote it.
+        manifest_sha256: SHA-256 of its `manifest.json`, hexadecimal; it identifies its content as firmly as
+            the checksums in the manifest do.
+        plain_sha256: that of the plain checkpoint, if this is a compressed one; else "".
+        epochs: epochs finished then; None if not known.
+        total_steps: the length of the training as planned then, in steps; None if not known.
+        weights_of: the whole checkpoint whose weights it holds, and nothing else of it; None if it is whole.
+    """
+
+    step: int
+    name: str
+    created: float
+    size_bytes: int = 0
+    world_size: int = 1
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    pinned: str | None = None
+    damaged: str | None = None
+    bad: str | None = None
+    lineage: Lineage = field(default_factory=Lineage)
+    abandoned: bool = False
+    save_id: str = ""
+    manifest_sha256: str = ""
+    plain_sha256: str = ""
+    epochs: int | None = None
+    total_steps: int | None = None
+    weights_of: Parent | None = None
+
+    @property
+    def content_sha256(self) -> str:
+        """The same for a plain checkpoint and for those made of it by compressing."""
+        return self.plain_sha256 or self.manifest_sha256
+
+    @property
+    def marked(self) -> bool:
+        """Whether it is marked as damaged or bad."""
+        return self.damaged is not None or self.bad is not None
+
+    @property
+    def usable(self) -> bool:
+        """Whether it may be resumed: it is not marked, and no mere weights."""
+        return not self.marked and self.weights_of is None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataPosition:
+    """How far training is in an epoch, counted over all ranks; None where unknown.
+
+    Attributes:
+        epoch: its number, from 0.
+        samples: trained on in it.
+        of: samples in all of it.
+    """
+
+    epoch: int | None = None
+    samples: int | None = None
+    of: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,11 +27,14 @@ from ckpt_core.retention import (
     KeepAll,
     KeepBest,
     KeepEvery,
+    KeepEveryEpochs,
+    KeepEveryFraction,
     KeepEverySeconds,
     KeepFor,
     KeepLatest,
     KeepSteps,
     KeepThinned,
+    KeepWeights,
     KeepWithin,
 )
 
@@ -123,6 +126,14 @@ def test_save_policies_read_as_they_are_written(value, policy):
         ({"for": 60}, KeepFor(60)),
         ({"thinned": {"hourly": 24, "weekly": 4}}, KeepThinned(hourly=24, weekly=4)),
         ({"within": "2 TB"}, KeepWithin("2 TB")),
+        ({"every_fraction": 0.1}, KeepEveryFraction(0.1)),
+        ({"every_fraction": {"fraction": 0.1, "total_steps": 9}}, KeepEveryFraction(0.1, total_steps=9)),
+        ({"every_epochs": 2}, KeepEveryEpochs(2)),
+        ({"weights": {"every": 9, "dtype": "bf16"}}, KeepWeights(KeepEvery(9), dtype="bf16")),
+        (
+            {"latest": 3, "weights": [{"every": 9}, {"best": "f1"}]},
+            KeepLatest(3) | KeepWeights(KeepEvery(9) | KeepBest("f1")),
+        ),
         (
             {"latest": 3, "within": "2 TB", "best": "f1"},
             (KeepLatest(3) | KeepBest("f1")) & KeepWithin("2 TB"),

@@ -23,17 +23,20 @@ from ckpt_core.retention import (
     KeepAll,
     KeepBest,
     KeepEvery,
+    KeepEveryEpochs,
+    KeepEveryFraction,
     KeepEverySeconds,
     KeepFor,
     KeepLatest,
     KeepSteps,
     KeepThinned,
+    KeepWeights,
     KeepWithin,
     Not,
     RetentionPolicy,
     plan_prune,
 )
-from ckpt_core.types import CheckpointInfo, Lineage
+from ckpt_core.types import CheckpointInfo, Lineage, Parent
 
 NOW = 1000.0
 COUNT = st.integers(1, 8)
@@ -60,10 +63,19 @@ def history_of(*steps: int) -> list[CheckpointInfo]:
 histories = st.dictionaries(
     st.integers(0, 100),
     st.tuples(
-        st.floats(0, NOW), st.sampled_from([None, None, None, "paper", ""]), st.integers(0, 50), METRICS
+        st.floats(0, NOW),
+        st.sampled_from([None, None, None, "paper", ""]),
+        st.integers(0, 50),
+        st.sampled_from([None, 100, 50]),
+        METRICS,
     ),
     max_size=14,
-).map(lambda drawn: [info(s, created=c, pinned=p, size=n, **m) for s, (c, p, n, m) in drawn.items()])
+).map(
+    lambda drawn: [
+        replace(info(s, created=c, pinned=p, size=n, **m), epochs=total and s // 10, total_steps=total)
+        for s, (c, p, n, total, m) in drawn.items()
+    ]
+)
 
 judging_alone = st.one_of(
     st.just(KeepAll()),
@@ -75,6 +87,8 @@ leaves = st.one_of(
     judging_alone.map(lambda policy: ~policy),
     st.builds(KeepLatest, COUNT),
     st.builds(KeepEvery, st.integers(1, 40)),
+    st.builds(KeepEveryFraction, st.floats(0.05, 1), total_steps=st.sampled_from([None, 80])),
+    st.builds(KeepEveryEpochs, st.integers(1, 4)),
     st.builds(KeepEverySeconds, st.floats(1, 500)),
     st.builds(KeepBest, st.sampled_from(["loss", "accuracy"]), n=COUNT, mode=st.sampled_from(["min", "max"])),
     st.builds(KeepThinned, hourly=COUNT, daily=st.integers(0, 2), weekly=st.integers(0, 2)),
@@ -475,3 +489,105 @@ def test_thinned_keeps_the_newest_of_the_last_hours_days_and_weeks_that_have_any
     assert KeepThinned(weekly=4).keep(sunday, NOW) == {1, 3}
     gap = [info(1, created=monday), info(2, created=monday + 40 * 86_400)]
     assert KeepThinned(daily=2).keep(gap, NOW) == {1, 2}, "days without a checkpoint do not count"
+
+
+def weights_of(whole: CheckpointInfo, size: int) -> CheckpointInfo:
+    return replace(
+        whole, name=f"{whole.name}.weights", save_id=f"w{whole.save_id}", size_bytes=size,
+        weights_of=Parent.of(whole),
+    )  # fmt: skip
+
+
+demoting = st.tuples(unions, st.lists(st.builds(KeepWeights, leaves), min_size=1, max_size=2)).map(
+    lambda drawn: reduce(operator.or_, [drawn[0], *drawn[1]])
+)
+
+
+@settings(max_examples=300)
+@given(policy=demoting, bound=bounds, history=histories, luck=st.randoms(use_true_random=False))
+def test_a_budget_with_demotion_is_kept_and_one_to_resume_from_always_stays(policy, bound, history, luck):
+    """Prunes are cut short, weights cannot be made or are larger than foreseen; in the end it holds."""
+    there = [replace(each, save_id=str(each.step)) for each in history]
+    there = [marked(each) if luck.random() < 0.1 else each for each in there]
+    failed = {each.save_id for each in there if luck.random() < 0.2}
+    sizes = {each.save_id: luck.randint(0, each.size_bytes) for each in there}
+
+    def foreseen(whole: CheckpointInfo, dtype: str | None) -> int:
+        return whole.size_bytes if whole.save_id in failed else sizes[whole.save_id] * 3 // 4
+
+    could_resume = any(each.usable for each in there)
+    for round_ in range(30):
+        plan = plan_prune(policy & bound, there, NOW, weights_bytes=foreseen)
+        calm = round_ > 4
+        for each in plan.drop:
+            if calm or luck.random() < 0.5:
+                there.remove(each)
+                assert not could_resume or any(left.usable for left in there)
+        todo = [whole for whole, _ in plan.demote if whole.save_id not in failed and whole in there]
+        assert all(whole.pinned is None for whole in todo)
+        there += [weights_of(whole, sizes[whole.save_id]) for whole in todo if calm or luck.random() < 0.5]
+        if calm and not plan.drop and not todo:
+            break
+    else:
+        pytest.fail("prunes go on for ever")
+    must = total(each for each in there if not each.usable and each.weights_of is None)
+    kept = [each for each in there if not each.marked]
+    free = plan_prune(KeepSteps([1_000]), kept, NOW)
+    must += total(each for each in kept if each not in free.drop)
+    assert total(there) <= max(bound.most_bytes, must)
+
+
+def test_what_only_a_rule_for_weights_keeps_is_demoted_in_the_dtype_of_the_first():
+    history = [replace(info(step, size=10), save_id=str(step)) for step in range(1, 9)]
+    policy = KeepLatest(2) | KeepWeights(KeepEvery(4), dtype="bf16") | KeepWeights(KeepEvery(2))
+    plan = plan_prune(policy, history, NOW)
+    assert [(whole.step, dtype) for whole, dtype in plan.demote] == [(2, None), (4, "bf16"), (6, None)]
+    assert [each.step for each in plan.drop] == [1, 3, 5]
+    assert "KeepWeights(policy=KeepEvery(steps=4), dtype='bf16')" in plan.keep[4]
+    there = [*history[1:], weights_of(history[3], 2)]
+    again = plan_prune(policy, there, NOW)
+    assert (again.superseded, [each.name for each in again.drop if each.step == 4]) == (
+        ("step-000000004",), ["step-000000004"],
+    )  # fmt: skip
+    light = [weights_of(each, 2) for each in history[1:6:2]]
+    after = plan_prune(policy, [*light, *history[6:]], NOW)
+    assert (after.drop, after.demote) == ((), ())
+    assert plan_prune(KeepLatest(2), [*light, *history[6:]], NOW).drop == tuple(light), (
+        "weights count nowhere"
+    )
+
+
+def test_weights_count_as_what_they_will_take():
+    history = [replace(info(step, size=100), save_id=str(step)) for step in range(1, 7)]
+    policy = (KeepLatest(1) | KeepWeights(KeepEvery(1))) & KeepWithin(150)
+    plan = plan_prune(policy, history, NOW, weights_bytes=lambda whole, dtype: 20)
+    assert sorted(plan.keep) == [4, 5, 6]
+    assert [whole.step for whole, _ in plan.demote] == [4, 5]
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: KeepWeights(KeepWithin(5)), "bound"),
+        (lambda: KeepWeights(KeepWeights(KeepLatest(1))), "weights in it"),
+        (lambda: KeepWeights(KeepLatest(1), dtype="int8"), "dtype"),
+        (lambda: ~KeepWeights(KeepLatest(1)), "negate"),
+        (lambda: KeepEveryFraction(2), "between"),
+        (lambda: KeepEveryEpochs(0), "n must"),
+    ],
+)
+def test_rules_of_weights_and_milestones_name_what_is_wrong(build, words):
+    with pytest.raises(ConfigError, match=words):
+        build()
+
+
+def test_fractions_go_by_the_length_that_the_newest_knows_and_epochs_by_their_ends():
+    history = [replace(info(step), epochs=step // 25, total_steps=100) for step in range(1, 101)]
+    assert KeepEveryFraction(0.1).keep(history, NOW) == set(range(10, 101, 10))
+    assert KeepEveryEpochs(2).keep(history, NOW) == {50, 100}
+    longer = [*history, replace(info(101), total_steps=200)]
+    assert KeepEveryFraction(0.1).keep(longer, NOW) == {20, 40, 60, 80, 100}
+    assert KeepEveryFraction(0.5, total_steps=100).keep(longer, NOW) == {50, 100}
+    unknown = [info(step) for step in range(5)]
+    for policy in (KeepEveryFraction(0.1), KeepEveryEpochs(1)):
+        assert policy.keep(unknown, NOW) == set(range(5)), "all stay where nothing is known"

@@ -27,7 +27,7 @@ from ckpt_core.storage import Storage, excludes_others, open_around, open_storag
 
 OPTIONS_VARIABLE: Final = "CKPT_SUITE_STORAGE_OPTIONS"
 """The same variable as of `accelerate_ckpt`."""
-_COMMANDS: Final = frozenset({"ckpt cp", "ckpt import", "ckpt prune", "ckpt upload"})
+_COMMANDS: Final = frozenset({"ckpt cp", "ckpt demote", "ckpt import", "ckpt prune", "ckpt upload"})
 _LOCAL: Final = ("file://", "local://")
 
 

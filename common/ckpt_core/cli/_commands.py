@@ -262,6 +262,18 @@ _KEEPING: Final = (
             _ROOT,
             _one("--keep-latest", "N", "keep the N highest steps", type=int),
             _one("--keep-every", "STEPS", "keep one in that many steps", type=int),
+            _one(
+                "--keep-every-fraction",
+                "F[:STEPS]",
+                "keep one in such a fraction of the training, such as 0.1, by the length that the "
+                "checkpoints know, or of STEPS",
+            ),
+            _one("--keep-every-epochs", "N", "keep one in that many epochs", type=int),
+            _one(
+                "--keep-weights-every",
+                "STEPS[:DTYPE]",
+                "keep the weights alone of one in that many steps, in bf16, fp16 or fp32 if that is given",
+            ),
             _one("--keep-for", "AGE", 'keep what is younger, such as "7d", or a number of seconds'),
             _one("--keep-within", "SIZE", 'of what the others keep, what has room, such as "2 TB"'),
             _many(
@@ -287,6 +299,25 @@ _KEEPING: Final = (
         "marked or abandoned counts for none of that and stays: remove it with --damaged, --bad or "
         "--abandoned. Before anything goes, one checkpoint that stays is verified; one that is damaged is "
         "marked, and what is older stays in its place.",
+    ),
+    _Command(
+        "demote",
+        _prune.demote,
+        "keep of a checkpoint only the weights",
+        (
+            _CHECKPOINT,
+            _one(
+                "--dtype",
+                None,
+                "of all floating weights: bf16, fp16 or fp32",
+                choices=("bf16", "fp16", "fp32"),
+            ),
+            _flag("--dry-run", "only show what it would save"),
+            _flag("--take-over", "demote although writer.json names a job in ROOT"),
+        ),
+        "Commits the models and their averages as a checkpoint of their own, which names the whole one, then "
+        "removes that. No resume takes weights; init_from=, load(source=) and `export` do. Refused are "
+        "what is pinned or marked, and what a resume would load.",
     ),
     _Command(
         "pin",

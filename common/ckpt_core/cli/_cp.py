@@ -51,7 +51,7 @@ from ckpt_core.errors import (
 from ckpt_core.formats.frames import require_zstandard
 from ckpt_core.hosting import root_of
 from ckpt_core.journal import unread
-from ckpt_core.names import SIGNATURE, TIERS, is_own_file, parse_step_name, run_name
+from ckpt_core.names import SIGNATURE, TIERS, WEIGHTS_SUFFIX, is_own_file, parse_step_name, run_name
 from ckpt_core.options import bytes_text
 from ckpt_core.storage import Storage, Throttle, open_storage
 from ckpt_core.tiers import (
@@ -234,7 +234,7 @@ def _select(place: str, arguments: Namespace) -> _CopySource:
         return _CopySource(source=storage, infos=[own], relatives=survey.everything, named=named)
     if not survey.everything and not survey.unreadable:
         raise none_committed(storage)
-    infos = survey.everything if arguments.all else survey.committed
+    infos = [info for info in survey.everything if arguments.all or not info.abandoned]
     return _CopySource(
         source=storage,
         infos=infos[::-1],  # the newest first
@@ -339,7 +339,8 @@ def _refuse_places(
     """
     for selection, info in todo:
         name = info.name
-        usual = parse_step_name(name) is not None or _OF_HOSTS.fullmatch(name) is not None
+        whole = name.removesuffix(WEIGHTS_SUFFIX)
+        usual = parse_step_name(whole) is not None or _OF_HOSTS.fullmatch(whole) is not None
         if name.startswith(".") or not (usual or selection.named):
             advice = (
                 "" if name.startswith(".") else f"; if it is, `ckpt cp {selection.source.url}/{name} DST`"

@@ -253,10 +253,11 @@ class Survey:
     """The result of one listing of a root.
 
     Attributes:
-        committed: committed checkpoints of the present lineage, oldest step first.
+        committed: committed checkpoints of the present lineage, whole states, oldest step first.
         unreadable: name -> error of each directory whose marker cannot be read: something was committed, its
             step is unknown.
         abandoned: committed checkpoints of other lineages, oldest step first.
+        weights: what holds only weights, of any lineage, likewise.
         lineage: the present lineage.
         parts: committed checkpoints of which this root has only a part; `unreadable` says what is lacking.
     """
@@ -264,13 +265,14 @@ class Survey:
     committed: list[CheckpointInfo]
     unreadable: dict[str, CheckpointError | OSError]
     abandoned: list[CheckpointInfo] = field(default_factory=list[CheckpointInfo])
+    weights: list[CheckpointInfo] = field(default_factory=list[CheckpointInfo])
     parts: list[CheckpointInfo] = field(default_factory=list[CheckpointInfo])
     lineage: Lineage = field(default_factory=Lineage)
 
     @property
     def everything(self) -> list[CheckpointInfo]:
-        """All committed checkpoints, abandoned ones included, oldest step first."""
-        return sorted([*self.committed, *self.abandoned], key=by_step)
+        """All committed checkpoints, abandoned ones and weights included, oldest first."""
+        return sorted([*self.committed, *self.abandoned, *self.weights], key=by_step)
 
     def log_unreadable(self, url: str) -> None:
         """Warn of every directory in a root whose marker cannot be read."""
@@ -293,9 +295,9 @@ class Catalog:
     def committed(self, *, abandoned: bool = False) -> list[CheckpointInfo]:
         """List the committed checkpoints of the present lineage, oldest step first.
 
-        With `abandoned`, those of other lineages, too. Any directory with a readable marker counts, whatever
-        its name; its step is that in the marker. A directory with an unreadable marker is left out, and a
-        warning is logged.
+        With `abandoned`, those of other lineages, and mere weights, too. Any directory with a readable marker
+        counts, whatever its name; its step is that in the marker. A directory with an unreadable marker is
+        left out, and a warning is logged.
         """
         survey = self.survey()
         survey.log_unreadable(self._storage.url)
@@ -322,11 +324,15 @@ class Catalog:
     def latest(self) -> CheckpointInfo | None:
         """Return the newest unmarked checkpoint of the present lineage, or None.
 
-        If all are marked, return the newest that is damaged but not bad: a mark of damage may be wrong.
+        If all are marked, return the newest that is damaged but not bad: a mark of damage may be wrong. If
+        there are only weights, return the newest of these.
         """
-        infos = [info for info in self.committed() if info.bad is None]
+        survey = self.survey()
+        survey.log_unreadable(self._storage.url)
+        infos = [info for info in survey.committed if info.bad is None]
+        weights = [info for info in survey.weights if not info.abandoned and not info.marked]
         usable = [info for info in infos if info.damaged is None]
-        return max(usable or infos[-1:], key=lambda info: info.step, default=None)
+        return max(usable or infos[-1:] or weights, key=lambda info: info.step, default=None)
 
     def find(self, *, step: int | None = None, name: str | None = None) -> CheckpointInfo:
         """Return the committed checkpoint of a step, or of a name.
@@ -658,11 +664,13 @@ def arranged(
                     yield Catalog(storage).marker(name).info(name)
 
     found = list(map(remarked, found))
+    whole = [info for info in found if info.weights_of is None]
     return Survey(
         lineage=present,
-        committed=[info for info in found if not info.abandoned],
+        committed=[info for info in whole if not info.abandoned],
         unreadable=dict(unreadable),
-        abandoned=[info for info in found if info.abandoned],
+        abandoned=[info for info in whole if info.abandoned],
+        weights=[info for info in found if info.weights_of is not None],
         parts=list(map(remarked, parts())),
     )
 

@@ -34,9 +34,9 @@ from ckpt_core.formats import codec
 from ckpt_core.formats.checksums import is_checksum
 from ckpt_core.formats.codec import count, relative_paths
 from ckpt_core.names import EVERY_GROUP, FORMAT_VERSION, MANIFEST, MARKER, twin_name
-from ckpt_core.provenance import provenance_fields, read_provenance
+from ckpt_core.provenance import parent_fields, provenance_fields, read_parent, read_provenance
 from ckpt_core.storage import Storage, read_intact, read_small
-from ckpt_core.types import CheckpointInfo, FileEntry, Lineage, Provenance
+from ckpt_core.types import CheckpointInfo, FileEntry, Lineage, Parent, Provenance
 
 MAX_ANCESTORS: Final = 1000
 """Older ancestors count as abandoned. The bound keeps markers fast to read."""
@@ -201,6 +201,8 @@ class Manifest:
         groups: of each file, in order, the filesystem group on whose disk it is, `EVERY_GROUP` if on all of
             them; empty if all files are in one place. Copies of the checkpoint in one place keep it.
         plain_sha256: SHA-256 of the manifest of the plain checkpoint that it holds compressed; "" for none.
+
+    The rest is as in `CheckpointInfo`.
     """
 
     save_id: str
@@ -218,6 +220,9 @@ class Manifest:
     replicas: int = 1
     groups: tuple[int, ...] = ()
     plain_sha256: str = ""
+    epochs: int | None = None
+    total_steps: int | None = None
+    weights_of: Parent | None = None
     format_version: int = FORMAT_VERSION
 
     @property
@@ -262,7 +267,7 @@ class Manifest:
                 "annotations": dict(self.annotations),
                 "producer": dict(self.producer),
                 "num_chunks": self.num_chunks,
-                **_lineage_fields(self.lineage),
+                **_rest_fields(self),
                 **_plain_field(self.plain_sha256),
                 **provenance_fields(self.provenance),
                 **({"replicas": self.replicas} if self.replicas > 1 else {}),
@@ -276,6 +281,11 @@ class Manifest:
                 f"limit of {MAX_MANIFEST_BYTES}: keep annotations short, or save with fewer files"
             )
         return content
+
+    @classmethod
+    def read(cls, storage: Storage, directory: str) -> Manifest:
+        """Read that of a directory, committed or not."""
+        return cls.from_bytes(read_small(storage, f"{directory}/{MANIFEST}", MAX_MANIFEST_BYTES))
 
     @classmethod
     def from_bytes(cls, content: bytes, *, with_files: bool = True) -> Manifest:
@@ -320,6 +330,9 @@ class Marker:
     lineage: Lineage = field(default_factory=Lineage)
     groups: int = 1
     plain_sha256: str = ""
+    epochs: int | None = None
+    total_steps: int | None = None
+    weights_of: Parent | None = None
     format_version: int = FORMAT_VERSION
 
     @classmethod
@@ -385,7 +398,7 @@ class Marker:
                 "size_bytes": self.size_bytes,
                 "world_size": self.world_size,
                 "metrics": codec.numbers(self.metrics),
-                **_lineage_fields(self.lineage),
+                **_rest_fields(self),
                 **_plain_field(self.plain_sha256),
                 **({"groups": self.groups} if self.groups > 1 else {}),
             }
@@ -413,20 +426,25 @@ class Marker:
             )
 
 
+_COUNTS: Final = ("epochs", "total_steps")
 _FACTS: Final = (
-    "save_id",
-    "step",
-    "created",
-    "size_bytes",
-    "world_size",
-    "metrics",
-    "lineage",
-    "plain_sha256",
+    *("save_id", "step", "created", "size_bytes", "world_size", "metrics", "lineage", "plain_sha256"),
+    *("weights_of", *_COUNTS),
 )
 
 
 def _facts_of(source: Manifest | Marker) -> dict[str, Any]:
     return {name: getattr(source, name) for name in _FACTS}
+
+
+def _rest_fields(source: Manifest | Marker) -> dict[str, Any]:
+    """Return the fields of both that a checkpoint need not have."""
+    origin, counts = source.weights_of, {name: getattr(source, name) for name in _COUNTS}
+    return {
+        **_lineage_fields(source.lineage),
+        **{name: count for name, count in counts.items() if count is not None},
+        **({} if origin is None else {"weights_of": parent_fields(origin)}),
+    }
 
 
 def _facts_in(fields: codec.Fields) -> dict[str, Any]:
@@ -439,6 +457,8 @@ def _facts_in(fields: codec.Fields) -> dict[str, Any]:
         "metrics": fields.numbers("metrics"),
         "lineage": _lineage_of(fields),
         "plain_sha256": fields.get("plain_sha256", str) if fields.has("plain_sha256") else "",
+        "weights_of": None if (origin := fields.optional("weights_of")) is None else read_parent(origin),
+        **{name: fields.count(name) for name in _COUNTS if name in fields},
     }
 
 
@@ -519,7 +539,7 @@ def _named_by(marker: Marker, storage: Storage, name: str, path: str) -> bytes:
 def lineage_in_manifest(storage: Storage, name: str) -> Lineage | None:
     """Return the lineage in the manifest of a checkpoint with an unreadable marker."""
     try:
-        return Manifest.from_bytes(read_small(storage, f"{name}/{MANIFEST}", MAX_MANIFEST_BYTES)).lineage
+        return Manifest.read(storage, name).lineage
     except (CheckpointError, OSError):
         return None
 

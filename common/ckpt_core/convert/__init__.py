@@ -5,7 +5,7 @@ A sink is a function that lays out the files of a format as `OutFile`s; one engi
 
 from ckpt_core.convert._exporting import SINKS, ExportSummary, export
 from ckpt_core.convert._fill import size_of
-from ckpt_core.convert._importing import import_checkpoint
+from ckpt_core.convert._importing import import_checkpoint, weights_bytes, write_weights
 from ckpt_core.convert._laid_out import (
     Computed,
     Conversion,
@@ -32,5 +32,7 @@ __all__ = [
     "export",
     "import_checkpoint",
     "size_of",
+    "weights_bytes",
     "write",
+    "write_weights",
 ]

@@ -8,13 +8,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias, final
 
-import torch
-
 from ckpt_core.commit import Catalog, in_use
 from ckpt_core.convert._averaging import averaged
 from ckpt_core.convert._fill import size_of
 from ckpt_core.convert._huggingface import hugging_face
-from ckpt_core.convert._laid_out import Adapters, Conversion, ExportOptions, Place, ignore
+from ckpt_core.convert._laid_out import DTYPES, Adapters, Conversion, ExportOptions, Place, ignore
 from ckpt_core.convert._output import write
 from ckpt_core.convert._trainers import torch_dist, universal
 from ckpt_core.convert._whole_state import lightning, stock_dcp, torch_save
@@ -35,10 +33,6 @@ SINKS: Final[Mapping[str, Callable[[Place, ExportOptions], Conversion]]] = {
     "torch_dist": torch_dist,
 }
 """The formats by name: each lays out files, which one engine fills."""
-_DTYPES: Final = {
-    "bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16,
-    "fp32": torch.float32, "float32": torch.float32,
-}  # fmt: skip
 _Path: TypeAlias = str | os.PathLike[str]
 
 
@@ -123,7 +117,7 @@ def export(  # noqa: PLR0913 - what the command line has
     require(
         "export",
         one_of("to", to, SINKS),
-        None if dtype is None else one_of("dtype", dtype, _DTYPES),
+        None if dtype is None else one_of("dtype", dtype, DTYPES),
         None if adapters is None else one_of("adapters", adapters, ("keep", "merge")),
         integer("shard_bytes", shard_bytes, minimum=1),
         None if average is None else integer("average", average, minimum=2),
@@ -134,7 +128,7 @@ def export(  # noqa: PLR0913 - what the command line has
     storage, directory = _target(out, storage_options if out_storage_options is None else out_storage_options)
     chosen = ExportOptions(
         like=None if like is None else open_around(like, _for(like, storage_options)),
-        dtype=None if dtype is None else _DTYPES[dtype],
+        dtype=None if dtype is None else DTYPES[dtype],
         adapters=adapters,
         include=include,
         ema=ema,

@@ -102,10 +102,10 @@ class FileFill:
         weakref.finalize(loan, self._free.append, memory)
         return memoryview(loan).cast("B")
 
-    def read_into(self, ranges: Iterable[tuple[str, int, torch.Tensor]]) -> None:
-        """Fill flat memory, uint8, with a tensor's bytes, row-major, from an offset on."""
-        for name, start, into in ranges:
-            self._plan(name, start, start + len(into), into)
+    def read_into(self, ranges: Iterable[tuple[Wanted, int, memoryview]]) -> None:
+        """Fill memory with a tensor's bytes, row-major, from an offset on."""
+        for piece, start, into in ranges:
+            self._fill(piece, start, start + len(into), into)
         self._read()
 
     def _count(self, number: int, content: memoryview) -> None:

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from itertools import accumulate, count, groupby
+from itertools import accumulate, count, filterfalse, groupby
 from math import prod
 from operator import attrgetter
 from typing import Any, Final, NamedTuple, final
@@ -37,22 +37,35 @@ from ckpt_core.commit import (
     refuse_as_root,
 )
 from ckpt_core.convert._fill import FileFill
-from ckpt_core.convert._laid_out import ignore
+from ckpt_core.convert._laid_out import DTYPES, Wanted, ignore
 from ckpt_core.convert._whole_state import WholeState
 from ckpt_core.dcp import Image, ImageLayout, ShardSpec, encode_metadata, entries, places_in
 from ckpt_core.disclosure import public_url
 from ckpt_core.errors import CheckpointExistsError, ConfigError, SaveError
 from ckpt_core.formats.chunks import ChunkTable, encode_table
-from ckpt_core.loading import CheckpointPart, LocatedTensor, located, open_parts
-from ckpt_core.names import IMPORTED, KEPT, MARKER, METADATA, chunks_name, step_name
+from ckpt_core.loading import CheckpointPart, CommittedFiles, LocatedTensor, located, open_parts
+from ckpt_core.names import (
+    IMPORTED,
+    KEPT,
+    MANIFEST,
+    MARKER,
+    METADATA,
+    chunks_name,
+    data_rank,
+    is_own_file,
+    step_name,
+)
 from ckpt_core.provenance import software_versions
 from ckpt_core.reading import page_memory
+from ckpt_core.root import WeightsDraft
 from ckpt_core.saving import RankFiles
 from ckpt_core.sources import NameTable
 from ckpt_core.state import PICKLED
 from ckpt_core.storage import Storage, open_around, open_storage
-from ckpt_core.types import CheckpointInfo, FileEntry, Lineage
+from ckpt_core.types import CheckpointInfo, FileEntry, Lineage, Parent
 
+_HEAVY: Final = frozenset({"optimizer", "optimizers", "gradients", PICKLED, KEPT})
+"""Items that are no weights, beside those that have groups of parameters."""
 _FILE_BYTES: Final = 64 << 20
 """Of a data file, which is made in memory; it may have twice as many."""
 
@@ -147,6 +160,80 @@ def import_checkpoint(  # noqa: PLR0913 - keywords of users
             raise
 
 
+def write_weights(storage: Storage, info: CheckpointInfo, dtype: str | None = None) -> None:
+    """Write the weights of a checkpoint beside it, as a draft that counts for nothing.
+
+    Of a whole state stay the models and their averages, what ranks share, and the files of the host; without
+    optimizers, gradients, and what ranks have of their own. See `WeightsDraft` for the place.
+
+    Args:
+        storage: a root that the caller owns.
+        info: the checkpoint.
+        dtype: `bf16`, `fp16` or `fp32`, of all floating tensors; None for their own.
+
+    Raises:
+        ConfigError: it holds no weights.
+        CorruptCheckpointError: it is damaged.
+        OSError: storage failed.
+    """
+    draft, (manifest, files, state) = WeightsDraft.of(storage, info, dtype), _weights_of(storage, info, dtype)
+    working = begin(storage, draft.name, draft.save_id)
+    written = _Writer(storage, working, ignore)
+    written.write(state)
+    with RankFiles(storage, working) as others:
+        for path in filterfalse(is_own_file, files.paths):
+            others.write(path, files.read(path))
+        written.entries += others.entries
+    found = replace(
+        manifest,
+        save_id=draft.save_id,
+        items={name: kind for name, kind in manifest.items.items() if name in written.items},
+        num_chunks=written.num_chunks,
+        files=tuple(sorted(written.entries, key=attrgetter("path"))),
+        weights_of=Parent.of(info),
+        replicas=1,
+        groups=(),
+    )
+    storage.write_bytes(f"{working}/{MANIFEST}", found.to_bytes())
+
+
+def weights_bytes(storage: Storage, info: CheckpointInfo, dtype: str | None = None) -> int:
+    """Return about how many bytes the weights of a checkpoint will have; errors likewise."""
+    _, files, state = _weights_of(storage, info, dtype)
+    size = sum(entry.size_bytes for entry in files.entries if data_rank(entry.path) is None)
+    for directory, part in state.parts.items():
+        tensors = located({directory: part})
+        dtypes = {name: _cast(each.dtype, state.dtype) for name, each in tensors.items()}
+        for slabs in _windows(tensors.values(), dtypes):
+            size += ImageLayout([slab.spec for slab in slabs]).size_bytes
+    return size
+
+
+def _weights_of(
+    storage: Storage, info: CheckpointInfo, dtype: str | None
+) -> tuple[Manifest, CommittedFiles, WholeState]:
+    manifest, files, parts = open_parts(storage, info.name, committed=info.manifest_sha256)
+    light = {name: weights for name, part in parts.items() if (weights := _light(part)) is not None}
+    if not light or manifest is None:
+        raise ConfigError(f"{files.url} holds no weights")
+    state = WholeState.of(files, light)
+    small = {name: content for name, content in state.small.items() if name not in state.per_rank}
+    cast = None if dtype is None else DTYPES[dtype]
+    return manifest, files, replace(state, per_rank={}, small=small, dtype=cast)
+
+
+def _light(part: CheckpointPart) -> CheckpointPart | None:
+    """Return a part without optimizers and the like; None if no tensor is left."""
+    found = part.metadata
+    paths = {key: tuple((found.planner_data or {}).get(key, (key,))) for key in found.state_dict_metadata}
+    heavy = _HEAVY | {path[0] for path in paths.values() if "param_groups" in path}
+    kept = {key: found.state_dict_metadata[key] for key, path in paths.items() if path[0] not in heavy}
+    if not any(isinstance(entry, TensorStorageMetadata) for entry in kept.values()):
+        return None
+    metadata = replace(found, state_dict_metadata=kept, planner_data={key: paths[key] for key in kept})
+    return replace(part, metadata=metadata)
+
+
 @final
 class _Writer:
     """The files of a checkpoint, as a save with a rank for each data file has them.
@@ -160,7 +247,7 @@ class _Writer:
     def __init__(self, storage: Storage, working: str, progress: Callable[[int], None]) -> None:
         self._storage, self._working, self._progress = storage, working, progress
         self._ranks = count()
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = page_memory(1)
         self.entries: list[FileEntry] = []
         self.items: dict[str, ItemKind] = {}
         self.num_chunks = 0
@@ -178,11 +265,12 @@ class _Writer:
     def _part(self, state: WholeState, directory: str, part: CheckpointPart) -> None:
         prefix, found = f"{directory}/" if directory else "", part.metadata
         tensors = located({directory: part})
+        dtypes = {name: _cast(each.dtype, state.dtype) for name, each in tensors.items()}
         values = {MetadataIndex(key): content for key, (_, content) in state.entries(part).items()}
         chunks = defaultdict[str, list[ChunkStorageMetadata]](list)
         places: dict[MetadataIndex, StorageInfo] = {}
         with FileFill(tensors) as fill:
-            for slabs in list(_windows(tensors.values())) or [[]]:
+            for slabs in list(_windows(tensors.values(), dtypes)) or [[]]:
                 rank = next(self._ranks)
                 with RankFiles(self._storage, self._working, rank) as files:
                     self._image(files, directory, slabs, fill)
@@ -196,7 +284,9 @@ class _Writer:
                     chunks[index.fqn].append(box)
                 places |= places_in(ChunkTable.from_bytes(table, source=chunks_name(rank)), directory)
         described = {
-            key: replace(entry, chunks=chunks[key]) if isinstance(entry, TensorStorageMetadata) else entry
+            key: _described(entry, chunks[key], state.dtype)
+            if isinstance(entry, TensorStorageMetadata)
+            else entry
             for key, entry in found.state_dict_metadata.items()
         }
         content = encode_metadata(Metadata(described, planner_data=found.planner_data), places)
@@ -209,11 +299,11 @@ class _Writer:
     def _image(self, files: RankFiles, directory: str, slabs: Sequence[_Slab], fill: FileFill) -> None:
         layout = ImageLayout([slab.spec for slab in slabs])
         if layout.size_bytes > len(self._memory):
-            self._memory = torch.frombuffer(page_memory(layout.size_bytes), dtype=torch.uint8)
-        image = Image(layout, self._memory)
+            self._memory = page_memory(layout.size_bytes)
+        image = Image(layout, torch.frombuffer(self._memory, dtype=torch.uint8))
         starts, ends = zip(*layout.payloads, strict=True) if slabs else ((), ())
         fill.read_into(
-            (slab.name, slab.start, self._memory[start:end])
+            (Wanted(slab.name, slab.spec[1]), slab.start, self._memory[start:end])
             for slab, start, end in zip(slabs, starts, ends, strict=True)
         )
         files.write_image(directory, image)
@@ -229,9 +319,20 @@ class _Slab(NamedTuple):
     spec: ShardSpec
 
 
-def _slabs(tensor: LocatedTensor) -> Iterator[_Slab]:
+def _cast(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and own.is_floating_point else own
+
+
+def _described(
+    entry: TensorStorageMetadata, chunks: list[ChunkStorageMetadata], dtype: torch.dtype | None
+) -> TensorStorageMetadata:
+    properties = replace(entry.properties, dtype=_cast(entry.properties.dtype, dtype))
+    return replace(entry, properties=properties, chunks=chunks)
+
+
+def _slabs(tensor: LocatedTensor, dtype: torch.dtype) -> Iterator[_Slab]:
     """Cut a tensor into slabs of at most `_FILE_BYTES`, by rows or what is in them."""
-    key, itemsize = ".".join(map(str, tensor.path)), tensor.dtype.itemsize
+    key, itemsize = ".".join(map(str, tensor.path)), dtype.itemsize
 
     def cut(offsets: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[_Slab]:
         size = prod(shape) * itemsize
@@ -240,9 +341,7 @@ def _slabs(tensor: LocatedTensor) -> Iterator[_Slab]:
             start = 0
             for offset, length in zip(offsets, tensor.shape, strict=True):
                 start = start * length + offset
-            yield _Slab(
-                tensor.name, start * itemsize, size, (MetadataIndex(key, offsets), tensor.dtype, shape)
-            )
+            yield _Slab(tensor.name, start * itemsize, size, (MetadataIndex(key, offsets), dtype, shape))
             return
         most = max(1, _FILE_BYTES * shape[dim] // size)
         for start in range(0, shape[dim], most):
@@ -253,9 +352,9 @@ def _slabs(tensor: LocatedTensor) -> Iterator[_Slab]:
     return cut((0,) * len(tensor.shape), tensor.shape)
 
 
-def _windows(tensors: Iterable[LocatedTensor]) -> Iterator[list[_Slab]]:
+def _windows(tensors: Iterable[LocatedTensor], dtypes: Mapping[str, torch.dtype]) -> Iterator[list[_Slab]]:
     """Yield the slabs of each data file, of at most twice `_FILE_BYTES`."""
-    slabs = [slab for tensor in tensors for slab in _slabs(tensor)]
+    slabs = [slab for tensor in tensors for slab in _slabs(tensor, dtypes[tensor.name])]
     ends = accumulate(slab.size_bytes for slab in slabs)
     for _, window in groupby(zip(ends, slabs, strict=True), lambda pair: pair[0] // _FILE_BYTES):
         yield [slab for _, slab in window]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Self, TypeAlias, final
+from typing import Final, Literal, Self, TypeAlias, final
 
 import torch
 
@@ -14,6 +14,12 @@ from ckpt_core.storage import Storage
 
 def ignore(_: int) -> None:
     """Ignore progress."""
+
+
+DTYPES: Final[Mapping[str, torch.dtype]] = {
+    "bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16,
+    "fp32": torch.float32, "float32": torch.float32,
+}  # fmt: skip
 
 
 @final

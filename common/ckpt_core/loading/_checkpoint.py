@@ -261,7 +261,7 @@ def open_checkpoint(  # noqa: PLR0913 - what a request says, but without its cla
         per_rank=read_items(rank_name(rank)),
         shared=_shared(files, read_items, rank if same_ranks else None),
         name=directory,
-        world_size=None if manifest is None or IMPORTED in manifest.producer else manifest.world_size,
+        world_size=None if manifest is None or not _has_ranks(manifest) else manifest.world_size,
         step=parts[next(iter(parts))].step if manifest is None else manifest.step,
         annotations={} if manifest is None else manifest.annotations,
     )
@@ -280,6 +280,11 @@ def open_checkpoint(  # noqa: PLR0913 - what a request says, but without its cla
         loads_kept=same_ranks,
         drops_kept=not same_ranks and has_kept,
     )
+
+
+def _has_ranks(manifest: Manifest) -> bool:
+    """Return whether it has what ranks had of their own: no import, and no mere weights."""
+    return IMPORTED not in manifest.producer and manifest.weights_of is None
 
 
 def open_parts(

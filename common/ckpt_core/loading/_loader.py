@@ -158,9 +158,12 @@ class Loader:
                     continue
                 if note_damaged is not None:
                     self._mark(union, passed_over, note_damaged)
-                if loaded is None and (any(passed_over.damaged) or union.committed):
-                    kind = UntrustedCheckpointError if passed_over.untrusted else CorruptCheckpointError
-                    raise kind(_nothing_usable(self._url, union, passed_over))
+                if loaded is None and (any(passed_over.damaged) or union.committed or union.weights):
+                    some = any(passed_over.damaged) or union.committed
+                    kind = CorruptCheckpointError if some else IncompatibleCheckpointError
+                    raise (UntrustedCheckpointError if passed_over.untrusted else kind)(
+                        _nothing_usable(self._url, union, passed_over)
+                    )
                 self._note_parts(surveys, loaded)
                 return None if loaded is None else replace(loaded, surveys=surveys)
         raise AssertionError  # not reached: there is no end of counting
@@ -606,19 +609,28 @@ def _unreadable(survey: Survey) -> dict[str, str]:
 
 
 def _nothing_usable(url: str, union: United, passed_over: _PassedOver) -> str:
-    damaged = dict.fromkeys(name for of_tier in passed_over.damaged for name in of_tier)
+    damaged = list(dict.fromkeys(name for of_tier in passed_over.damaged for name in of_tier))
     untrusted = passed_over.untrusted
     bad = [held.info.name for held in union.committed if held.info.bad is not None]
-    groups = (("damaged", damaged), ("not trusted", untrusted), ("marked as bad", bad))
-    what = " or ".join(word for word, some in groups if some)
+    weights = [held.info.name for held in union.weights]
+    groups = {
+        "damaged": damaged,
+        "not trusted": list(untrusted),
+        "marked as bad": bad,
+        "weights alone": weights,
+    }
+    what = " or ".join(word for word, some in groups.items() if some)
+    named = ", ".join(name for some in groups.values() for name in some)
     text = (
-        f"every committed checkpoint in {url} is {what}: {', '.join([*damaged, *untrusted, *bad])}. Nothing "
-        "was loaded; look at each with `ckpt verify`, restore one from a copy, or start in another root"
+        f"every committed checkpoint in {url} is {what}: {named}. Nothing was loaded; look at each "
+        "with `ckpt verify`, restore one from a copy, or start in another root"
     )
     if untrusted:
         text += f". Why it is not trusted: {next(iter(untrusted.values()))}"
     if bad:
         text += ", or remove a mark with `ckpt mark ROOT@STEP good`"
+    if weights:
+        text += f", with the weights as init_from={f'{url}/{weights[-1]}'!r}"
     abandoned = ", ".join(info.name for info in union.infos if info.abandoned)
     return text + (f". An earlier run left {abandoned}, each to be loaded by its name" if abandoned else "")
 

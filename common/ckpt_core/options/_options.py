@@ -243,6 +243,12 @@ class CheckpointOptions:
         return parse_headroom(self.headroom)
 
     @property
+    def counts(self) -> frozenset[str]:
+        """The names of the counts that its policies need: `epochs`, `tokens`, `total_steps`."""
+        keeps = [self.keep, *(each.keep for each in self.uploads)]
+        return frozenset[str]().union(*(each.counts for each in [self.save, *keeps] if each is not None))
+
+    @property
     def uploads(self) -> tuple[Upload, ...]:
         """The further tiers, the nearest first."""
         given = () if self.upload is None else self.upload

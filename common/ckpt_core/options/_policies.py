@@ -144,6 +144,14 @@ def _best(value: Any) -> RetentionPolicy:
     return reduce(operator.or_, map(build, value)) if isinstance(value, list) and value else build(value)
 
 
+def _weights(value: Any) -> RetentionPolicy:
+    rules = (
+        {key: each for key, each in value.items() if key != "dtype"} if isinstance(value, Mapping) else value
+    )
+    dtype = value.get("dtype") if isinstance(value, Mapping) else None
+    return retention.KeepWeights(_any_of(rules, _KEEP, "weights"), dtype=dtype)
+
+
 _SAVE: _Grammar[SavePolicy] = _Grammar(
     base=SavePolicy,
     joined=lambda policies: reduce(operator.or_, policies),
@@ -173,12 +181,15 @@ _KEEP: _Grammar[RetentionPolicy] = _Grammar(
     builders={
         "latest": _with(retention.KeepLatest, "n"),
         "every": _with(retention.KeepEvery, "steps"),
+        "every_fraction": _with(retention.KeepEveryFraction, "fraction", "total_steps"),
+        "every_epochs": _with(retention.KeepEveryEpochs, "n"),
         "every_seconds": _with(retention.KeepEverySeconds, "seconds"),
         "best": _best,
         "for": _with(retention.KeepFor, "seconds"),
         "thinned": _with(retention.KeepThinned, "hourly", "daily", "weekly", required=False),
         "within": _with(retention.KeepWithin, "size"),
         "steps": _with(retention.KeepSteps, "steps"),
+        "weights": _weights,
         "all": _all,
     },
 )

@@ -98,6 +98,11 @@ class RetentionPolicy(_Policy["RetentionPolicy"]):
         return sorted(self.keep(history, now), reverse=True)
 
     @property
+    def counts(self) -> frozenset[str]:
+        """What must be known of a save: `epochs`, `total_steps`."""
+        return frozenset()
+
+    @property
     def most_bytes(self) -> int | None:
         """The most bytes that all checkpoints together may have; None for no bound."""
         return None

@@ -102,6 +102,7 @@ class CadenceKeeper:
         self._timed = True
         self._counts: Counts = {"epochs": 0, "tokens": 0}
         self._since_counts: Counts = self._counts
+        self.progress: dict[str, int] = {}
         self._sources = PreemptionSources(preemptions(policy)) if listen else None
         self._costs: SaveCosts | None = None
         self._earlier_costs: SaveCosts | None = None
@@ -122,7 +123,7 @@ class CadenceKeeper:
         Args:
             **counts: if given, where counting begins.
         """
-        if found := _checked(counts):
+        if found := self._checked(counts):
             self._counts = self._since_counts = {**self._counts, **found}
         if self._heeds_preemptions:
             self._agree()
@@ -131,7 +132,7 @@ class CadenceKeeper:
 
     def due(self, step: int, total_steps: int | None = None, **counts: Unpack[Counts]) -> str | None:
         """Return the reason to save this step now, or None."""
-        found = _checked(counts) if counts else Counts()
+        found = self._checked(counts, total_steps)
         if self._policy is None:
             return None
         if self._collective:
@@ -162,6 +163,18 @@ class CadenceKeeper:
             self._counts = {**self._counts, **found}
         self.extra = self.pending and decide(self._policy, context._replace(signals=_NONE)) is None
         return decide(self._policy, context)
+
+    def _checked(self, counts: Mapping[str, Any], total_steps: int | None = None) -> Counts:
+        """Return counts as integers, and note the progress; None is the same as no count.
+
+        Raises:
+            ConfigError: one of them is no count.
+        """
+        given = {name: plain_integer(value) for name, value in counts.items() if value is not None}
+        require("due", *(_problem(name, value) for name, value in given.items()))
+        known = given if total_steps is None else {**given, "total_steps": plain_integer(total_steps)}
+        self.progress |= {name: known[name] for name in ("epochs", "total_steps") if name in known}
+        return cast("Counts", given)
 
     def _report(self, context: CadenceContext) -> None:
         costs = self._reported = context.costs
@@ -339,17 +352,6 @@ def _as_costs(integers: Sequence[int]) -> SaveCosts | None:
         return None
     times = {name: (value - 1) / _MICROSECONDS if value else None for name, value in named.items()}
     return SaveCosts(saves=saves, **cast("dict[str, Any]", times))
-
-
-def _checked(counts: Mapping[str, Any]) -> Counts:
-    """Return counts as integers; None is the same as no count.
-
-    Raises:
-        ConfigError: one of them is no count.
-    """
-    given = {name: plain_integer(value) for name, value in counts.items() if value is not None}
-    require("due", *(_problem(name, value) for name, value in given.items()))
-    return cast("Counts", given)
 
 
 def _problem(name: str, value: Any) -> str | None:

@@ -10,7 +10,9 @@ from ckpt_core.provenance._fields import (
     CODE_VERSION_VARIABLE,
     CodeVersion,
     code_version,
+    parent_fields,
     provenance_fields,
+    read_parent,
     read_provenance,
     software_versions,
 )
@@ -20,7 +22,9 @@ __all__ = [
     "CodeVersion",
     "code_version",
     "configuration_digest",
+    "parent_fields",
     "provenance_fields",
+    "read_parent",
     "read_provenance",
     "software_versions",
 ]

@@ -29,15 +29,7 @@ def provenance_fields(provenance: Provenance) -> dict[str, Any]:
     parent, data = provenance.parent, provenance.data
     code = _known(version=provenance.code_version, dirty=provenance.code_dirty)
     found = _known(
-        parent=None
-        if parent is None
-        else {
-            "name": parent.name,
-            "step": parent.step,
-            "save_id": parent.save_id,
-            "manifest_sha256": parent.manifest_sha256,
-            **({"elsewhere": True} if parent.elsewhere else {}),
-        },
+        parent=None if parent is None else parent_fields(parent),
         run_id=provenance.run_id,
         code=code,
         configuration_sha256=provenance.configuration_sha256,
@@ -55,7 +47,7 @@ def read_provenance(fields: Fields) -> Provenance:
         return Provenance()
     code, parent, data = found.optional("code"), found.optional("parent"), found.optional("data")
     return Provenance(
-        parent=None if parent is None else _parent(parent),
+        parent=None if parent is None else read_parent(parent),
         run_id=_text(found, "run_id"),
         code_version="" if code is None else _text(code, "version"),
         code_dirty=None if code is None or "dirty" not in code else code.get("dirty", bool),
@@ -64,7 +56,14 @@ def read_provenance(fields: Fields) -> Provenance:
     )
 
 
-def _parent(fields: Fields) -> Parent:
+def parent_fields(parent: Parent) -> dict[str, Any]:
+    """Return a checkpoint as fields."""
+    found = {each: getattr(parent, each) for each in ("name", "step", "save_id", "manifest_sha256")}
+    return found | ({"elsewhere": True} if parent.elsewhere else {})
+
+
+def read_parent(fields: Fields) -> Parent:
+    """Read what `parent_fields` made; ValueError for bad values."""
     return Parent(
         name=fields.get("name", str),
         step=fields.count("step"),

@@ -292,7 +292,7 @@ def _advice(report: Report) -> Iterator[str]:
             f"{len(failed):,} of {len(saves):,} saves failed; the last one at step {failed[-1].get('step')}: "
             f"{failed[-1].get('error') or 'no reason is known'}."
         )
-    idle = [each for each in report.checkpoints if each.abandoned or not each.usable]
+    idle = [each for each in report.checkpoints if each.abandoned or each.marked]
     if idle := [each for each in idle if each.pinned is None]:
         yield (
             f"{len(idle):,} checkpoints that no resume takes hold "

@@ -241,6 +241,7 @@ def _checkpoints(report: Report) -> Section:
         "bad": [i for i in infos if i.bad is not None],
         "abandoned": [i for i in infos if i.abandoned],
         "pinned": [i for i in infos if i.pinned is not None],
+        "weights": [i for i in infos if i.weights_of is not None],
     }
     counted = "".join(f", {len(named):,} {state}" for state, named in states.items() if named)
     size, why = bytes_text(sum(info.size_bytes for info in infos)), why_kept(report.events["retention"])
@@ -248,7 +249,7 @@ def _checkpoints(report: Report) -> Section:
         (
             info.name,
             next((state for state, named in states.items() if info in named), ""),
-            "" if info.abandoned or not info.usable else ", ".join(why.get(info.step, ())),
+            "" if info.abandoned or info.marked else ", ".join(why.get(info.step, ())),
             moment(info.created),
             f"{info.step:,}",
             f"{info.world_size:,}",

@@ -13,6 +13,7 @@ from ckpt_core.errors import ConfigError
 from ckpt_core.journal import MOST_STEPS
 from ckpt_core.options import CheckpointOptions
 from ckpt_core.retention import Abandoned, KeepAll, PrunePlan, plan_prune, unknown_metrics, withheld
+from ckpt_core.root._demoter import Demoter
 from ckpt_core.root._ownership import Ownership
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry
@@ -29,11 +30,25 @@ class Pruner:
     """Removal of checkpoints that a manager's retention policy does not keep.
 
     Concurrency: one thread at a time.
+
+    Attributes:
+        behind: whether the last prune has left something to be made weights of.
+
+    Args:
+        demoter: makes weights of what only a `KeepWeights` keeps.
     """
 
     def __init__(
-        self, storage: Storage, options: CheckpointOptions, *, ownership: Ownership, telemetry: Telemetry
+        self,
+        storage: Storage,
+        options: CheckpointOptions,
+        *,
+        ownership: Ownership,
+        telemetry: Telemetry,
+        demoter: Demoter | None = None,
     ) -> None:
+        self._demoter = demoter
+        self.behind = False
         self._storage = storage
         self._policy = options.keep or KeepAll()
         self._abandoned: Abandoned = options.abandoned
@@ -52,10 +67,20 @@ class Pruner:
         if history is None:
             history = Inventory(self._storage, lambda: self._ownership.held).history()
         self._check_metrics(history)
-        return plan_prune(self._policy, history, time.time(), abandoned=self._abandoned, last=newest)
+        sizes = {} if self._demoter is None else {"weights_bytes": self._demoter.weights_bytes}
+        return plan_prune(self._policy, history, time.time(), abandoned=self._abandoned, last=newest, **sizes)
 
-    def apply(self, *, newest: int | None = None, go_on: Callable[[], bool] = lambda: True) -> PrunePlan:
+    def apply(
+        self,
+        *,
+        newest: int | None = None,
+        go_on: Callable[[], bool] = lambda: True,
+        until: float = 0.0,
+    ) -> PrunePlan:
         """Remove checkpoints that the policy does not keep, oldest first.
+
+        Weights are made in the background, and waited for `until` then, in monotonic seconds; what they
+        replace is removed by the first prune after that.
 
         One that stays must be known to be whole first (see `Inventory.droppable`, also for `go_on`). Parts of
         checkpoints, where the disks of nodes that are gone had the rest, are removed likewise. The root is
@@ -68,8 +93,27 @@ class Pruner:
         Raises:
             RootBusyError: another job has taken the root.
         """
+        self._ownership.check()
+        while True:
+            if self._demoter is not None:
+                self._demoter.take(self._ownership.check)
+            plan = self._remove_dropped(newest, go_on)
+            demoter, self.behind = self._demoter, False
+            if demoter is None or not demoter.begin(plan.demote):
+                return plan
+            self.behind = True
+            while demoter.is_busy and go_on() and time.monotonic() < until:
+                demoter.wait()
+            if not go_on() or time.monotonic() >= until:
+                return plan
+
+    def close(self) -> None:
+        """Leave what is being made."""
+        if self._demoter is not None:
+            self._demoter.close()
+
+    def _remove_dropped(self, newest: int | None, go_on: Callable[[], bool]) -> PrunePlan:
         ownership, plans = self._ownership, list[PrunePlan]()
-        ownership.check()
 
         def choose(history: Sequence[CheckpointInfo]) -> Sequence[CheckpointInfo]:
             plans.append(self.plan(history, newest=newest))

@@ -46,6 +46,7 @@ class SaveRequest:
 
     Attributes:
         replace: whether `name` may be committed already.
+        progress: the counts that the manifest names: `epochs`, `total_steps`.
         refusal: why this rank cannot ask for a save; reported to the ranks that can.
     """
 
@@ -54,6 +55,7 @@ class SaveRequest:
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     annotations: Mapping[str, Any] = field(default_factory=dict[str, Any])
     replace: bool = False
+    progress: Mapping[str, int] = field(default_factory=dict[str, int])
     refusal: CheckpointError | None = None
 
     @classmethod
@@ -64,6 +66,7 @@ class SaveRequest:
         *,
         metrics: Mapping[str, float] | None,
         annotations: Mapping[str, Any] | None,
+        progress: Mapping[str, int],
     ) -> SaveRequest:
         """Return the request of a call of `save`.
 
@@ -83,6 +86,7 @@ class SaveRequest:
             metrics=dict(metrics or {}),
             annotations=dict(annotations or {}),
             replace=name is not None,
+            progress=dict(progress),
         )
 
     def __post_init__(self) -> None:

@@ -83,6 +83,7 @@ class Means:
         self.sign = options.manifest_signer
         self.space = DiskSpace(job.storage, options, ownership, pruner)
         self.held_back: CheckpointInfo | None = None
+        self.last: int | None = None
 
     def prune(self, info: CheckpointInfo) -> None:
         """Apply the retention policy after a commit."""
@@ -92,13 +93,16 @@ class Means:
             self.thread.heartbeat("verifying the checkpoints to keep before older ones are removed")
             return not self.thread.waiting and time.monotonic() < deadline
 
-        self.held_back = info if self.ownership.held else None
+        self.held_back, self.last = info if self.ownership.held else None, info.step
         self.apply_retention(info, go_on)
 
-    def apply_retention(self, newest: CheckpointInfo, go_on: Callable[[], bool]) -> None:
+    def apply_retention(
+        self, newest: CheckpointInfo | None, go_on: Callable[[], bool], *, until: float = 0.0
+    ) -> None:
         """Remove what the policy does not keep; log what fails."""
+        last = self.last if newest is None else newest.step
         try:
-            self.pruner.apply(newest=newest.step, go_on=go_on)
+            self.pruner.apply(newest=last, go_on=go_on, until=until)
         except (OSError, CheckpointError) as error:
             # The checkpoint is committed nevertheless; the next prune removes the rest.
             self.telemetry.point("prune.failed", error=str(error))
@@ -434,6 +438,8 @@ class Save(Task):
             },
             num_chunks=sum(report.num_chunks for report in reports),
             lineage=self.lineage,
+            epochs=self.request.progress.get("epochs"),
+            total_steps=self.request.progress.get("total_steps"),
             provenance=replace(
                 self.provenance,
                 parent=ownership.line.parent,

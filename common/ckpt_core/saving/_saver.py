@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, final
@@ -127,15 +128,21 @@ class Saver:
             self.copies.close()
             self._preparer.stager.close()
 
-    def release(self) -> None:
-        """Remove what only uploads had kept, and release the root, after `close`."""
+    def release(self, *, leave: bool = False) -> None:
+        """Remove what only uploads had kept, and release the root, after `close`.
+
+        Unless it is to `leave` it, what retention makes weights of is waited for.
+        """
         if self.in_flight.stuck():
             # Storage may hang on this thread, too; at the latest, the lock ends with the process.
             run_with_timeout(self._options.deadline_seconds, self._ownership.release)
             return
-        if self._means.held_back is not None:
+        means, half = self._means, self._options.deadline_seconds / 2
+        if means.pruner.behind and not leave:
+            means.apply_retention(None, lambda: True, until=time.monotonic() + half)
+        elif means.held_back is not None:
             # A job that ends may have little time: of a large checkpoint at most a part is read back for it.
-            self._means.apply_retention(self._means.held_back, lambda: False)
+            means.apply_retention(means.held_back, lambda: False)
         self._ownership.release()
 
     def _checked(self, request: SaveRequest) -> SaveRequest:

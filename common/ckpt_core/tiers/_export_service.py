@@ -1,4 +1,4 @@
-"""What the process of exports does: it writes checkpoints in a format of others.
+"""What processes of exports do: they write checkpoints in a format of others, or weights.
 
 The directory of an export belongs to one checkpoint. `exports.json` in the place lists what was begun, and is
 written again when that is whole: what is listed as unfinished counts for nothing, and is removed by the next
@@ -7,7 +7,8 @@ export. What is not listed is never touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -67,7 +68,7 @@ def exporting(terms: ExportTerms) -> Callable[[CheckpointInfo, Callable[[int], N
             place.delete(each)
             place.delete(export_draft(each))
         _write(place, whole, {name: info.save_id})
-        try:
+        with _as_ours():
             imported("export", terms.writer)(
                 f"{terms.source}/{info.name}",
                 f"{terms.place}/{name}",
@@ -75,10 +76,6 @@ def exporting(terms: ExportTerms) -> Callable[[CheckpointInfo, Callable[[int], N
                 out_storage_options=terms.place_options,
                 **terms.words,
             )
-        except (CheckpointError, OSError):
-            raise
-        except Exception as error:
-            raise CheckpointError(failure_text(error)) from error
         whole[name] = info.save_id
         begun = {each: whole.pop(each) for each in list(whole)[: -terms.keep]} if terms.keep else {}
         _write(place, whole, begun)
@@ -86,6 +83,42 @@ def exporting(terms: ExportTerms) -> Callable[[CheckpointInfo, Callable[[int], N
             place.delete(each)
 
     return export
+
+
+@contextmanager
+def _as_ours() -> Generator[None]:
+    """Make errors of a user's weights and formats such as the process tells."""
+    try:
+        yield
+    except (CheckpointError, OSError):
+        raise
+    except Exception as error:
+        raise CheckpointError(failure_text(error)) from error
+
+
+@message
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DemotionTerms:
+    """The root whose checkpoints become weights, its options, and the function that writes."""
+
+    source: str
+    options: Mapping[str, object]
+    writer: str
+
+
+def demoting(
+    terms: DemotionTerms,
+) -> Callable[[tuple[CheckpointInfo, str | None], Callable[[int], None]], None]:
+    """Open a root; return what writes the weights of a checkpoint there; see `serve`."""
+    storage = open_storage(terms.source, terms.options)
+
+    def demote(task: tuple[CheckpointInfo, str | None], progress: Callable[[int], None]) -> None:
+        del progress
+        with _as_ours():
+            imported("keep", terms.writer)(storage, *task)
+
+    return demote
 
 
 def read_exports(place: Storage) -> tuple[dict[str, str], dict[str, str]]:

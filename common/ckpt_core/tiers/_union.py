@@ -65,8 +65,14 @@ class United:
 
     @property
     def committed(self) -> list[Held]:
-        """The checkpoints of the present lineage, oldest step first."""
-        return [held for held in self.everything if not held.info.abandoned]
+        """The whole states of the present lineage, oldest step first."""
+        there = (held for held in self.everything if not held.info.abandoned)
+        return [held for held in there if held.info.weights_of is None]
+
+    @property
+    def weights(self) -> list[Held]:
+        """What holds only weights, of the present lineage, oldest step first."""
+        return [held for held in self.everything if held.info.weights_of and not held.info.abandoned]
 
     @property
     def newest(self) -> Held | None:
@@ -168,13 +174,13 @@ class RunCatalog:
         self._tiers = tiers
 
     def committed(self, *, abandoned: bool = False) -> list[CheckpointInfo]:
-        """List the present lineage's checkpoints, or `abandoned` ones, too; oldest first.
+        """List the present lineage's checkpoints; with `abandoned` all; oldest first.
 
         Raises:
             LoadError: a further tier could not be listed.
         """
-        infos = self.union().infos
-        return infos if abandoned else [info for info in infos if not info.abandoned]
+        union = self.union()
+        return union.infos if abandoned else [held.info for held in union.committed]
 
     def latest(self) -> CheckpointInfo | None:
         """Return the newest unmarked checkpoint; see `Catalog.latest`."""

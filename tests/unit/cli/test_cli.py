@@ -64,13 +64,16 @@ def test_ls_shows_the_committed_and_names_the_torn(ckpt, root):
         "COMMITTED",
         "(UTC)",
         "SIZE",
+        "HOLDS",
         "RANKS",
         "METRICS",
         "KEPT",
         "AS",
     ]
     assert re.fullmatch(
-        r"100   step-000000100  2023-11-14 22:15:00  14\.9 KiB  2      val_loss=0\.9  pinned: paper", lines[1]
+        r"100   step-000000100  2023-11-14 22:15:00  14\.9 KiB  resumable  2 "
+        r"     val_loss=0\.9  pinned: paper",
+        lines[1],
     )
     assert lines[4].startswith(f"3 committed in {root}")
     assert lines[5:] == ["torn or being written: .incomplete-deadbeef-step-000000400~"]

@@ -44,6 +44,8 @@ CALLS = [
     "report runs/b --html page.html",
     "cp runs/a copy", "cp runs/a copy", "cp runs/b bad", "upload runs/a --to tier", "pin runs/a@4 --reason r",
     "ls runs/a", "unpin runs/a@4", "mark runs/a@4 bad --reason r", "ls runs/a", "mark runs/a@4 good",
+    "demote copy@2 --dry-run", "demote copy@2 --dtype bf16", "ls copy", "show copy@2", "du copy",
+    "prune copy --keep-weights-every 2 --dry-run",
     "prune copy --keep-latest 1 --dry-run", "prune copy --keep-latest 1", "prune runs/b --damaged",
     "annotate runs/a@6 --metric val_loss=0.5", "show runs/a", "watch runs/a --timeout 0.01",
     "watch runs/a --timeout 0.01 --exec true",

@@ -68,6 +68,7 @@ def _by_state(infos: Sequence[CheckpointInfo]) -> list[dict[str, Any]]:
     states = {
         "usable": [i for i in infos if i.usable and not i.abandoned],
         "abandoned": [i for i in infos if i.usable and i.abandoned],
+        "weights": [i for i in infos if i.weights_of is not None and not i.marked],
         "damaged": [i for i in infos if i.damaged is not None],
         "bad": [i for i in infos if i.bad is not None and i.damaged is None],
         "pinned": [i for i in infos if i.pinned is not None],

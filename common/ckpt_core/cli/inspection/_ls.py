@@ -90,7 +90,9 @@ def run(arguments: Namespace) -> Outcome:
         fields={
             "root": storage.url,
             "checkpoints": [
-                asdict(info) | {"created_utc": moment_text(info.created), "kept_as": _kept_as(info, why)}
+                asdict(info)
+                | {"created_utc": moment_text(info.created), "kept_as": _kept_as(info, why)}
+                | {"holds": _holds(info)}
                 for info in infos
             ],
             "unreadable": [
@@ -165,6 +167,10 @@ def _run_table(children: Sequence[Mapping[str, Any]]) -> list[Table]:
     return [Table(columns=columns, rows=rows, figures=3)] if rows else []
 
 
+def _holds(info: CheckpointInfo) -> str:
+    return "resumable" if info.weights_of is None else "weights"
+
+
 def _kept_as(info: CheckpointInfo, why: Mapping[int, Sequence[str]]) -> list[str]:
     """Return why a checkpoint stays: as of the last prune, and by what is set now."""
     remarks = {
@@ -173,7 +179,7 @@ def _kept_as(info: CheckpointInfo, why: Mapping[int, Sequence[str]]) -> list[str
         "marked as bad": info.bad is not None,
         "abandoned": info.abandoned,
     }
-    by_policy = why.get(info.step, ()) if info.usable and not info.abandoned else ()
+    by_policy = why.get(info.step, ()) if not info.marked and not info.abandoned else ()
     found = [reason for reason in by_policy if reason != "KeepAll()" and not reason.startswith("pinned: ")]
     return [*found, *(remark for remark, holds in remarks.items() if holds)]
 
@@ -182,13 +188,14 @@ def _info_table(
     infos: Sequence[CheckpointInfo], tiers: Sequence[_Column], why: Mapping[int, Sequence[str]]
 ) -> list[Table]:
     rules = " ".join({reason for reasons in why.values() for reason in reasons})
-    columns = ("STEP", "NAME", "COMMITTED (UTC)", "SIZE", "RANKS", "METRICS", "KEPT AS")
+    columns = ("STEP", "NAME", "COMMITTED (UTC)", "SIZE", "HOLDS", "RANKS", "METRICS", "KEPT AS")
     rows = [
         (
             str(info.step),
             info.name,
             time_text(info.created),
             bytes_text(info.size_bytes),
+            _holds(info),
             str(info.world_size),
             metrics_text(info.metrics, most=_MOST_METRICS, first=rules),
             ", ".join(_kept_as(info, why)),

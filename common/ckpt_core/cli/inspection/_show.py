@@ -73,6 +73,7 @@ def _shown(storage: Storage, name: str) -> Outcome:
         "created_utc": moment_text(manifest.created),
         "files": [asdict(entry) for entry in manifest.files],
         "lineage": asdict(manifest.lineage),
+        "weights_of": None if manifest.weights_of is None else asdict(manifest.weights_of),
         "manifest_sha256": digest,
         "signed": storage.exists(f"{name}/{SIGNATURE}"),
     }

@@ -16,10 +16,12 @@ from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, ConfigError, RootBusyError, UploadError, failure_text
 from ckpt_core.names import WRITER, run_name
 from ckpt_core.options import CheckpointOptions, Upload
+from ckpt_core.retention import keeps_weights
 from ckpt_core.root import OwnerHooks, Ownership, Pruner
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry
 from ckpt_core.tiers import Asked, CheckpointCopy, ask
+from ckpt_core.tiers.uploading._demotions import demoter_of
 from ckpt_core.types import CheckpointInfo, Lineage
 
 _logger = logger_of(__name__)
@@ -71,7 +73,10 @@ class TierRoot:
             elsewhere=self._note_found,
         )
         kept = replace(options, save=None, keep=upload.keep, upload=None)
-        self._pruner = Pruner(storage, kept, ownership=self._ownership, telemetry=telemetry)
+        demoter = None
+        if keeps_weights(upload.keep):
+            demoter = demoter_of(storage, upload.storage_options, options.manifest_signer)
+        self._pruner = Pruner(storage, kept, ownership=self._ownership, telemetry=telemetry, demoter=demoter)
         self._asked: Asked[Survey] | None = None
 
     def ask(self) -> Asked[Survey]:
@@ -158,7 +163,9 @@ class TierRoot:
             return
         deadline = time.monotonic() + self._patience_seconds
         try:
-            self._pruner.apply(newest=info.step, go_on=lambda: go_on() and time.monotonic() < deadline)
+            self._pruner.apply(
+                newest=info.step, go_on=lambda: go_on() and time.monotonic() < deadline, until=deadline
+            )
         except (OSError, CheckpointError) as error:
             _logger.warning("old checkpoints in %s were not all removed: %s", self.storage.url, error)
 
@@ -178,6 +185,7 @@ class TierRoot:
     def release(self) -> None:
         """Give the tier back; waits for a claim under way."""
         self.leave()
+        self._pruner.close()
         with self._guard:
             self._ownership.release()
 

@@ -1,0 +1,46 @@
+"""What makes weights of checkpoints: a process of its own, where it can open the root."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Final
+
+from ckpt_core.errors import CheckpointError
+from ckpt_core.options import SignManifest
+from ckpt_core.root import Demoter
+from ckpt_core.storage import LocalStorage, ObjectStorage, Storage
+from ckpt_core.tiers import DemotionTerms, EndedError, WorkProcess
+from ckpt_core.types import CheckpointInfo
+from ckpt_core.validation import imported
+
+_WRITER: Final = "ckpt_core.convert:write_weights"
+_SIZER: Final = "ckpt_core.convert:weights_bytes"
+
+
+def demoter_of(storage: Storage, options: Mapping[str, object], sign: SignManifest | None = None) -> Demoter:
+    """Return what makes weights in a root; `options` are of its storage."""
+    own = storage.own
+    write: Callable[[Storage, CheckpointInfo, str | None], None] = imported("keep", _WRITER)
+    size: Callable[[Storage, CheckpointInfo, str | None], int] = imported("keep", _SIZER)
+    local = isinstance(own, LocalStorage)
+    terms = DemotionTerms(source=own.url, options={} if local else options, writer=_WRITER)
+    reached = (local or isinstance(own, ObjectStorage)) and WorkProcess.can_do(terms)
+    process = WorkProcess("ckpt_core.tiers._export_service:demoting", terms) if reached else None
+
+    def draft(info: CheckpointInfo, dtype: str | None, stop: Callable[[], None]) -> None:
+        if process is None:
+            write(storage, info, dtype)
+            return
+        try:
+            for reply in process.replies((info, dtype), stop):
+                if isinstance(reply, Exception):
+                    raise reply
+                if reply is None:
+                    return
+        except EndedError as error:
+            process.close()
+            raise CheckpointError(f"its process {error}") from error
+
+    close = (lambda: None) if process is None else process.close
+    return Demoter(storage, draft=draft, size=partial(size, storage), close=close, sign=sign)
