@@ -347,10 +347,10 @@ def _part(storage: Storage, files: CommittedFiles, part: str, *, allow_pickle: b
         read_table=files.table if files.is_ours else None,
         read_at=None if files.is_ours else read_at,
     )
-    common = None if files.is_ours or part else find_common(storage, files.directory)
-    if common is not None:
-        places = MegatronLocator(metadata, places, common, place=name)
-        metadata = places.metadata
+    if not (files.is_ours or part) and (common := find_common(storage, files.directory)) is not None:
+        places = MegatronLocator(metadata, places, name)
+        joined = _beside(storage, files, common, places.metadata, places=places)
+        return replace(joined, _allow_pickle=allow_pickle)
     return CheckpointPart(
         metadata=metadata,
         _original={},
@@ -358,9 +358,6 @@ def _part(storage: Storage, files: CommittedFiles, part: str, *, allow_pickle: b
         _storage=storage,
         _files=files,
         _allow_pickle=allow_pickle,
-        _values={} if common is None else common.named_values(),
-        kind="" if common is None else common.kind,
-        step=None if common is None else common.step,
     )
 
 
@@ -407,7 +404,17 @@ def _whole(files: CommittedFiles, parts: Mapping[str, CheckpointPart], layout: L
         }
     locator = ChunkLocator(found, directory=files.url, read_at=read_at)
     layout = layout.without({path[0] for path in found.planner_data.values()})
+    joined = _beside(storage, files, layout, found, places=locator)
+    return replace(joined, _allow_pickle=any(each._allow_pickle for each in parts.values()))
+
+
+def _beside(
+    storage: Storage, files: CommittedFiles, layout: Layout, found: Metadata, *, places: Locator
+) -> CheckpointPart:
+    """Join entries of DCP with what others wrote beside them."""
     beside = _foreign(storage, files, layout)
+    if beside.metadata.state_dict_metadata.keys() & found.state_dict_metadata.keys():
+        raise files.damaged(METADATA, f"an entry has the name of another in {layout.kind}")
     return replace(
         beside,
         metadata=Metadata(
@@ -415,8 +422,7 @@ def _whole(files: CommittedFiles, parts: Mapping[str, CheckpointPart], layout: L
             beside.metadata.planner_data | found.planner_data,
             beside.metadata.storage_data | found.storage_data,
         ),
-        _places=LayoutLocator(layout, locator),
-        _allow_pickle=any(each._allow_pickle for each in parts.values()),
+        _places=LayoutLocator(layout, places),
     )
 
 

@@ -10,8 +10,16 @@ from __future__ import annotations
 
 from ckpt_core.sources._dcp_safetensors import find_dcp_safetensors
 from ckpt_core.sources._deepspeed import find_deepspeed
-from ckpt_core.sources._layout import OURS, Layout, LayoutLocator, Path, StoredChunk, StoredTensor
-from ckpt_core.sources._megatron import Locator, MegatronLocator, find_common
+from ckpt_core.sources._layout import (
+    OURS,
+    Layout,
+    LayoutLocator,
+    Locator,
+    Path,
+    StoredChunk,
+    StoredTensor,
+)
+from ckpt_core.sources._megatron import MegatronLocator, find_common
 from ckpt_core.sources._name_table import NameTable
 from ckpt_core.sources._safetensors import (
     DTYPES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, Final, TypeAlias, final
+from typing import Any, Final, Protocol, TypeAlias, final
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckpt_core._torch_internals import StorageInfo
-from ckpt_core.dcp import ChunkLocation, ChunkLocator
+from ckpt_core.dcp import ChunkLocation
 from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.reading import Payload
 
@@ -129,11 +129,19 @@ class Layout:
         return Metadata(found, planner_data=paths, storage_data=places)
 
 
+class Locator(Protocol):
+    """What locates entries, as `ChunkLocator` does."""
+
+    def find(self, indices: Iterable[MetadataIndex]) -> dict[MetadataIndex, ChunkLocation]:
+        """Locate these entries."""
+        ...
+
+
 @final
 class LayoutLocator:
     """Locator of the entries of a layout, and of a checkpoint of DCP beside it."""
 
-    def __init__(self, layout: Layout, beyond: ChunkLocator | None = None) -> None:
+    def __init__(self, layout: Layout, beyond: Locator | None = None) -> None:
         self._beyond = beyond
         self._names = {".".join(map(str, path)) for path in (*layout.tensors, *layout.values)}
         self._tensors = {".".join(map(str, path)): each for path, each in layout.tensors.items()}

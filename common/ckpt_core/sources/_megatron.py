@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, final
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -28,7 +28,7 @@ from ckpt_core.dcp import ChunkLocation, boxes_of_range
 from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.formats.codec import damage
 from ckpt_core.sources._deepspeed import find_data
-from ckpt_core.sources._layout import Layout, LayoutLocator
+from ckpt_core.sources._layout import Layout, Locator
 from ckpt_core.sources._torch_save import layout_of, read_tree
 from ckpt_core.storage import Storage, read_small
 
@@ -37,14 +37,6 @@ _COMMON: Final = "common.pt"
 _BACKEND: Final = "torch_dist"
 _ORIGINAL: Final = "nd_reformulated_orig_global_shape"
 _MOST_CONFIG_BYTES: Final = 1 << 16
-
-
-class Locator(Protocol):
-    """What locates entries, as `ChunkLocator` does."""
-
-    def find(self, indices: Iterable[MetadataIndex]) -> dict[MetadataIndex, ChunkLocation]:
-        """Locate these entries."""
-        ...
 
 
 def find_common(storage: Storage, directory: str) -> Layout | None:
@@ -87,29 +79,19 @@ class MegatronLocator:
     Args:
         stored: DCP's metadata, which was checked.
         places: locates its entries.
-        common: what is beside it.
+        place: for messages.
 
     Raises:
         CorruptCheckpointError: shapes of flattened tensors are none, or two entries have one name.
     """
 
-    def __init__(self, stored: Metadata, places: Locator, common: Layout, *, place: str) -> None:
-        beside = common.metadata()
+    def __init__(self, stored: Metadata, places: Locator, place: str) -> None:
         self.metadata = Metadata({}, {}, {})
-        self._places, self._common = places, LayoutLocator(common)
-        self._names_of_common = frozenset(beside.state_dict_metadata)
+        self._places = places
         self._runs: dict[MetadataIndex, _Run] = {}
         for key, entry in stored.state_dict_metadata.items():
             self._add(key, entry, stored, place)
-        for mine, other in (
-            (self.metadata.state_dict_metadata, beside.state_dict_metadata),
-            (self.metadata.planner_data, beside.planner_data),
-            (self.metadata.storage_data, beside.storage_data),
-        ):
-            mine.update(other or {})
-        if len(self.metadata.state_dict_metadata) != len(stored.state_dict_metadata) + len(
-            self._names_of_common
-        ):
+        if len(self.metadata.state_dict_metadata) != len(stored.state_dict_metadata):
             raise damage(place, "two entries have one name")
 
     def _add(self, key: str, entry: Any, stored: Metadata, place: str) -> None:
@@ -143,12 +125,9 @@ class MegatronLocator:
         Raises:
             IncompatibleCheckpointError: bytes of a flattened chunk do not lie one after another.
         """
-        own, beside = list[MetadataIndex](), list[MetadataIndex]()
-        for index in indices:
-            (beside if index.fqn in self._names_of_common else own).append(index)
-        places = self._places.find({self._runs[index].stored for index in own})
-        found = {index: _narrowed(places[self._runs[index].stored], self._runs[index]) for index in own}
-        return found | self._common.find(beside)
+        runs = {index: self._runs[index] for index in indices}
+        places = self._places.find({run.stored for run in runs.values()})
+        return {index: _narrowed(places[run.stored], run) for index, run in runs.items()}
 
 
 def _whole(key: str, entry: TensorStorageMetadata) -> Iterator[tuple[tuple[int, ...], _Run]]:
