@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any, Final, Literal, TypeAlias, final
 
 import torch
@@ -16,7 +15,7 @@ from ckpt_core.dcp import load_value
 from ckpt_core.errors import ConfigError, UnsafeCheckpointError
 from ckpt_core.loading import LocatedTensor
 from ckpt_core.storage import Storage
-from ckpt_core.types import SavedTensor
+from ckpt_core.types import SavedTensor, matches_any
 
 _PIECE: Final = 1 << 20
 """Elements whose figures are computed at a time: they need 8 bytes for each, several times."""
@@ -113,9 +112,9 @@ def compare(
     _refuse_vain_patterns(only, names, one, other)
 
     def wanted(name: str) -> bool:
-        return not only or any(fnmatchcase(name, pattern) for pattern in only)
+        return matches_any((name,), only)
 
-    names = [name for name in names if wanted(name)]
+    names = list(filter(wanted, names))
     decided = {name: _decided(name, one, other, quick=quick) for name in names}
     pairs = [each for each in decided.values() if isinstance(each, tuple)]
     found = {name: None if isinstance(each, tuple) else each for name, each in decided.items()}
@@ -164,17 +163,15 @@ def _decided(
 
 def _refuse_vain_patterns(only: Collection[str], tensors: Collection[str], *both: Contents) -> None:
     """Refuse patterns that match no name: a typing error would mean equal."""
-    unmatched = {pattern for pattern in only if not any(fnmatchcase(name, pattern) for name in tensors)}
-    for contents in both if unmatched else ():
-        leaves = (
-            leaf.name
-            for name, value in contents.items.items()
-            for leaf in _value_differences(name, value, MISSING)
-        )
-        for name in (*contents.byte_entries, *contents.host_files, *leaves):
-            unmatched = {each for each in unmatched if not fnmatchcase(name, each)}
-    if unmatched:
-        shown = ", ".join(repr(pattern) for pattern in sorted(unmatched))
+    used, names = set[str](), list(tensors)
+    for contents in both if only else ():
+        names += [*contents.byte_entries, *contents.host_files]
+        for item, value in contents.items.items():
+            names += [leaf for leaf, _ in _leaves(value, item)]
+    for name in names:
+        matches_any((name,), only, used)
+    if unmatched := sorted(set(only) - used):
+        shown = ", ".join(map(repr, unmatched))
         example = f"such as {min(tensors)!r:.200}" if tensors else "of which neither has any tensor"
         places = " or ".join(contents.url for contents in both)
         raise ConfigError(f"--only {shown} names nothing in {places}: give dotted names, {example}")
