@@ -519,7 +519,7 @@ def read_manifest(storage: Storage, name: str) -> bytes:
 
 
 def plain_storage(storage: Storage, name: str, manifest: Manifest | None = None) -> Storage:
-    """Return a storage in which a checkpoint is plain: itself, or a view of a compressed one.
+    """Return a storage in which a checkpoint is plain: itself, or a view of it.
 
     Args:
         storage: the root.

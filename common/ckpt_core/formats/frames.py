@@ -1,4 +1,4 @@
-"""The frames of compressed data files: where the bytes of the plain files are stored.
+"""The frames of compressed data files: where the plain bytes are stored.
 
 A data file is cut into frames, each stored as it is or compressed by itself, so that a range is read without
 what is around it. In a tensor they begin with its payload, and are the blocks that have a checksum. The table
@@ -36,7 +36,7 @@ _COLUMNS: Final = ("codec", "plain_bytes", "stored_bytes")
 
 
 def descriptors_of(codec: int) -> list[str] | None:
-    """Return how DCP is told of an entry: stock DCP refuses our planes by this name."""
+    """Return the descriptors of an entry for DCP; stock refuses those of planes."""
     return None if codec == RAW else ["stream.zstd/1" if codec == ZSTD else "stream.ckpt-planes/1"]
 
 

@@ -25,7 +25,7 @@ _THREADS: Final = 4  # to compress; what reads has threads of its own
 
 @final
 class FramedStorage(ReadOnlyStorage):
-    """A storage in which files of one directory have other bytes: those of their frames.
+    """A storage in which the files of one directory are plain, or compressed.
 
     Everything else is as in `storage`. Reads of a range read the frames around it, and hold at most 8 MiB of
     them for each thread; what cannot be decompressed is an `EIO`, as a block that a device has lost.

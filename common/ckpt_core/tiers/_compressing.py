@@ -1,4 +1,4 @@
-"""Compressed copies of checkpoints: their content is the same, and so is their identity.
+"""Compressed copies of checkpoints, which are the same checkpoints.
 
 A first pass reads a checkpoint, verified, and compresses every frame to know sizes and checksums. They make
 the manifest of the compressed checkpoint, which names that of the plain one. What copies from the view of it
@@ -90,7 +90,7 @@ class ShareTerms:
 
 
 def fixed(codec: str) -> Choice:
-    """Return the choice of `zstd` or `planes` for every entry whose blocks become smaller."""
+    """Return the choice of `zstd` or `planes` for every entry that it makes smaller."""
 
     def choose(entry: ChunkEntry, samples: Sequence[memoryview]) -> int:
         chosen = _number(codec, entry)
@@ -265,7 +265,7 @@ def compress_file(
     choose: Choice,
     stop: Callable[[], None],
 ) -> tuple[FileEntry, Frames]:
-    """Compress a plain data file, verified; return its entry when compressed, and its frames.
+    """Compress a verified plain data file; return its new entry, and its frames.
 
     Errors as by `compressed`.
     """
@@ -305,7 +305,7 @@ def _each_compressed(frames: Sequence[tuple[int, int]], content: memoryview) -> 
 
 
 def _cut(ranges: RangeReader, chunks: FileChunks, choose: Choice, place: str) -> Iterator[tuple[int, int]]:
-    """Yield codec and size of the frames of a file: entries that shrink, and what is between."""
+    """Yield codec and size of the frames of a file, in file order."""
     position = 0
     for chunk in sorted(chunks, key=attrgetter("offset")):
         end = chunk.offset + chunk.size_bytes
