@@ -430,7 +430,7 @@ def _copied(
 def _compressed(
     source: Storage, info: CheckpointInfo, target: Storage, share: ShareTerms, *, stop: Callable[[], None]
 ) -> Storage:
-    """Return a view in which the checkpoint is compressed; a copy that was begun goes on."""
+    """Return a view in which it is compressed; a copy that was begun goes on."""
     working = working_name(target, info.name, info.save_id)
     begun = view_begun(source, info.name, target, working, codec=share.codec)
     if begun is not None:

@@ -147,7 +147,7 @@ def compress_files(
     choose: Choice,
     stop: Callable[[], None],
 ) -> dict[str, tuple[FileEntry, Frames]]:
-    """Compress data files of a plain checkpoint: path -> what `compress_file` returns; errors as its."""
+    """Compress data files: path -> what `compress_file` returns; errors as its."""
     tables = _tables(source, name, entries)
     found: dict[str, tuple[FileEntry, Frames]] = {}
 
@@ -204,7 +204,7 @@ def view_of(
 
 
 def view_again(source: Storage, name: str, small: Mapping[str, bytes]) -> Storage:
-    """Return a view that was made elsewhere, of its `FramedStorage.small`; without any, the root."""
+    """Return a view made elsewhere, by its `FramedStorage.small`; or the root."""
     if not small:
         return source
     files = _frames_in(small)
@@ -216,7 +216,7 @@ def _frames_in(small: Mapping[str, bytes]) -> Mapping[str, Frames]:
 
 
 def view_begun(source: Storage, name: str, target: Storage, working: str, *, codec: str) -> Storage | None:
-    """Return the view that an interrupted copy was made from; None if its files do not tell.
+    """Return the view that an interrupted copy was made from, if its files tell.
 
     Args:
         source: the root.
@@ -490,7 +490,7 @@ def auto(
     write_rate: float,
     stop: Callable[[], None],
 ) -> Choice | None:
-    """Return the choice that is at a place soonest, of what samples of the checkpoint show.
+    """Return the choice that is at a place soonest, as samples show.
 
     A class of tensors is what has one dtype, the same first and last part of its name, and is of experts or
     not; three blocks of each are compressed in every way.
@@ -557,7 +557,7 @@ def _gain(chunk: ChunkEntry, codec: str, blocks: Sequence[memoryview]) -> Gain:
 
 
 def write_rate(target: Storage, size_bytes: int) -> float:
-    """Measure how many bytes a second a place takes from several threads, by files that are removed.
+    """Measure how many bytes a second a place takes, by files that are removed.
 
     Args:
         target: a root that this process owns.

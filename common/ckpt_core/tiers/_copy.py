@@ -187,7 +187,7 @@ class CheckpointCopy:
 
     @property
     def small(self) -> Mapping[str, bytes]:
-        """What another process needs, with the root, to copy from the same view; see `view_again`."""
+        """What another process needs to copy from the same view: `view_again`."""
         return self._source.small if isinstance(self._source, FramedStorage) else {}
 
     @property

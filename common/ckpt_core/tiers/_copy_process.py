@@ -120,7 +120,7 @@ class CopyProcess:
         return False
 
     def compress(self, copy: CheckpointCopy, share: ShareTerms, stop: Callable[[], None]) -> Rows | None:
-        """Compress files as `compress_share` does; None if the caller must, as in `copy_files`.
+        """Compress files as `compress_share` does; None if the caller must.
 
         Args:
             copy: of the checkpoint.

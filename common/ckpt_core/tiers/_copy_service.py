@@ -58,7 +58,7 @@ class CopyTask:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompressTask:
-    """Files of a checkpoint to compress, so that a copy knows their sizes; the answer is `Rows`.
+    """Files of a checkpoint to compress for a copy; the answer is `Rows`.
 
     Attributes:
         source_name: of the checkpoint at the source.

@@ -236,7 +236,7 @@ class TierThread:
             self._process.close()
 
     def _meet(self, work: Callable[[], Rows]) -> Sequence[Rows]:
-        """Work, and wait until every disk has; return what all have found, or raise what failed on any."""
+        """Work, and wait until every disk has; return or raise what came of it."""
         found: Rows | Exception
         try:
             found = work()
@@ -362,7 +362,7 @@ class Follower(TierThread):
         return info
 
     def _compressed(self, copy: CheckpointCopy) -> CheckpointCopy:
-        """Return the copy of a view in which the checkpoint is compressed; one that was begun goes on."""
+        """Return the copy of a view in which it is compressed; a begun one goes on."""
         name, sign = copy.source_name, self._job.sign
         view = view_begun(
             self._source, name, self._target, copy.working, codec=self.upload.compress or "auto"
@@ -380,7 +380,7 @@ class Follower(TierThread):
         def send(paths: Sequence[str]) -> Rows:
             wanted = set(paths)
             entries = [entry for entry in copy.manifest.files if entry.path in wanted]
-            # What tells how it was compressed comes first, for whoever continues it.
+            # What tells how it was compressed comes first, for a run that continues it.
             self._send(copy, sorted(entries, key=attrgetter("size_bytes")) if copy.small else entries, note)
             return {}
 
