@@ -116,6 +116,12 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         each = each.__cause__
 
 
+def first_of(texts: Sequence[str], most: int, between: str = ", ") -> str:
+    """Join the first of some texts, and say how many more there are."""
+    more = f"{between if between != ', ' else ' '}and {len(texts) - most} more" if len(texts) > most else ""
+    return between.join(texts[:most]) + more
+
+
 def failure_text(error: BaseException) -> str:
     """Return an exception's type and message on one line."""
     return f"{type(error).__name__}: {error}"

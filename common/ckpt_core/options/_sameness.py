@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from ckpt_core.cadence import OnPreemption, SavePolicy
 from ckpt_core.disclosure import public_url
+from ckpt_core.errors import first_of
 from ckpt_core.options._elsewhere import Upload
 from ckpt_core.options._options import CheckpointOptions
 from ckpt_core.retention import RetentionPolicy
@@ -175,5 +176,4 @@ def _ranks(having: Sequence[int]) -> str:
         return f"rank {having[0]}"
     if list(having) == list(range(having[0], having[-1] + 1)):
         return f"ranks {having[0]} to {having[-1]}"
-    more = len(having) - _MOST_RANKS
-    return f"ranks {', '.join(map(str, having[:_MOST_RANKS]))}" + (f" and {more} more" if more > 0 else "")
+    return f"ranks {first_of(list(map(str, having)), _MOST_RANKS)}"
