@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from ckpt_core import CheckpointManager, CheckpointOptions, TrainState
 from ckpt_core.errors import CheckpointError, ConfigError, DivergenceError, SaveError
-from ckpt_core.saving._replicas import SAMPLED
+from ckpt_core.saving._reports import SAMPLED
 from ckpt_core.state import Counters
 
 WIDE = 3 * SAMPLED

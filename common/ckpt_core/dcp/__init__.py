@@ -1,6 +1,5 @@
 """Staged state to bytes and back, in the format of torch.distributed.checkpoint."""
 
-from ckpt_core.dcp import _plan_message as _plan_message
 from ckpt_core.dcp._chunk_locator import ChunkLocation, ChunkLocator
 from ckpt_core.dcp._dedup import Meshes, Replicas
 from ckpt_core.dcp._fingerprints import Fingerprints, sample
@@ -8,14 +7,7 @@ from ckpt_core.dcp._image import Image, ImageLayout, ShardSpec, spec_of
 from ckpt_core.dcp._leaves import Leaves, is_expanded
 from ckpt_core.dcp._metadata import encode_metadata, entries, load_metadata, places_in
 from ckpt_core.dcp._plan import Decision, GroupNames, Part, WriteTask, decide, held_by_this_rank, kept_name
-from ckpt_core.dcp._reader import (
-    check_stock,
-    load_chunk,
-    load_plain,
-    load_value,
-    read_linked,
-    without_pickle,
-)
+from ckpt_core.dcp._reader import check_stock, load_chunk, load_plain, load_value, read_linked, without_pickle
 from ckpt_core.dcp._tensor_reads import TensorRead, TensorTarget, boxes_of_range, bytes_of
 from ckpt_core.dcp._torch_zip import (
     TensorForm,

@@ -65,8 +65,7 @@ class Fingerprints:
     def encode(self, written: Sequence[int] = ()) -> bytes:
         """Encode four bytes for the kinds of devices, then four for each value.
 
-        Args:
-            written: the CRC-32 of every slot of the data file.
+        `written` is the CRC-32 of every slot of the data file.
         """
         for at, slot in self._written:
             self._numbers[at] = written[slot]

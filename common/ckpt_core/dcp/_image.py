@@ -188,10 +188,9 @@ class ImageLayout:
 class Image:
     """A data file in memory.
 
-    Concurrency: `pieces` on one thread, which may wait for slots of `targets` that others fill.
+    That is uint8, contiguous, on the host, on a page boundary, and large enough.
 
-    Args:
-        memory: uint8, contiguous, on the host, at least `layout.size_bytes` long, on a page boundary.
+    Concurrency: `pieces` on one thread, which may wait for slots of `targets` that others fill.
     """
 
     def __init__(self, layout: ImageLayout, memory: torch.Tensor) -> None:
@@ -205,17 +204,17 @@ class Image:
             for slot in layout.slots
         )
         """The slots as tensors of their dtype and shape, in the order of the layout."""
-        self._chunk_crcs: list[int] = []
+        self.chunk_crcs: list[int] = []
+        """CRC-32 of every slot's payload; valid after `pieces` has ended."""
         self._block_crcs: list[int] = []
         self._file_crc = 0
 
     def pieces(self, wait_for: Callable[[int], None] | None = None) -> Generator[memoryview]:
         """Fill in the checksums and yield the file in pieces; a yielded piece is final.
 
-        Args:
-            wait_for: blocks until slots 0 to n are filled; None if all are.
+        `wait_for` blocks until slots 0 to n are filled; it is None if all are.
         """
-        self._chunk_crcs, self._block_crcs, self._file_crc = [], [], 0
+        self.chunk_crcs, self._block_crcs, self._file_crc = [], [], 0
         start = 0
         for end, first, last in self.layout.batches:
             # A header may be in this piece and the end of its payload in a later one.
@@ -228,7 +227,7 @@ class Image:
 
     def _fill_in(self, first: int, last: int) -> None:
         """Fill in the checksums of slots `first` to `last` (exclusive); update the file's."""
-        layout, content, sums = self.layout, self._bytes, self._chunk_crcs
+        layout, content, sums = self.layout, self._bytes, self.chunk_crcs
         large = layout.large[bisect_left(layout.large, first) : bisect_left(layout.large, last)]
         done = first
         for place in large:
@@ -255,18 +254,13 @@ class Image:
             crc = combine_crc32(crc, self._block_crcs[-1], len(block))
         return crc
 
-    @property
-    def chunk_crcs(self) -> Sequence[int]:
-        """CRC-32 of every slot's payload; valid after `pieces` has ended."""
-        return self._chunk_crcs
-
     def file_entry(self, path: str) -> FileEntry:
         """Return the file's entry in the manifest; valid after `pieces` has ended."""
         return FileEntry(path=path, size_bytes=self.layout.size_bytes, checksum=crc32_text(self._file_crc))
 
     def table_entry(self, path: str) -> TableEntry:
         """Return the file's entry in the chunk table; valid after `pieces` has ended."""
-        layout, crcs = self.layout, np.array(self._chunk_crcs, dtype="<u4")
+        layout, crcs = self.layout, np.array(self.chunk_crcs, dtype="<u4")
         if layout.wrapped:
             crcs = crcs[layout.firsts]
             for place in layout.wrapped:  # of the whole archive

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias, cast, final
+from operator import attrgetter
+from typing import Any, Final, Literal, TypeAlias, cast, final
 
 import torch
 from torch.distributed.checkpoint import SavePlan
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import BytesIOWriteData, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 
@@ -22,7 +28,7 @@ from ckpt_core.dcp._leaves import Kinds, Leaves, check_kind
 from ckpt_core.dcp._metadata import describe
 from ckpt_core.dcp._torch_zip import is_plain, value_entry
 from ckpt_core.formats.checksums import crc32
-from ckpt_core.messages import message
+from ckpt_core.messages import message, register
 from ckpt_core.names import KEPT
 
 GroupNames: TypeAlias = Mapping[tuple[str | int, ...], Sequence[tuple[str, ...]]]
@@ -77,6 +83,7 @@ class Part:
     Attributes:
         specs: index, dtype and shape of every tensor in `shards`.
         records: the pickles of the shards that are wrapped.
+        meshes: of the DTensors of the last local plan.
     """
 
     def __init__(self) -> None:
@@ -84,7 +91,7 @@ class Part:
         self._kinds = Kinds([])
         self._plan = SavePlan([])
         self._positions: dict[str, int] = {}
-        self._meshes: dict[str, tuple[int, int]] = {}
+        self.meshes: dict[str, tuple[int, int]] = {}
         self._shard_items: list[_Item] = []
         self._value_items: list[_Item] = []
         self._replicas: dict[int, list[_Replica]] = {}
@@ -111,7 +118,7 @@ class Part:
         """
         paths = self._leaves.by_name()
         state = dict(zip(paths, self._leaves.values, strict=True))
-        self._meshes = {}
+        self.meshes = {}
         known: dict[int, tuple[int, int]] = {}
         for fqn, value in state.items():
             if not isinstance(value, torch.Tensor):
@@ -122,7 +129,7 @@ class Part:
                 if id(mesh) not in known:
                     ranks: list[int] = mesh.mesh.flatten().tolist()
                     known[id(mesh)] = len(ranks), crc32(repr(sorted(ranks)).encode())
-                self._meshes[fqn] = known[id(mesh)]
+                self.meshes[fqn] = known[id(mesh)]
             own = own_part(value)
             if is_wrapped(own):  # a plain one has the same plan; its own may lack operators
                 plain = torch.zeros((), dtype=value.dtype, device=own.device).expand(own.shape)
@@ -131,10 +138,6 @@ class Part:
         self._positions = {name: at for at, name in enumerate(state)}
         self._plan = replace(plan, planner_data=paths)
         return self._plan
-
-    def meshes(self) -> Meshes:
-        """Describe the meshes of the DTensors of the last local plan."""
-        return self._meshes
 
     def accept(self, task: WriteTask, rank: int = 0) -> None:
         """Accept the task of `rank`, this one, for the last local plan."""
@@ -305,8 +308,8 @@ def renumber(
 ) -> tuple[list[SavePlan], list[dict[str, str]]]:
     """Number the parameter groups of all ranks.
 
-    Returns:
-        The plans with the names of the checkpoint; for each rank its names -> those, where they differ.
+    Return the plans with the names of the checkpoint, and for each rank its names -> those, where they
+    differ.
     """
     moved: list[dict[str, _Path]] = [{} for _ in plans]
     for path in dict.fromkeys(path for of_rank in groups for path in of_rank):
@@ -338,3 +341,54 @@ def _under(plan: SavePlan, renamed: Mapping[str, str], moved: Mapping[str, _Path
     paths: Mapping[str, _Path] = plan.planner_data or {}
     data = {renamed.get(key, key): moved.get(key, path) for key, path in paths.items()}
     return replace(plan, items=items, planner_data=data)
+
+
+_TENSORS: Final = (WriteItemType.TENSOR, WriteItemType.SHARD)
+_NAMED: Final = {0: torch.dtype, 1: torch.layout, 3: torch.memory_format}
+"""Constants of torch among the properties of a tensor, by position in `_kind`."""
+_kind = attrgetter("dtype", "layout", "requires_grad", "memory_format", "pin_memory")
+
+
+def _pack(plan: SavePlan) -> tuple[Any, ...]:
+    """Return the rows of a plan, the kinds of tensors in them, and its paths.
+
+    A row is a name and DCP's hint of the position among the chunks of that tensor; then, of a byte entry, its
+    size as far as DCP knows it; of a tensor, 1 for a shard, its kind, start and shape, and the whole shape.
+    """
+    kinds: dict[tuple[Any, ...], int] = {}
+    rows: list[tuple[Any, ...]] = []
+    for item in plan.items:
+        index, data, content = item.index, item.tensor_data, item.bytes_io_data
+        if data is None:
+            rows.append((index.fqn, index.index, None if content is None else content.nbytes))
+            continue
+        if index.offset != data.chunk.offsets:
+            raise ValueError(f"{index.fqn} is planned at {index.offset}, and is at {data.chunk.offsets}")
+        kind = kinds.setdefault(_kind(data.properties), len(kinds))
+        places = tuple(data.chunk.offsets), tuple(data.chunk.sizes), tuple(data.size)
+        rows.append((index.fqn, index.index, _TENSORS.index(item.type), kind, *places))
+    named = [[str(v).removeprefix("torch.") if at in _NAMED else v for at, v in enumerate(k)] for k in kinds]
+    return rows, named, plan.planner_data
+
+
+def _unpack(packed: Any) -> SavePlan:
+    rows, named, paths = packed
+    kinds = [[vars(torch)[each] if at in _NAMED else each for at, each in enumerate(kind)] for kind in named]
+    if not all(isinstance(kind[at], one) for kind in kinds for at, one in _NAMED.items()):
+        raise TypeError(f"{named!s:.200} are no kinds of tensors")
+    return SavePlan([_item(kinds, *row) for row in rows], planner_data=paths)
+
+
+def _item(kinds: Any, name: str, hint: int | None, what: int | None, *of_tensor: Any) -> WriteItem:
+    if not of_tensor:
+        content = None if what is None else BytesIOWriteData(nbytes=what)
+        return WriteItem(MetadataIndex(name, index=hint), WriteItemType.BYTE_IO, bytes_io_data=content)
+    kind, offsets, sizes, whole = of_tensor
+    start = torch.Size(offsets)
+    # A separate object for each: in DCP's metadata, shared ones would be pickled differently.
+    properties = TensorProperties(*kinds[kind])
+    data = TensorWriteData(ChunkStorageMetadata(start, torch.Size(sizes)), properties, torch.Size(whole))
+    return WriteItem(MetadataIndex(name, start, hint), _TENSORS[what or 0], tensor_data=data)
+
+
+register(SavePlan, _pack, _unpack)

@@ -27,11 +27,7 @@ _Range: TypeAlias = tuple[str, int, tuple[int, ...]]
 
 
 def wrapped_pickle(tensor: torch.Tensor) -> bytes:
-    """Return the `data.pkl` of a wrapped tensor; storage n is its nth inner tensor.
-
-    Raises:
-        ValueError: it holds tensors that its `__tensor_flatten__` does not name.
-    """
+    """Return the `data.pkl` of a wrapped tensor; storage n is its nth inner tensor."""
     twin = _twin(tensor)
     buffer = io.BytesIO()
     _WrappedPickler(buffer, [inner for _, inner in inner_tensors(twin)]).dump(twin)

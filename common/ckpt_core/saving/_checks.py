@@ -15,7 +15,7 @@ from torch import nn
 from ckpt_core._torch_internals import own_part
 from ckpt_core.dcp import Image, checked_zip, load_value
 from ckpt_core.disclosure import logger_of
-from ckpt_core.errors import ALLOW_PICKLE, SaveError
+from ckpt_core.errors import ALLOW_PICKLE, SaveError, first_of
 from ckpt_core.options import OnStale
 from ckpt_core.saving._plan_cache import PlanCache
 from ckpt_core.saving._stager import StagedParts, memory_of, memory_of_own
@@ -30,11 +30,7 @@ _RESTORED: Final = (OrderedDict, Counter, defaultdict)
 
 @final
 class LoadNotes:
-    """Warnings about values that a load refuses or changes, each logged once.
-
-    Args:
-        allow_pickle: whether loads may use pickle: then values that need it are not reported.
-    """
+    """Warnings about values that a load refuses or changes, each logged once."""
 
     def __init__(self, *, allow_pickle: bool) -> None:
         self._allow_pickle = allow_pickle
@@ -52,11 +48,11 @@ class LoadNotes:
                 "%s: values saved as %s can be rebuilt only by pickle, which could run any code, so that a "
                 "load refuses them: keep plain values instead, or give %s",
                 url,
-                _listed(pickles),
+                first_of(pickles, _MOST_LOGGED),
                 ALLOW_PICKLE,
             )
         if changes := self._new(_changes(state)):
-            _logger.warning("%s: types change with a checkpoint: %s", url, _listed(changes))
+            _logger.warning("%s: types change with a checkpoint: %s", url, first_of(changes, _MOST_LOGGED))
 
     def _new(self, notes: Iterable[str]) -> list[str]:
         fresh = sorted(set(notes) - self._logged)
@@ -64,21 +60,16 @@ class LoadNotes:
         return fresh
 
 
-def _listed(notes: list[str]) -> str:
-    more = f", and {len(notes) - _MOST_LOGGED} more" if len(notes) > _MOST_LOGGED else ""
-    return ", ".join(notes[:_MOST_LOGGED]) + more
-
-
 def _pickles(state: CapturedState, plans: PlanCache, staged: StagedParts) -> Iterator[str]:
     """Yield the values of this rank that a load refuses without pickle."""
     own = state.per_rank.keys() | state.shared.keys()
-    for part, tree in plans.trees():
-        for key, content in (tree.get(PICKLED) or {}).items():
+    for name_of_part, part in plans.parts.items():
+        for key, content in (part.tree.get(PICKLED) or {}).items():
             name = key.partition(":")[2]
             if name in own and not _is_plain(content):
                 yield repr(name)
-        values = staged.values.get(part, {})
-        for index in plans.parts[part].odd_values():
+        values = staged.values.get(name_of_part, {})
+        for index in part.odd_values():
             if not _is_plain(values[index]):
                 yield repr(index.fqn)
 
@@ -93,17 +84,10 @@ def _is_plain(content: bytes) -> bool:
 
 
 def _changes(state: CapturedState) -> Iterator[str]:
-    for items in (state.per_rank, state.shared):
+    for items in (state.per_rank, state.shared, *state.sharded.values()):
         for name, value in items.items():
-            yield from _changed_types(_inside(value), name)
-    for tree in state.sharded.values():
-        for name, value in tree.items():
-            yield from _changed_types(_inside(value), name)
-
-
-def _inside(value: Any) -> Any:
-    """Convert a whole state to a dict, the type that a load gives `load_state_dict`."""
-    return dict(value) if isinstance(value, Mapping) else value
+            # A load gives `load_state_dict` a dict, whatever the whole state was.
+            yield from _changed_types(dict(value) if isinstance(value, Mapping) else value, name)
 
 
 def _changed_types(value: Any, path: str) -> Iterator[str]:
@@ -126,11 +110,7 @@ _MOST_NAMED: Final = 5
 
 
 def refuse_non_finite_loss(metrics: Mapping[str, float]) -> None:
-    """Refuse a save whose metric `loss` is NaN or infinite.
-
-    Raises:
-        SaveError: the loss is not finite.
-    """
+    """Refuse a save whose metric `loss` is NaN or infinite."""
     loss = metrics.get(LOSS, 0.0)
     if not math.isfinite(loss):
         raise SaveError(f"the metric {LOSS!r} is {loss}, and reject_non_finite is on")
@@ -139,39 +119,29 @@ def refuse_non_finite_loss(metrics: Mapping[str, float]) -> None:
 def refuse_non_finite(images: Mapping[str, Image], ignored: Collection[tuple[str, str]]) -> None:
     """Refuse a save of tensors with NaN or infinities. All copies must have been made.
 
-    Args:
-        images: part -> the staged tensors of this rank.
-        ignored: (part, key) of module buffers, in which infinities are usual, as in attention masks.
-
-    Raises:
-        SaveError: a tensor does; the message names the first.
+    Those of the (part, key) `ignored` may have some: in module buffers they are usual, as in attention masks.
     """
-    _refuse(list(_non_finite(images, ignored)))
+    _refuse(
+        [
+            slot.index.fqn
+            for part, image in images.items()
+            for slot, tensor in zip(image.layout.slots, image.targets, strict=True)
+            if (part, slot.index.fqn) not in ignored and not _is_finite(tensor)
+        ]
+    )
 
 
 def refuse_non_finite_in_files(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuse a save of files that hold weights with NaN or infinities.
-
-    Raises:
-        SaveError: a tensor does; the message names the first.
-    """
+    """Refuse a save of files that hold weights with NaN or infinities."""
     _refuse([name for name, tensor in tensors.items() if not _is_finite(own_part(tensor.detach()))])
 
 
 def _refuse(found: list[str]) -> None:
     if found:
-        more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
         raise SaveError(
-            f"while staging: NaN or infinity in {', '.join(found[:_MOST_NAMED])}{more}, and "
+            f"while staging: NaN or infinity in {first_of(found, _MOST_NAMED)}, and "
             "reject_non_finite is on; go back to an earlier checkpoint"
         )
-
-
-def _non_finite(images: Mapping[str, Image], ignored: Collection[tuple[str, str]]) -> Iterator[str]:
-    for part, image in images.items():
-        for slot, tensor in zip(image.layout.slots, image.targets, strict=True):
-            if (part, slot.index.fqn) not in ignored and not _is_finite(tensor):
-                yield slot.index.fqn
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
@@ -249,7 +219,8 @@ class StaleJudge:
         if not stale or (self._told and self._policy == "warn"):
             return
         self._told = True
-        named = " and of ".join(_named(kind, trained) for kind in stale)
+        names = {kind: [name for _, _, name in trained.get(kind, ())] for kind in stale}
+        named = " and of ".join(f"{kind} ({first_of(names[kind], _MOST_NAMED)})" for kind in stale)
         text = (
             f"nothing that is trained of {named} has changed since step {before}: look whether the optimizer "
             "trains this model, whether a gradient scaler skips every step, and at the learning rate"
@@ -261,9 +232,3 @@ class StaleJudge:
     def committed(self) -> None:
         """Remember what was judged last, for the next save."""
         self._last = self._next
-
-
-def _named(kind: str, trained: TrainedSlots) -> str:
-    names = [name for _, _, name in trained.get(kind, ())]
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return f"{kind} ({', '.join(names[:_MOST_NAMED])}{more})"

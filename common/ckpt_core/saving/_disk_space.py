@@ -94,12 +94,9 @@ class DiskSpace:
         self._saved = (0, 0, 0)
 
     def predict(self, metadata: Mapping[str, Metadata], generation: int, extra: SpaceNeeded) -> SpaceNeeded:
-        """Predict the space of a save.
+        """Predict the space of a save by the plans of that `generation`.
 
-        Args:
-            metadata: part -> DCP's metadata.
-            generation: of the plans.
-            extra: upper bounds of the writes of all ranks beside planned tensors.
+        `extra` is what all ranks write at most beside planned tensors.
         """
         copies = self._options.replicas
         files = copies * (extra.files + 2 * len(metadata)) + 3

@@ -95,11 +95,9 @@ class SaveThread:
         return task
 
     def heartbeat(self, doing: str, limit_seconds: float | None = None) -> None:
-        """Record progress.
+        """Record what the thread does next, in words.
 
-        Args:
-            doing: the thread's next activity, in words.
-            limit_seconds: duration after which that counts as hanging; by default the deadline.
+        By default it counts as hanging after the deadline.
         """
         self._heartbeat = _Heartbeat(doing, self.deadline_seconds if limit_seconds is None else limit_seconds)
 
@@ -182,8 +180,11 @@ class InFlightSaves:
         Raises:
             SaveError: the oldest save has failed, and `on_error` is `raise`.
         """
-        if self._options.back_pressure == "skip" and self._full():
-            return False
+        if self._options.back_pressure == "skip":
+            flying = sum(not handle.done() for handle in self._undelivered)
+            full = [int(flying >= self._options.arenas)]
+            if self._coordinator.all_reduce_max(full, what="deciding whether to save")[0]:
+                return False
         # The number of handles is equal on every rank, so all ranks raise at the same call.
         while len(self._undelivered) >= self._options.arenas:
             self._deliver(together=True)
@@ -197,15 +198,10 @@ class InFlightSaves:
         self._undelivered.append(save.handle)
         self._thread.submit(save)
 
-    def stuck(self) -> str:
-        """Describe where a given-up save still hangs; "" if none does."""
-        return self._thread.stuck()
-
     def wait(self, *, together: bool = False) -> None:
         """Wait for every save in flight and its prune, and deliver the first failure.
 
-        Args:
-            together: whether all ranks wait, and the next thing that they do is collective.
+        With `together` all ranks wait, and the next thing that they do is collective.
 
         Raises:
             SaveError: a save failed, and `on_error` is `raise`. If several did, the next call raises the
@@ -229,11 +225,7 @@ class InFlightSaves:
         self.latest = None
 
     def close(self) -> None:
-        """Wait for every save in flight and stop the thread.
-
-        Raises:
-            SaveError: see `wait`; later failures are logged.
-        """
+        """Wait for every save in flight and stop the thread."""
         self._closed = True
         try:
             self.wait()
@@ -242,14 +234,6 @@ class InFlightSaves:
             for handle in self._undelivered:
                 _log_failure(handle)
             self._undelivered.clear()
-
-    def _full(self) -> bool:
-        """Return whether on any rank every arena is in flight. Collective."""
-        flying = sum(not handle.done() for handle in self._undelivered)
-        full = self._coordinator.all_reduce_max(
-            [int(flying >= self._options.arenas)], what="deciding whether to save"
-        )
-        return bool(full[0])
 
     def _deliver(self, *, together: bool = False) -> None:
         """Wait for the oldest save; raise or log its failure unless it was taken."""

@@ -6,10 +6,10 @@ names, dtypes, shapes and placements, which rarely change between two saves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, Final, Literal, final
+from typing import Any, Final, Literal, TypeVar, final
 
 from torch.distributed.checkpoint import SavePlan
 from torch.distributed.checkpoint.metadata import Metadata
@@ -18,8 +18,10 @@ from ckpt_core.coordination import Coordinator
 from ckpt_core.dcp import Decision, GroupNames, Meshes, Part, Replicas, WriteTask, decide
 from ckpt_core.messages import message
 from ckpt_core.options import OnDivergence
-from ckpt_core.saving._replicas import Evidence
+from ckpt_core.saving._reports import Evidence
 from ckpt_core.state import BufferKey
+
+T = TypeVar("T")
 
 
 @message
@@ -59,7 +61,7 @@ class _Proposal:
 
     plans: dict[str, SavePlan]
     offer: Offer
-    meshes: dict[str, Meshes] = field(default_factory=dict[str, Meshes])
+    meshes: Mapping[str, Meshes] = field(default_factory=dict[str, Meshes])
 
 
 @message
@@ -122,8 +124,7 @@ class PlanCache:
     def evidence(self, shared: Mapping[str, int]) -> Evidence | None:
         """Take fingerprints of this rank's replicas; None if they are not compared.
 
-        Args:
-            shared: digests of the shared items that must be the same on all ranks.
+        `shared` are digests of the shared items that must be the same on all ranks.
         """
         if self._on_divergence == "keep-each":
             return None
@@ -148,10 +149,6 @@ class PlanCache:
         else:
             self._valid = True
 
-    def trees(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """Return the live state of this rank, by part, until `release`."""
-        return ((name, part.tree) for name, part in self.parts.items())
-
     def raise_pending(self) -> None:
         """Raise the error that kept this rank from accepting its share, if any."""
         if self._problem is not None:
@@ -165,7 +162,7 @@ class PlanCache:
     def _propose(self) -> _Proposal | BaseException:
         try:
             plans = {name: part.local_plan() for name, part in self.parts.items()}
-            meshes = {name: part.meshes() for name, part in self.parts.items()}
+            meshes = {name: part.meshes for name, part in self.parts.items()}
         except Exception as error:  # noqa: BLE001 - the exchange carries it to every rank
             return error
         return _Proposal(plans=plans, offer=self._offer, meshes=meshes)
@@ -210,9 +207,9 @@ def _decide_part(part: str, proposals: Sequence[_Proposal], on_divergence: OnDiv
     )
 
 
-def _lowest(offered: Sequence[frozenset[str]]) -> list[frozenset[str]]:
+def _lowest(offered: Sequence[frozenset[T]]) -> list[frozenset[T]]:
     """Return for every rank the names that no lower rank offers."""
-    writers: dict[str, int] = {}
+    writers: dict[T, int] = {}
     for rank, names in enumerate(offered):
         for name in names:
             writers.setdefault(name, rank)
@@ -220,14 +217,7 @@ def _lowest(offered: Sequence[frozenset[str]]) -> list[frozenset[str]]:
 
 
 def _keepings(rank_local: Sequence[frozenset[BufferKey]]) -> list[KeepOwn]:
-    lowest: dict[BufferKey, int] = {}
-    for rank, keys in enumerate(rank_local):
-        for key in keys:
-            lowest.setdefault(key, rank)
-
-    def keeping(rank: int, keys: frozenset[BufferKey]) -> KeepOwn:
-        if all(lowest[key] == rank for key in keys):
-            return KeepOwn.NEVER
-        return KeepOwn.IF_DIFFERENT if keys == rank_local[0] else KeepOwn.ALWAYS
-
-    return [keeping(rank, keys) for rank, keys in enumerate(rank_local)]
+    return [
+        KeepOwn.NEVER if own == keys else KeepOwn.IF_DIFFERENT if keys == rank_local[0] else KeepOwn.ALWAYS
+        for own, keys in zip(_lowest(rank_local), rank_local, strict=True)
+    ]

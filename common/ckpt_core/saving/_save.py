@@ -40,8 +40,7 @@ from ckpt_core.saving._files import RankFiles
 from ckpt_core.saving._handle import SaveHandle, SaveRequest, failed_in, fulfil, reject, save_error
 from ckpt_core.saving._in_flight import SaveThread, Task
 from ckpt_core.saving._plan_cache import KeepOwn, PlanCache
-from ckpt_core.saving._replicas import Evidence, Judge
-from ckpt_core.saving._reports import RankReport, ReportCache
+from ckpt_core.saving._reports import Evidence, Judge, RankReport, ReportCache
 from ckpt_core.saving._stager import NOTHING_STAGED, StagedParts
 from ckpt_core.saving._twins import Partners, TwinSession
 from ckpt_core.state import RankBuffers
@@ -55,11 +54,7 @@ _logger = logger_of(__name__)
 class Means:
     """What the saves of one manager share.
 
-    Attributes:
-        reports: caches for writing, kept from save to save.
-        plans: the cached plans.
-        partners: write a twin of every file; None without twins.
-        held_back: the checkpoint whose prune left out what uploads hold.
+    `held_back` is the checkpoint whose prune left out what uploads hold.
     """
 
     def __init__(
@@ -333,14 +328,10 @@ class Save(Task):
 
     def _small_files(self) -> Mapping[str, bytes]:
         """Return this rank's small files, with its rank-local buffers where necessary."""
-        rank, local = self.channel.rank, self.local
-        match self.keeping:
-            case KeepOwn.NEVER:
-                return self.files
-            case KeepOwn.ALWAYS:
-                return {**self.files, **local.encode(rank)}
-            case KeepOwn.IF_DIFFERENT:
-                return {**self.files, **local.encode(rank, local.differing(self._reference))}
+        if self.keeping is KeepOwn.NEVER:
+            return self.files
+        keys = None if self.keeping is KeepOwn.ALWAYS else self.local.differing(self._reference)
+        return {**self.files, **self.local.encode(self.channel.rank, keys)}
 
     def _table(self, entries: Sequence[TableEntry], small: Mapping[str, bytes]) -> dict[str, bytes]:
         """Encode the chunk table, by file name."""
@@ -501,7 +492,14 @@ class Save(Task):
             self.means.plans.distrust()
         if self.channel.is_coordinator and self._opened and not in_doubt:
             self._heartbeat("removing the written files")
-            self._abandon()
+            try:
+                self.means.ownership.check()
+                abandon(self._storage, self.working)
+            except (OSError, CheckpointError) as lost:
+                # On an object store the job that owns the root now may be writing under the very same name.
+                _logger.warning(
+                    "the files written to %s/%s were not removed: %s", self._storage.url, self.working, lost
+                )
         raised = error
         if isinstance(error, CoordinationError):
             phase = "open" if self._silence else _phase_of(error, "open" if self._refusal else "commit")
@@ -510,17 +508,6 @@ class Save(Task):
             raised.__cause__ = error
         _logger.error("%s", error)
         return raised
-
-    def _abandon(self) -> None:
-        try:
-            self.means.ownership.check()
-        except (OSError, CheckpointError) as error:
-            # On an object store the job that owns the root now may be writing under the very same name.
-            _logger.warning(
-                "the files written to %s/%s were not removed: %s", self._storage.url, self.working, error
-            )
-        else:
-            abandon(self._storage, self.working)
 
 
 def _phase_of(error: CoordinationError, otherwise: SavePhase) -> SavePhase:

@@ -1,27 +1,86 @@
-"""All saves of one manager: back-pressure, preparation, and the background run."""
+"""All saves of one manager, each up to the point at which training goes on.
+
+If names, shapes, dtypes and placements are unchanged since the last save, a save costs one all-reduce of a
+few integers, for any number of ranks and tensors. Storage is not touched unless the save must be refused.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, final
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, final
 
+from ckpt_core.commit import working_name
 from ckpt_core.crew import run_with_timeout
+from ckpt_core.dcp import GroupNames
 from ckpt_core.disclosure import logger_of
-from ckpt_core.errors import CheckpointError, ConfigError, SaveError
+from ckpt_core.errors import CheckpointError, ConfigError, CoordinationError, SaveError
+from ckpt_core.names import SHARED, rank_name, shared_name
+from ckpt_core.provenance import configuration_digest
 from ckpt_core.root import Job
-from ckpt_core.saving._checks import refuse_non_finite_loss
-from ckpt_core.saving._handle import SaveHandle, SaveRequest
+from ckpt_core.saving._checks import (
+    LoadNotes,
+    TrainedSlots,
+    refuse_non_finite_in_files,
+    refuse_non_finite_loss,
+    trained_slots,
+)
+from ckpt_core.saving._disk_space import SpaceNeeded
+from ckpt_core.saving._handle import SaveHandle, SaveRequest, failed_in, save_error
 from ckpt_core.saving._in_flight import InFlightSaves
-from ckpt_core.saving._prepare import Preparer
-from ckpt_core.saving._save import Means
-from ckpt_core.saving._stager import StepGuard
-from ckpt_core.state import State
-from ckpt_core.types import CapturedState
+from ckpt_core.saving._plan_cache import KeepOwn, Offer
+from ckpt_core.saving._save import Means, Save
+from ckpt_core.saving._stager import StagedParts, Stager, StepGuard
+from ckpt_core.staging import Arenas
+from ckpt_core.state import (
+    PICKLED,
+    EncodedItems,
+    RankBuffers,
+    State,
+    as_captured,
+    encode_items,
+    get,
+    pickled_key,
+)
+from ckpt_core.types import CapturedState, Lineage, Provenance
 
 _logger = logger_of(__name__)
+_MICROSECONDS: Final = 1_000_000
+_AGREEING: Final = "agreeing on a save"
+_PLANNING: Final = "planning a save"
+_IN_JSON: Final = 2
+"""Upper bound of a tensor's size as JSON, relative to its size in memory."""
+_FILES_PER_PART: Final = 2
+_OTHER_FILES: Final = 2
+"""The chunk table, and the file of rank-local buffers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _LocalState:
+    """The captured state of this rank, with its small values encoded.
+
+    `files` are those that it could write; `changed` whether the cached plan no longer fits; `extra` is what
+    it writes at most beside tensors.
+    """
+
+    state: CapturedState = field(default_factory=CapturedState)
+    files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
+    shared: EncodedItems = field(default_factory=lambda: encode_items({}))
+    changed: bool = True
+    extra: SpaceNeeded = field(default_factory=SpaceNeeded)
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Agreement:
+    """The result of the all-reduce, equal on every rank."""
+
+    trouble: bool
+    changed: bool
+    created: float
+    most_extra: SpaceNeeded
 
 
 @final
@@ -37,14 +96,13 @@ class Saver:
     Concurrency: methods on the main thread; `save` and `prewarm` are collective.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        means: Means,
-    ) -> None:
-        self._job, self._means = job, means
-        self._ownership, self._thread, self._options = means.ownership, means.thread, means.options
-        self._preparer = Preparer(job.coordinator, means)
+    def __init__(self, job: Job, means: Means) -> None:
+        self._job, self._coordinator, self._means = job, job.coordinator, means
+        self._ownership, self._options, self._plans = means.ownership, means.options, means.plans
+        self._notes = LoadNotes(allow_pickle=means.options.allow_pickle)
+        self._configuration: str | None = None
+        self._trained: tuple[int, TrainedSlots] = (-1, {})
+        self._stager = Stager(Arenas(means.options.arenas, means.options.staging_memory_bytes))
         self._asked = ""
         self._warned = False
         self._entered = threading.Lock()
@@ -60,8 +118,8 @@ class Saver:
 
         Raises:
             SaveError: the save could not start, or the one before has failed.
-            CheckpointError: see `Preparer.prepare`.
-            ConfigError: another thread is saving.
+            CheckpointExistsError: the name is taken; the same on every rank.
+            ConfigError: ranks ask for different saves, the same on every rank; or another thread is saving.
         """
         if not self._entered.acquire(blocking=False):
             raise ConfigError(
@@ -69,7 +127,7 @@ class Saver:
                 "process is in save() of the same CheckpointManager; call its methods on the thread that "
                 "trains"
             )
-        rank, telemetry = self._job.coordinator.rank, self._job.telemetry
+        rank, telemetry = self._coordinator.rank, self._job.telemetry
         try:
             self.skipped = not self.in_flight.ready()
             if self.skipped:
@@ -81,7 +139,7 @@ class Saver:
             with telemetry.span("save.stall", step=request.step, rank=rank):
                 self._ownership.take()
                 self._warn_of_lost_nodes()
-                save = self._preparer.prepare(self._checked(request), state)
+                save = self._prepare(self._checked(request), state)
             self._asked = request.name
             self.optimizers = save.optimizers
             self.copies.watch(save.staged.deferred, save.optimizers)
@@ -97,14 +155,34 @@ class Saver:
             self._entered.release()
 
     def prewarm(self, state: State | CapturedState) -> int:
-        """Plan and allocate the arenas ahead of the first save; see `Preparer.prewarm`."""
+        """Plan and allocate the arenas ahead of the first save; return their bytes here.
+
+        Raises:
+            SaveError: planning failed on a rank; the same on every rank.
+            StagingMemoryError: this rank's share does not fit; others may have room.
+        """
         self.in_flight.wait(together=True)
-        return self._preparer.prewarm(state)
+        plans, coordinator = self._plans, self._coordinator
+        local = self._capture(state)
+        try:
+            flags = [int(local.error is not None), int(local.changed)]
+            failed, changed = coordinator.all_reduce_max(flags, what=_PLANNING)
+            if failed:
+                coordinator.gather(local.error)
+            if changed:
+                plans.negotiate(coordinator)
+            plans.raise_pending()
+        except CoordinationError as lost:
+            raise save_error(self._job.storage.url, 0, "plan", lost) from lost
+        try:
+            return self._stager.prewarm(plans.parts, plans.generation)
+        finally:
+            plans.release()
 
     @property
     def idle(self) -> bool:
         """Whether nothing of any save is being done in the background, prunes included."""
-        return self._thread.idle
+        return self._means.thread.idle
 
     @property
     def waited_seconds(self) -> float:
@@ -114,26 +192,22 @@ class Saver:
     @property
     def staging_bytes(self) -> int:
         """Bytes of host memory that the arenas take."""
-        return self._preparer.stager.arenas.size_bytes
+        return self._stager.arenas.size_bytes
 
     def close(self) -> None:
-        """Wait for the saves in flight, and free the arenas; `release` follows.
-
-        Raises:
-            SaveError: see `InFlightSaves.wait`.
-        """
+        """Wait for the saves in flight, and free the arenas; `release` follows."""
         try:
             self.in_flight.close()
         finally:
             self.copies.close()
-            self._preparer.stager.close()
+            self._stager.close()
 
     def release(self, *, leave: bool = False) -> None:
         """Remove what only uploads had kept, and release the root, after `close`.
 
         Unless it is to `leave` it, what retention makes weights of is waited for.
         """
-        if self.in_flight.stuck():
+        if self._means.thread.stuck():
             # Storage may hang on this thread, too; at the latest, the lock ends with the process.
             run_with_timeout(self._options.deadline_seconds, self._ownership.release)
             return
@@ -152,7 +226,7 @@ class Saver:
         try:
             if self._options.reject_non_finite:
                 refuse_non_finite_loss(request.metrics)
-            if hung := self.in_flight.stuck():
+            if hung := self._means.thread.stuck():
                 raise SaveError(f"a save before this one was given up and still hangs here: {hung}")
         except CheckpointError as error:
             return replace(request, refusal=error)
@@ -162,7 +236,7 @@ class Saver:
         """Warn once, on the coordinator, if a lost node takes all checkpoints with it."""
         options, disks = self._options, self._job.storage.num_disks
         survives = options.uploads or options.replicas > 1
-        if self._warned or disks == 1 or survives or not self._job.coordinator.is_coordinator:
+        if self._warned or disks == 1 or survives or not self._coordinator.is_coordinator:
             return
         self._warned = True
         _logger.warning(
@@ -172,3 +246,179 @@ class Saver:
             self._job.storage.url,
             disks,
         )
+
+    def _prepare(self, request: SaveRequest, state: State | CapturedState) -> Save:
+        """Capture, agree and stage: the part that blocks training. Nothing is written."""
+        plans, coordinator, means = self._plans, self._coordinator, self._means
+        local = self._capture(state, request.refusal)
+        try:
+            agreement = self._all_reduce(request, local)
+            if agreement.trouble:
+                request = replace(request, name=self._clear_name(request, local.error))
+            if agreement.changed:
+                plans.negotiate(coordinator)
+            if means.partners is not None:
+                means.partners.settle(coordinator)
+        except CoordinationError as error:
+            raise save_error(means.storage.url, request.step, "plan", error) from error
+        save_id = self._ownership.id_at(round(agreement.created * _MICROSECONDS))
+        lead = coordinator.is_coordinator
+        save = Save(
+            means=means,
+            channel=coordinator.commit_channel(),
+            request=request,
+            save_id=save_id,
+            working=working_name(means.storage, request.name, save_id),
+            created=agreement.created,
+            files={
+                **{name: content for name, content in local.files.items() if name in plans.files},
+                **self._shared_file(local.shared),
+            },
+            metadata=plans.metadata,
+            items=_kinds(local.state),
+            buffers=frozenset(local.state.local),
+            keeping=plans.keeping,
+            optimizers=local.state.optimizers,
+            lineage=self._ownership.line.lineage_of(request.step) if lead else Lineage(),
+            generation=plans.generation,
+            extra=agreement.most_extra,
+            replicas=plans.replicas,
+            provenance=self._provenance(local.state) if lead else Provenance(),
+        )
+        try:
+            self._stage(save, local)
+        except Exception as caught:  # noqa: BLE001 - the commit barrier carries it to every rank
+            save.error = failed_in("stage", caught)
+        finally:
+            plans.release()
+        return save
+
+    def _provenance(self, state: CapturedState) -> Provenance:
+        if self._configuration is None:
+            host = state.configuration
+            self._configuration = configuration_digest(
+                lambda: {"options": self._options.chosen, "host": None if host is None else host()}
+            )
+        return Provenance(configuration_sha256=self._configuration, data=state.positions)
+
+    def _capture(self, state: State | CapturedState, refusal: Exception | None = None) -> _LocalState:
+        try:
+            if refusal is not None:
+                raise refusal
+            return self._encode(as_captured(state))
+        except Exception as error:  # noqa: BLE001 - an exchange carries it to every rank
+            return _LocalState(error=error)
+
+    def _encode(self, state: CapturedState) -> _LocalState:
+        plans, coordinator = self._plans, self._coordinator
+        scope, several = rank_name(coordinator.rank), coordinator.world_size > 1
+        per_rank, shared = encode_items(state.per_rank), encode_items(state.shared)
+        files = {**state.files, scope: per_rank.content}
+        sharded: dict[str, Mapping[str, Any]] = dict(state.sharded)
+        pickled = {pickled_key(scope, name): content for name, content in per_rank.pickled.items()}
+        pickled |= {pickled_key("shared", name): content for name, content in shared.pickled.items()}
+        if pickled:
+            sharded[""] = {**sharded.get("", {}), PICKLED: pickled}
+        changed = plans.update(sharded, _offer(state, files, several=several))
+        small = [len(content) for name, content in files.items() if changed or name in plans.files]
+        if coordinator.is_coordinator or changed or plans.shared:
+            small.append(len(shared.content))
+        buffers = (
+            sum(tensor.numel() * tensor.element_size() for tensor in state.local.values()) if several else 0
+        )
+        return _LocalState(
+            state=state,
+            files=files,
+            shared=shared,
+            changed=changed,
+            extra=SpaceNeeded(
+                sum(small) + sum(map(len, pickled.values())) + buffers * _IN_JSON,
+                len(small) + _FILES_PER_PART * len(sharded) + _OTHER_FILES,
+            ),
+        )
+
+    def _all_reduce(self, request: SaveRequest, local: _LocalState) -> _Agreement:
+        lead, failed = self._coordinator.is_coordinator, local.error is not None
+        taken = lead and self._ownership.is_taken(request.name, replace=request.replace)
+        created = int(time.time() * _MICROSECONDS) if lead else 0
+        digest = request.digest() + self._options.replicas - 1
+        # Only maxima can be reduced: the maximum and, negated, the minimum show whether all are equal.
+        found = self._coordinator.all_reduce_max(
+            [int(failed or taken), int(local.changed), digest, -digest, created, *local.extra],
+            what=_AGREEING,
+        )
+        return _Agreement(
+            trouble=bool(found[0]) or found[2] != -found[3],
+            changed=bool(found[1]),
+            created=found[4] / _MICROSECONDS,
+            most_extra=SpaceNeeded(*found[5:]),
+        )
+
+    def _clear_name(self, request: SaveRequest, error: BaseException | None) -> str:
+        """Report this rank's error to all, or clear the name: see `Ownership.clear_name`."""
+
+        def decide(requested: list[tuple[Any, ...]]) -> list[str]:
+            if len(set(requested)) > 1:
+                different = sorted(set(requested))
+                raise ConfigError(f"ranks ask for different saves: {different}; all must ask for the same")
+            name = self._ownership.clear_name(request.name, request.step, replace=request.replace)
+            return [name] * len(requested)
+
+        own = (request.step, request.name, *(["replicas=2"] if self._options.replicas > 1 else []))
+        return self._coordinator.gather_scatter(error or own, decide, what=_AGREEING)
+
+    def _stage(self, save: Save, local: _LocalState) -> None:
+        plans, state = self._plans, local.state
+        plans.raise_pending()
+        if self._options.reject_non_finite:
+            refuse_non_finite_in_files(state.in_files)
+        if self._coordinator.world_size > 1:
+            save.evidence = plans.evidence({name: local.shared.digest(name) for name in state.alike})
+        if self._options.on_stale != "ignore" and self._trained[0] != plans.generation:
+            self._trained = plans.generation, trained_slots(plans, state)
+        save.trained = self._trained[1]
+        if plans.keeping is not KeepOwn.NEVER or self._coordinator.is_coordinator:
+            save.local = RankBuffers(state.local)
+        stable = state.stable if self._options.staging == "overlapped" and state.optimizers else None
+        save.staged = self._stager.stage(plans.parts, plans.generation, stable=stable)
+        self._notes.log(state, plans, save.staged, self._job.storage.url)
+        save.extra = self._extra(save.extra, save.staged)
+
+    def _extra(self, of_rank: SpaceNeeded, staged: StagedParts) -> SpaceNeeded:
+        """Add the staged plain values; those of other ranks are assumed to be alike."""
+        values = sum(
+            len(content)
+            for part in staged.values.values()
+            for index, content in part.items()
+            if not index.fqn.startswith(f"{PICKLED}.")  # counted already
+        )
+        ranks = self._coordinator.world_size
+        return SpaceNeeded(ranks * (of_rank.size_bytes + values), ranks * of_rank.files)
+
+    def _shared_file(self, items: EncodedItems) -> Mapping[str, bytes]:
+        """Return this rank's file of shared items; few ranks but the coordinator have one."""
+        names = self._plans.shared
+        if self._coordinator.is_coordinator:
+            return {SHARED: items.content_of(names)}
+        return {shared_name(self._coordinator.rank): items.content_of(names)} if names else {}
+
+
+def _offer(state: CapturedState, files: Collection[str], *, several: bool) -> Offer:
+    groups: dict[str, GroupNames] = {}
+    for part, path in state.groups if several else ():
+        lists = get(state.sharded[part], path) or ()
+        groups[part] = {**groups.get(part, {}), path: [tuple(each["params"]) for each in lists]}
+    return Offer(
+        rank_local=frozenset(state.local),
+        files=frozenset(files),
+        shared=frozenset(state.shared),
+        groups=groups,
+    )
+
+
+def _kinds(state: CapturedState) -> dict[str, str]:
+    kinds = {name: "sharded" for tree in state.sharded.values() for name in tree}
+    kinds |= dict.fromkeys(state.shared, "shared") | dict.fromkeys(state.per_rank, "per_rank")
+    if state.files:
+        kinds["files"] = "files"
+    return kinds

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,15 +16,14 @@ from ckpt_core._torch_internals import PLAIN, copy_all, inner_tensors, own_part
 from ckpt_core.dcp import Image, ImageLayout, Part
 from ckpt_core.devices import current_stream, has_streams, side_stream
 from ckpt_core.errors import ConfigError
-from ckpt_core.staging import Arena, Arenas, Copy, DeferredCopies
+from ckpt_core.staging import Arena, Arenas, Copy, DeferredCopies, whole_pages
 
 
 @final
 class StepGuard:
     """Hooks that make optimizer steps wait for deferred copies. Main thread only.
 
-    Attributes:
-        waited_seconds: for which the host has waited for copies, in all.
+    The host has waited for `waited_seconds`, in all.
     """
 
     def __init__(self) -> None:
@@ -39,7 +37,7 @@ class StepGuard:
             return
         self._pending = [each for each in self._pending if not each.done] + [deferred]
         self._unhook()
-        self._hooks = [each.register_step_pre_hook(self._before_step) for each in optimizers]
+        self._hooks = [each.register_step_pre_hook(lambda *_: self.wait()) for each in optimizers]
 
     def wait(self) -> None:
         """Order every copy before this thread's next work.
@@ -58,9 +56,6 @@ class StepGuard:
         """Remove the hooks."""
         self._unhook()
         self._pending = []
-
-    def _before_step(self, *_: Any) -> None:
-        self.wait()
 
     def _unhook(self) -> None:
         for hook in self._hooks:
@@ -125,12 +120,8 @@ class Stager:
     ) -> StagedParts:
         """Copy every shard but those that share memory with `stable` tensors.
 
-        When it returns, training may change the copied tensors; the others are in `deferred`.
-
-        Args:
-            parts: this rank's share of the writes.
-            generation: of the plans; parts of one generation have one layout.
-            stable: tensors that change only in optimizer steps; None to copy everything now.
+        When it returns, training may change the copied tensors; the others, which only optimizer steps
+        change, are in `deferred`. With `stable` None everything is copied now.
 
         Raises:
             CheckpointError: every arena is still being written.
@@ -196,7 +187,7 @@ class Stager:
             offset = 0
             for name, layout in layouts.items():
                 images[name] = Image(layout, arena.memory[offset : offset + layout.size_bytes])
-                offset += _whole_pages(layout.size_bytes)
+                offset += whole_pages(layout.size_bytes)
             arena.attach((layouts, images))
             return arena, images
 
@@ -222,9 +213,7 @@ def _copy_unstable(copies: Iterable[tuple[str, torch.Tensor, torch.Tensor, bool]
     """Copy the unstable tensors now; return deferred copies of the stable ones.
 
     On devices, unstable tensors are cloned where they are, so that the host need not wait for the device.
-
-    Args:
-        copies: name, source, target, and whether the source is stable.
+    `copies` are name, source, target, and whether the source is stable.
     """
     later: list[Copy] = []
     now: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
@@ -269,9 +258,5 @@ def memory_of_own(tensor: Any) -> list[int]:
 
 
 def _total(layouts: _Layouts) -> int:
-    return sum(_whole_pages(layout.size_bytes) for layout in layouts.values())
-
-
-def _whole_pages(size_bytes: int) -> int:
-    """Round up to whole pages: direct writes need every image to start on a page."""
-    return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    # Direct writes need every image to start on a page.
+    return sum(whole_pages(layout.size_bytes) for layout in layouts.values())

@@ -29,19 +29,11 @@ _logger = logger_of(__name__)
 _Pieces: TypeAlias = "SimpleQueue[memoryview | None]"
 
 
-def _ignore(_: str) -> None:
-    """Ignore progress."""
-
-
 @final
 class Partners:
     """The second writers of one manager's saves.
 
     Concurrency: `settle` on the main thread, `session` and `log_size` on the save thread.
-
-    Args:
-        reports: has the limit of the rate of writes.
-        deadline_seconds: the longest wait of ranks for one another.
     """
 
     def __init__(self, storage: Storage, reports: ReportCache, deadline_seconds: float) -> None:
@@ -91,9 +83,6 @@ class TwinSession:
 
     Concurrency: on the save thread; one thread of its own sends the pieces, which must not change until
     `finish` or `stop` has returned.
-
-    Args:
-        reports: has the limit of the rate of writes.
     """
 
     def __init__(
@@ -138,12 +127,9 @@ class TwinSession:
             pass
 
     def finish(
-        self, files: Sequence[FileEntry] = (), progress: Callable[[str], None] = _ignore
+        self, files: Sequence[FileEntry] = (), progress: Callable[[str], None] = lambda _: None
     ) -> list[FileEntry]:
-        """Wait until the twins of all files so far are durable.
-
-        Returns:
-            The entries of the twins of `files`.
+        """Wait until the twins of all files so far are durable; return those of `files`.
 
         Raises:
             SaveError: the partner was lost, or could not write.
@@ -192,21 +178,16 @@ class TwinSession:
                 self._disk.sync_directory(self._changed.pop())
 
     def _failed(self, path: str, error: Exception) -> SaveError:
+        twins, problem = f"the twins of its files, which {self._where} writes because of replicas=2", ""
         if isinstance(error, TimeoutError):
-            problem = f"nothing of {path} was taken for {self._patience_seconds:g} s"
+            problem = f"{twins}: nothing of {path} was taken for {self._patience_seconds:g} s"
         elif isinstance(error, ConnectionError):
-            problem = failure_text(error)
-        else:
-            return _caused(f"{self._where} could not write the twin of {path}: {failure_text(error)}", error)
-        return _caused(
-            f"the twins of its files, which {self._where} writes because of replicas=2: {problem}", error
+            problem = f"{twins}: {failure_text(error)}"
+        failed = SaveError(
+            problem or f"{self._where} could not write the twin of {path}: {failure_text(error)}"
         )
-
-
-def _caused(text: str, error: Exception) -> SaveError:
-    found = SaveError(text)
-    found.__cause__ = error
-    return found
+        failed.__cause__ = error
+        return failed
 
 
 def host_name() -> str:
@@ -217,10 +198,8 @@ def host_name() -> str:
 def choose_partners(hosts: Sequence[str]) -> list[int]:
     """Return each rank's partner: on another host if there is one, else the next rank.
 
-    Unless one host has more than half of the ranks, every rank is the partner of exactly one.
-
-    Args:
-        hosts: the name of every rank's host, by rank.
+    Unless one of the `hosts`, by rank, has more than half of the ranks, every rank is the partner of
+    exactly one.
     """
     ranks_of: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):

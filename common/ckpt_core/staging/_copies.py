@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from functools import partial
+from typing import final
 
 import numpy as np
 import torch
 
-from ckpt_core._torch_internals import copy_all
+from ckpt_core._torch_internals import copy_all, version_of
 
 PIECE_BYTES = 16 << 20
 """Large enough that handing out a piece is cheap, small enough that no thread waits long for one."""
@@ -31,105 +32,56 @@ class Copy:
     slot: int = 0
 
 
-class Work(Protocol):
-    """A function that makes copies, mostly without the GIL."""
-
-    def __call__(self) -> object: ...
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class CopyPiece:
-    """A part of the work.
+    """A part of the work, which is done mostly without the GIL.
 
     Attributes:
         slot: the first slot that it fills, wholly or in part.
         floor: the lowest slot that later pieces fill.
     """
 
-    work: Work
+    work: Callable[[], object]
     slot: int
     floor: int
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Bytes:
-    """Elements of one tensor, copied by NumPy: torch would start a team of threads."""
-
-    source: Any
-    target: Any
-
-    def __call__(self) -> None:
-        np.copyto(self.target, self.source)
-
-
-@final
-class _Batch:
-    """Small tensors, all in one call."""
-
-    def __init__(self, slot: int) -> None:
-        self.slot = slot
-        self.sources: list[torch.Tensor] = []
-        self.targets: list[torch.Tensor] = []
-        self._size_bytes = 0
-        self._passed_bytes = 0
-
-    def pass_by(self, copy: Copy) -> None:
-        """Note that a large tensor of a later slot is copied before this batch."""
-        self._passed_bytes += copy.source.nbytes
-
-    def add(self, copy: Copy) -> None:
-        self.sources.append(copy.source)
-        self.targets.append(copy.target)
-        self._size_bytes += copy.source.nbytes
-
-    @property
-    def full(self) -> bool:
-        return (
-            self._size_bytes >= PIECE_BYTES
-            or self._passed_bytes >= _MOST_PASSED_BYTES
-            or len(self.sources) >= _MOST_IN_A_BATCH
-        )
-
-    def __call__(self) -> None:
-        with torch.no_grad():
-            copy_all(self.targets, self.sources)
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Whole:
-    """A tensor that only torch can copy: conjugated, cast, or on an exotic device."""
-
-    copy: Copy
-
-    def __call__(self) -> None:
-        with torch.no_grad():
-            self.copy.target.copy_(self.copy.source)
 
 
 def pieces_of(copies: Sequence[Copy]) -> Generator[CopyPiece]:
     """Cut copies with ascending slots into pieces of about `PIECE_BYTES`.
 
-    The pieces are about in the order of the slots; those of one tensor may be made in any order.
+    The pieces are about in the order of the slots; those of one tensor may be made in any order. Small
+    tensors are copied many in one call.
     """
-    batch: _Batch | None = None
+    small: list[Copy] = []
+    size_bytes = passed_bytes = 0  # of the small ones, and of large ones of later slots, copied before them
     for copy in copies:
         if _plain(copy) and copy.source.numel() < _SERIAL_BELOW:
-            batch = batch or _Batch(copy.slot)
-            batch.add(copy)
+            small.append(copy)
+            size_bytes += copy.source.nbytes
         else:
-            floor = batch.slot if batch else copy.slot
-            for work in _slices(copy) if _plain(copy) else [_Whole(copy)]:
+            floor = small[0].slot if small else copy.slot
+            for work in _slices(copy) if _plain(copy) else [partial(_copy_whole, copy)]:
                 yield CopyPiece(work, copy.slot, floor)
-            if batch:
-                batch.pass_by(copy)
-        if batch and batch.full:
-            yield CopyPiece(batch, batch.slot, copy.slot)
-            batch = None
-    if batch:
-        yield CopyPiece(batch, batch.slot, copies[-1].slot)
+            passed_bytes += copy.source.nbytes if small else 0
+        if small and (
+            size_bytes >= PIECE_BYTES or passed_bytes >= _MOST_PASSED_BYTES or len(small) >= _MOST_IN_A_BATCH
+        ):
+            yield CopyPiece(partial(_copy_many, small), small[0].slot, copy.slot)
+            small, size_bytes, passed_bytes = [], 0, 0
+    if small:
+        yield CopyPiece(partial(_copy_many, small), small[0].slot, copies[-1].slot)
+
+
+def _copy_whole(copy: Copy) -> None:
+    """Copy what only torch can: conjugated, cast, or on an exotic device."""
+    with torch.no_grad():
+        copy.target.copy_(copy.source)
+
+
+def _copy_many(copies: Sequence[Copy]) -> None:
+    with torch.no_grad():
+        copy_all([copy.target for copy in copies], [copy.source for copy in copies])
 
 
 def _plain(copy: Copy) -> bool:
@@ -140,8 +92,11 @@ def _plain(copy: Copy) -> bool:
     )
 
 
-def _slices(copy: Copy) -> Generator[Work]:
-    """Yield ranges of the first dimension; a contiguous tensor has only one."""
+def _slices(copy: Copy) -> Generator[Callable[[], None]]:
+    """Yield copies of ranges of the first dimension; a contiguous tensor has only one.
+
+    By NumPy: torch would start a team of threads.
+    """
     words = _SAME_SIZE[copy.source.dtype.itemsize]
     source, target = (each.detach().view(words) for each in (copy.source, copy.target))
     if source.is_contiguous() and target.is_contiguous():
@@ -150,7 +105,7 @@ def _slices(copy: Copy) -> Generator[Work]:
     step = max(1, PIECE_BYTES * rows // source.nbytes)
     from_array, to_array = source.numpy(), target.numpy()
     for start in range(0, rows, step):
-        yield _Bytes(from_array[start : start + step], to_array[start : start + step])
+        yield partial(np.copyto, to_array[start : start + step], from_array[start : start + step])
 
 
 @final
@@ -161,12 +116,8 @@ class Versions:
     """
 
     def __init__(self, copies: Sequence[Copy]) -> None:
-        self._sources = [(copy.name, copy.source, _version(copy.source)) for copy in copies]
+        self._sources = [(copy.name, copy.source, version_of(copy.source)) for copy in copies]
 
     def changed(self) -> Sequence[str]:
         """List the names of sources changed since."""
-        return [name for name, source, version in self._sources if _version(source) != version]
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+        return [name for name, source, version in self._sources if version_of(source) != version]

@@ -33,14 +33,11 @@ class _CopyGroups:
 
 @final
 class DeviceCopies:
-    """Copies enqueued on construction, after all work enqueued by training so far.
+    """Copies with ascending slots, enqueued after all work that training has enqueued.
 
     An optimizer step is only *enqueued* after them: the host waits in `wait_for` and `finish` alone.
 
     Concurrency: construction and `let_pass` on the main thread, the others on any.
-
-    Args:
-        copies: with ascending slots.
     """
 
     def __init__(self, copies: Sequence[Copy]) -> None:

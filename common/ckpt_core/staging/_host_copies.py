@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
 from typing import final
 
 from ckpt_core.disclosure import logger_of
@@ -26,11 +28,10 @@ class HostCopies:
         self._pieces: Generator[CopyPiece] = pieces_of(copies)
         self._lock = threading.Condition()
         self._busy: dict[int, int] = {}
-        self._floor = copies[0].slot if copies else 0
-        self._listeners: list[Callable[[], None]] = []
+        self._floor: float = copies[0].slot if copies else 0
         self._exhausted = False
         self._error: BaseException | None = None
-        self._ended = threading.Event()
+        self._ended: Future[None] = Future()
         self._alone = not copies or not start_thread(self._work_quietly)
         if not copies:
             self._work_quietly()
@@ -38,46 +39,40 @@ class HostCopies:
     @property
     def done(self) -> bool:
         """Whether the copies have ended."""
-        return self._ended.is_set()
+        return self._ended.done()
 
     def help(self) -> None:
         """Take part in the copies on this thread until they have ended or failed."""
         self._work_quietly()
-        self._ended.wait()
+        self._ended.exception()
 
     def finish(self) -> None:
         """Block until every copy is made; raise the error of one that failed."""
         if self._alone:
             self._work_quietly()
-        self._ended.wait()
-        if self._error is not None:
-            raise self._error
+        self._ended.result()
 
     def wait_for(self, slot: int) -> None:
         """Block until slots 0 to `slot` are filled, or the copies have ended."""
         if self._alone:
             self._work_quietly()
         with self._lock:
-            self._lock.wait_for(lambda: self.done or slot < self._first_open())
+            self._lock.wait_for(lambda: slot < min([self._floor, *self._busy.values()]))
 
     def when_done(self, listener: Callable[[], None]) -> None:
         """Call `listener` once, on the thread that ends the copies, or now if ended."""
-        with self._lock:
-            if not self.done:
-                self._listeners.append(listener)
-                return
-        listener()
+        self._ended.add_done_callback(lambda _: listener())
 
     def _work_quietly(self) -> None:
         """Copy until no piece remains; `finish` raises errors, interruptions propagate."""
         try:
             while (piece := self._take()) is not None:
                 piece.work()
-                self._return(None)
+                self._leave()
         except Exception as error:  # noqa: BLE001 - it fails the save, not training
-            self._return(error)
+            self._leave(error)
         except BaseException as error:
-            self._return(error)
+            self._leave(error)
             raise
 
     def _take(self) -> CopyPiece | None:
@@ -85,49 +80,35 @@ class HostCopies:
             if self._exhausted:
                 return None
             # Before the piece is taken, so that an exception in between is accounted for.
-            self._busy[threading.get_ident()] = self._floor
+            self._busy[threading.get_ident()] = int(self._floor)
             piece = next(self._pieces, None)
             if piece is not None:
                 self._busy[threading.get_ident()] = piece.slot
                 self._floor = piece.floor
                 return piece
             self._exhausted = True
-            listeners = self._leave()
-        _call(listeners)
+        self._leave()
         return None
 
-    def _return(self, error: BaseException | None) -> None:
+    def _leave(self, error: BaseException | None = None) -> None:
+        """Note that the calling thread copies no more; the last one ends the copies."""
         with self._lock:
             if error is not None:
-                self._error = self._error or error
-                self._exhausted = True
-            listeners = self._leave()
-        _call(listeners)
-
-    def _first_open(self) -> int:
-        """Return the first slot that may not be filled."""
-        return min(self._floor, *self._busy.values()) if self._busy else self._floor
-
-    def _leave(self) -> list[Callable[[], None]]:
-        """Remove the calling thread; return the listeners to call if copies have ended."""
-        self._busy.pop(threading.get_ident(), None)
-        listeners: list[Callable[[], None]] = []
-        if self._exhausted and not self._busy and not self._ended.is_set():
-            # Before the end is reported: from then on changes are allowed.
-            self.changed = self._versions.changed()
-            # Clones and slots are not needed any longer, and this object may live until the next save.
-            self._pieces.close()
-            self._versions = Versions(())
-            self._pieces = pieces_of(())
-            self._ended.set()
-            listeners, self._listeners = self._listeners, []
-        self._lock.notify_all()
-        return listeners
-
-
-def _call(listeners: Sequence[Callable[[], None]]) -> None:
-    for listener in listeners:
-        listener()
+                self._error, self._exhausted = self._error or error, True
+            self._busy.pop(threading.get_ident(), None)
+            last = self._exhausted and not self._busy
+            if last and self._floor < math.inf:
+                # Before the end is reported: from then on changes are allowed.
+                self.changed = self._versions.changed()
+                # Clones and slots are not needed any longer, and this object may live until the next save.
+                self._pieces.close()
+                self._versions, self._pieces, self._floor = Versions(()), pieces_of(()), math.inf
+            self._lock.notify_all()
+        if last and not self._ended.done():
+            if self._error is None:
+                self._ended.set_result(None)
+            else:
+                self._ended.set_exception(self._error)
 
 
 def start_thread(work: Callable[[], None]) -> bool:

@@ -20,8 +20,7 @@ from ckpt_core.root import Job as Served
 from ckpt_core.root import Ownership, Pruner
 from ckpt_core.saving._handle import SaveRequest
 from ckpt_core.saving._in_flight import SaveThread
-from ckpt_core.saving._replicas import Findings
-from ckpt_core.saving._reports import RankReport, ReportCache
+from ckpt_core.saving._reports import Findings, RankReport, ReportCache
 from ckpt_core.saving._save import Means, Save
 from ckpt_core.saving._stager import Stager
 from ckpt_core.staging import Arenas

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from ckpt_core.errors import CheckpointError, StagingMemoryError
-from ckpt_core.staging import Arenas, FreeMemory
+from ckpt_core.staging import Arenas
+from ckpt_core.staging._arena import FreeMemory
 
 MIB = 1 << 20
 

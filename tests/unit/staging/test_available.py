@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_core.staging import FreeMemory, free_memory
+from ckpt_core.staging import free_memory
+from ckpt_core.staging._arena import FreeMemory
 
 GIB = 1 << 30
 
