@@ -11,7 +11,7 @@ import pytest
 
 from ckpt_core.coordination import Talks
 from ckpt_core.groups import RemoteDisk
-from ckpt_core.groups._disk_service import PIECE_BYTES, DiskService, PieceMemory
+from ckpt_core.groups._remote_disk import PIECE_BYTES, DiskService, PieceMemory
 from ckpt_core.storage import ForeignFileError, LocalStorage, Storage
 from ckpt_core.testing import Fault, FaultyStorage, StorageTests
 from tests.kit.talks import talks_of

@@ -24,9 +24,6 @@ class CommitChannel(ABC):
 
     Uses no collectives, so it cannot deadlock against training. Every wait has a deadline; when it passes,
     `DeadlineError` names the missing ranks.
-
-    Attributes:
-        rank: of this process, from 0.
     """
 
     rank: int
@@ -118,8 +115,7 @@ class Coordinator(ABC):
     def background_channel(self, name: str) -> CommitChannel:
         """Open a channel for another thread, which closes it; not collective.
 
-        Args:
-            name: equal on all ranks, and of no other channel.
+        Its name is equal on all ranks, and of no other channel.
         """
         del name
         return self.commit_channel()
@@ -142,14 +138,9 @@ class Coordinator(ABC):
     ) -> R:
         """Gather values, decide on the coordinator, send each rank its answer.
 
-        A rank without a value passes the exception that prevented it. Values must be plain: numbers, text,
-        bytes, None, lists, tuples and dictionaries of those, errors, and what is declared as a `message`.
-
-        Args:
-            value: of this rank.
-            decide: called on the coordinator, with the values in rank order.
-            what: see the class.
-            deadline_seconds: limit of this wait, if it differs from the usual one.
+        A rank without a value passes the exception that prevented it. `decide` gets the values in rank order.
+        Values must be plain: numbers, text, bytes, None, lists, tuples and dictionaries of those, errors, and
+        what is declared as a `message`.
 
         Raises:
             CoordinationError: a rank passed an exception, or `decide` raised; the same error on every rank.
@@ -160,21 +151,13 @@ class Coordinator(ABC):
     def gather(
         self, value: T | BaseException, *, what: str = "", deadline_seconds: float | None = None
     ) -> list[T]:
-        """Return the values of all ranks on every rank, in rank order.
-
-        Raises:
-            CoordinationError: see `gather_scatter`.
-        """
+        """Return the values of all ranks on every rank, in rank order."""
         return self.gather_scatter(
             value, lambda values: [values] * len(values), what=what, deadline_seconds=deadline_seconds
         )
 
     def run_on_coordinator(self, decide: Callable[[], T], *, what: str = "") -> T:
-        """Call `decide` on the coordinator, return its result everywhere.
-
-        Raises:
-            CheckpointError: see `gather_scatter`.
-        """
+        """Call `decide` on the coordinator, return its result everywhere."""
         return self.gather_scatter(None, lambda nothing: [decide()] * len(nothing), what=what)
 
     @abstractmethod

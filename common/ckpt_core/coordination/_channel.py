@@ -77,13 +77,8 @@ class Channel(CommitChannel):
     ) -> Any:
         """Gather values, send answers; see `Coordinator.gather_scatter`.
 
-        Args:
-            topic: unique, and equal on all ranks.
-            value: of this rank.
-            decide: called on the coordinator.
-            deadline_seconds: how long to wait.
-            prefix: of the message of a failure.
-            waited_seconds: time already spent on a collective that failed, for the message.
+        The topic is unique, and equal on all ranks; the prefix that of messages of failures, where the time
+        already spent on a collective that failed counts, too.
         """
         if self.rank:
             key = f"{topic}/depart/{self.rank}"

@@ -70,7 +70,7 @@ class JobCoordinator(Coordinator):
                 "cannot save or load together any more: save or load before destroy_process_group(), or "
                 "close this manager and make new ones, on every rank"
             )
-        if isinstance(current, Solo) and (size := _place(_usable_group())[1]) > 1:
+        if isinstance(current, Solo) and _usable_group() is not None and (size := place_in_job()[1]) > 1:
             if self._bound:
                 raise ConfigError(
                     "this manager has worked as rank 0 of 1, and the process group that was made since has "
@@ -111,11 +111,7 @@ class JobCoordinator(Coordinator):
 
 
 def require_same_process(pid: int) -> None:
-    """Raise unless this is the process with this id.
-
-    Raises:
-        ConfigError: it was forked from that one, whose threads and connections it does not have.
-    """
+    """Raise unless this is the process with this id."""
     if os.getpid() != pid:
         raise ConfigError(
             f"this is process {os.getpid()}, forked from {pid}, which made the checkpoint manager: its "
@@ -130,11 +126,7 @@ def _default_group() -> Any:
 
 
 def _usable_group() -> Any:
-    """Return the default process group; None without one.
-
-    Raises:
-        ConfigError: it was inherited from the parent process.
-    """
+    """Return the default process group; None without one."""
     group = _default_group()
     if group is not None and _inherited is not None and _inherited() is group:
         raise ConfigError(
@@ -147,12 +139,7 @@ def _usable_group() -> Any:
 
 def place_in_job() -> tuple[int, int]:
     """Return the rank and the number of ranks now; (0, 1) without a process group."""
-    return _place(_default_group())
-
-
-def _place(group: Any) -> tuple[int, int]:
-    """Return the rank and the number of ranks."""
-    return (0, 1) if group is None else (dist.get_rank(), dist.get_world_size())
+    return (0, 1) if _default_group() is None else (dist.get_rank(), dist.get_world_size())
 
 
 def _launched_ranks() -> int:

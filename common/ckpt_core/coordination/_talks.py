@@ -51,7 +51,8 @@ class Talk:
         self._talks = talks
         self._name = name
         self._is_new = name[0] == talks.rank
-        self._heard: SimpleQueue[Any] = SimpleQueue()
+        self.heard: SimpleQueue[Any] = SimpleQueue()
+        """What the other side has told; the thread of the inbox puts it in."""
 
     def __enter__(self) -> Self:
         return self
@@ -82,7 +83,7 @@ class Talk:
     def hear(self) -> Any:
         """Return what the other side has told next."""
         try:
-            content = self._heard.get(timeout=self._talks.patience_seconds)
+            content = self.heard.get(timeout=self._talks.patience_seconds)
         except Empty:
             raise TimeoutError(
                 errno.ETIMEDOUT, f"rank {self.other} did not answer for {self._talks.patience_seconds:g} s"
@@ -90,10 +91,6 @@ class Talk:
         if isinstance(content, BaseException):
             raise content
         return content
-
-    def heard(self, content: object) -> None:
-        """Take what the other side has told; on the thread of the inbox."""
-        self._heard.put(content)
 
     def give(self, pieces: Sequence[memoryview]) -> None:
         """Send bytes to `take` of the other side, which may tell an error instead."""
@@ -109,8 +106,7 @@ class Talk:
     def take(self, room: Callable[[int], memoryview] | Sequence[memoryview]) -> Sequence[memoryview]:
         """Receive the pieces of one `give`.
 
-        Args:
-            room: the memory for them, or a function that returns so many bytes.
+        `room` is the memory for them, or a function that returns so many bytes.
         """
         sizes, sent = self.hear()
         pieces = [room(size) for size in sizes] if callable(room) else room
@@ -128,11 +124,9 @@ class Talk:
 class Talks:
     """The talks of this rank with others of its job. Construction is collective.
 
-    Concurrency: any thread. Talks that others begin are answered on threads of their own.
+    `connect` makes a connection to the Store with a time-out; nothing else uses the gloo group of all ranks.
 
-    Args:
-        connect: makes a connection to the Store with a time-out.
-        group: a gloo group of all ranks that nothing else uses.
+    Concurrency: any thread. Talks that others begin are answered on threads of their own.
     """
 
     def __init__(
@@ -203,18 +197,17 @@ class Talks:
     def move(
         self, other: int, pieces: Sequence[memoryview], tag: int, *, ready: Callable[[], None] | None = None
     ) -> None:
-        """Send bytes to another rank, or receive them.
+        """Send bytes to another rank, or receive them into the memory of `pieces`.
 
-        Args:
-            other: the rank.
-            pieces: the bytes, or the memory for them.
-            tag: of the first piece.
-            ready: to receive; called once there is room.
+        `tag` is that of the first piece. To receive, `ready` is called once there is room.
         """
         verb = self._group.send if ready is None else self._group.recv
         try:
+            views = [bytearray(piece) if piece.readonly else piece for piece in pieces]
             under_way = [
-                verb([_tensor(piece)], other, tag + place) for place, piece in enumerate(pieces) if len(piece)
+                verb([torch.frombuffer(view, dtype=torch.uint8)], other, tag + place)
+                for place, view in enumerate(views)
+                if len(view)
             ]
             if ready is not None:
                 ready()
@@ -260,7 +253,7 @@ class Talks:
             talk = self._open.get(name)
         if talk is None:
             return  # it has ended here
-        talk.heard(content)
+        talk.heard.put(content)
         if is_new:
             threading.Thread(target=self._respond, args=(talk,), name="ckpt-talk", daemon=True).start()
 
@@ -277,8 +270,4 @@ class Talks:
             self._lost = error
             talks = list(self._open.values())
         for talk in talks:
-            talk.heard(error)
-
-
-def _tensor(piece: memoryview) -> torch.Tensor:
-    return torch.frombuffer(bytearray(piece) if piece.readonly else piece, dtype=torch.uint8)
+            talk.heard.put(error)

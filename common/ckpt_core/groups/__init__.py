@@ -6,10 +6,15 @@ what the coordinator does to the root happens in every group, and a file is read
 With one group, as on a shared filesystem, every call goes straight to the storage.
 """
 
-from ckpt_core.groups._disk_service import serve_disk
-from ckpt_core.groups._forming import form_groups
-from ckpt_core.groups._grouped_storage import GroupedStorage, holders, local_part, on_each, open_root
-from ckpt_core.groups._remote_disk import RemoteDisk
+from ckpt_core.groups._grouped_storage import (
+    GroupedStorage,
+    form_groups,
+    holders,
+    local_part,
+    on_each,
+    open_root,
+)
+from ckpt_core.groups._remote_disk import RemoteDisk, serve_disk
 
 __all__ = [
     "GroupedStorage",

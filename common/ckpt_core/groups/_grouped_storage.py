@@ -1,26 +1,44 @@
-"""A root on several disks: changed on each, read from the one with the file."""
+"""A root on several disks: found out, changed on each, read from where a file is."""
 
 from __future__ import annotations
 
 import io
 import os
+import secrets
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from operator import methodcaller
 from typing import IO, Any, Final, TypeVar, final
 
 from typing_extensions import override
 
+from ckpt_core.coordination import Coordinator
 from ckpt_core.crew import run_all
-from ckpt_core.errors import HalfRenamedError
-from ckpt_core.names import EVERY_GROUP
-from ckpt_core.storage import LocalStorage, Lock, RangeReader, Space, Storage, StorageEntry, open_storage
+from ckpt_core.errors import ConfigError, HalfRenamedError
+from ckpt_core.groups._remote_disk import RemoteDisk, serve_disk
+from ckpt_core.names import EVERY_GROUP, probe_name, probed_by
+from ckpt_core.storage import (
+    LocalStorage,
+    Lock,
+    RangeReader,
+    Space,
+    Storage,
+    StorageEntry,
+    open_storage,
+    unwritable,
+)
 from ckpt_core.types import FileEntry
 
 S = TypeVar("S")
 T = TypeVar("T")
 
 _MOST_THREADS: Final = 16
+
+
+def _in_each(operation: str) -> Any:
+    """Return a method of `Storage` that every group carries out."""
+    return lambda root, *arguments: root._in_all(methodcaller(operation, *arguments))
 
 
 @final
@@ -55,12 +73,9 @@ class GroupedStorage(Storage):
         self._names = threading.RLock()
 
     def join(self, number: int, ranks: Sequence[int], peers: Sequence[Storage]) -> None:
-        """Extend the root to the disks of other groups.
+        """Extend the root to the disks of other groups, the `peers`, in order.
 
-        Args:
-            number: of this rank's group.
-            ranks: the number of ranks in each group.
-            peers: the other groups, in order.
+        `number` is that of this rank's group, `ranks` how many ranks each has.
         """
         self._number, self._ranks, self._peers = number, ranks, peers
         self.num_disks = len(ranks)
@@ -84,9 +99,10 @@ class GroupedStorage(Storage):
     def url(self) -> str:
         return self._own.url
 
-    @override
-    def check_root(self) -> None:
-        self._in_all(lambda part: part.check_root())
+    check_root = _in_each("check_root")
+    replace = _in_each("replace")
+    delete = _in_each("delete")
+    make_directory = _in_each("make_directory")
 
     @contextmanager
     def names_held(self) -> Generator[None]:
@@ -129,10 +145,6 @@ class GroupedStorage(Storage):
             yield self._first(lambda part: stack.enter_context(part.open_ranges(key)))
 
     @override
-    def replace(self, key: str, content: bytes) -> None:
-        self._in_all(lambda part: part.replace(key, content))
-
-    @override
     def list(self, key: str) -> list[StorageEntry]:
         listings = self._in_all(lambda part: part.list(key))
         found = {entry.name: entry for entries in reversed(listings) for entry in entries}
@@ -150,14 +162,6 @@ class GroupedStorage(Storage):
     @override
     def size(self, key: str) -> int:
         return self._first(lambda part: part.size(key))
-
-    @override
-    def delete(self, key: str) -> None:
-        self._in_all(lambda part: part.delete(key))
-
-    @override
-    def make_directory(self, key: str) -> None:
-        self._in_all(lambda part: part.make_directory(key))
 
     @override
     def sync_directory(self, key: str) -> None:
@@ -310,11 +314,7 @@ def open_root(
     *,
     deadline_seconds: float,
 ) -> Storage:
-    """Open a root, which may turn out to be on disks of several nodes.
-
-    Raises:
-        ConfigError: see `open_storage`.
-    """
+    """Open a root, which may turn out to be on disks of several nodes."""
     storage = open_storage(root, storage_options, deadline_seconds=deadline_seconds)
     # Half, so that the error of a rank reaches the others before their deadline. A bucket is one place.
     return GroupedStorage(storage, deadline_seconds / 2) if storage.supports_rename else storage
@@ -349,3 +349,73 @@ def holders(storage: Storage, directory: str, files: Sequence[FileEntry]) -> tup
         entry.path: [number for number, found in enumerate(there) if entry.path in found] for entry in files
     }
     return tuple(found[0] if len(found) == 1 else EVERY_GROUP for found in held.values())
+
+
+def form_groups(storage: GroupedStorage, coordinator: Coordinator) -> str:
+    """Find which ranks see one another's files, and connect the groups. Collective.
+
+    Every rank leaves a file of no content in its root, then looks whose are there. With several groups the
+    root spans their disks after this. Return the ranks of each group, in words.
+
+    Raises:
+        ConfigError: a rank cannot write to its root, or what ranks see does not make up groups.
+    """
+    rank = coordinator.rank
+    groups = _groups(_leaders(storage.own, coordinator), storage.url)
+    if len(groups) > 1:
+        talks = coordinator.talks()
+        number = next(place for place, ranks in enumerate(groups) if rank in ranks)
+        if groups[number][0] == rank:
+            serve_disk(storage.own, talks)
+        peers = [RemoteDisk(talks, ranks[0], storage.url) for ranks in groups if rank not in ranks]
+        storage.join(number, list(map(len, groups)), peers)
+    return "; ".join(map(_ranks_text, groups))
+
+
+def _leaders(own: Storage, coordinator: Coordinator) -> Sequence[int]:
+    """Return for each rank the lowest rank whose file it sees. Collective."""
+    token = coordinator.broadcast(secrets.token_hex(4), what="looking for disks of their own")
+    probe, problem = probe_name(token, coordinator.rank), ""
+    try:
+        own.check_root()
+        own.write_bytes(probe, b"")
+    except OSError as caught:
+        problem = str(unwritable(own.url, caught))
+    try:
+        found = coordinator.gather(problem, what="looking for disks of their own")
+        if problems := [f"rank {each}: {text}" for each, text in enumerate(found) if text]:
+            raise ConfigError("; ".join(problems))
+        return coordinator.gather(_first_seen(own, token, coordinator.rank), what="forming filesystem groups")
+    finally:
+        own.delete(probe)
+
+
+def _first_seen(own: Storage, token: str, rank: int) -> int | OSError:
+    """Return the first rank whose probe is here; the error if this rank cannot look."""
+    try:
+        entries = own.list("")
+    except OSError as error:
+        return error
+    seen = (probed_by(entry.name, token) for entry in entries)
+    return min((other for other in seen if other is not None), default=rank)
+
+
+def _groups(leaders: Sequence[int], url: str) -> list[list[int]]:
+    """Return the ranks of each group, by the leaders that they have found."""
+    groups: dict[int, list[int]] = {}
+    for rank, leader in enumerate(leaders):
+        groups.setdefault(leader, []).append(rank)
+    strange = [leader for leader, ranks in groups.items() if leader not in ranks]
+    if strange:
+        raise ConfigError(
+            f"the ranks do not see the same files in {url}: {_ranks_text(groups[strange[0]])} see a file of "
+            f"rank {strange[0]}, which sees none of theirs. Give all ranks of a node the same directory; "
+            "nothing was saved"
+        )
+    return [groups[leader] for leader in sorted(groups)]
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    consecutive = len(ranks) > 1 and list(ranks) == list(range(ranks[0], ranks[-1] + 1))
+    named = f"{ranks[0]} to {ranks[-1]}" if consecutive else ", ".join(map(str, ranks))
+    return f"rank {named}" if len(ranks) == 1 else f"ranks {named}"
