@@ -17,7 +17,7 @@ from ckpt_core.dcp import _fingerprints, _tensor_reads
 from ckpt_core.devices import _fetching, _streams
 from ckpt_core.saving import _stager
 from ckpt_core.staging import _device_copies, _overlap
-from ckpt_core.state import _rank_buffers
+from ckpt_core.state import _items
 
 MODULES = [
     _streams,
@@ -26,7 +26,7 @@ MODULES = [
     _overlap,
     _stager,
     _fingerprints,
-    _rank_buffers,
+    _items,
     _tensor_reads,
 ]
 ORDERING = {

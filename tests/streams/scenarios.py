@@ -22,7 +22,7 @@ from ckpt_core.formats.checksums import crc32
 from ckpt_core.reading import Engine, Payload
 from ckpt_core.saving._stager import StagedParts, Stager, StepGuard
 from ckpt_core.staging import Arenas
-from ckpt_core.state._rank_buffers import RankBuffers
+from ckpt_core.state._items import RankBuffers
 from tests.streams.world import DEVICES, Action, SimTensor, World
 
 

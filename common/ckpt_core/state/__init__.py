@@ -3,7 +3,6 @@
 from ckpt_core.state._contents import (
     Contents,
     base_names,
-    begin,
     contents_problem,
     facts_of,
     is_of_base,
@@ -15,18 +14,25 @@ from ckpt_core.state._contents import (
 from ckpt_core.state._gradients import Gradients
 from ckpt_core.state._items import (
     PICKLED,
+    BufferKey,
     Counters,
     EncodedItems,
+    NotEncodableError,
+    RankBuffers,
+    decode,
+    decode_buffers,
     decode_items,
+    encode,
     encode_items,
     function_free,
     has_shards,
     is_large,
     load_item,
     pickled_key,
+    put_buffers,
 )
 from ckpt_core.state._model import load_model_state, local_buffers, model_state, model_target, owner
-from ckpt_core.state._nested import get, leaves, put, under
+from ckpt_core.state._nested import empty_like, get, leaves, put, shard_like, template, under
 from ckpt_core.state._optimizer import (
     check_groups,
     fit_of,
@@ -37,19 +43,17 @@ from ckpt_core.state._optimizer import (
     unwrap_optimizer,
 )
 from ckpt_core.state._override import Override
-from ckpt_core.state._rank_buffers import BufferKey, RankBuffers, decode_buffers, put_buffers
 from ckpt_core.state._rng import derive_rng, load_rng_state, rng_seed, rng_state
-from ckpt_core.state._source import DictState, StateSource
-from ckpt_core.state._tensors import empty_like, shard_like, template
 from ckpt_core.state._train_state import (
     POSITIONS,
+    DictState,
     State,
+    StateSource,
     TrainState,
     as_captured,
     as_source,
     checked_override,
 )
-from ckpt_core.state._value_codec import NotEncodableError, decode, encode
 
 __all__ = [
     "PICKLED",
@@ -69,7 +73,6 @@ __all__ = [
     "as_captured",
     "as_source",
     "base_names",
-    "begin",
     "check_groups",
     "checked_override",
     "contents_problem",

@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor
 from ckpt_core._torch_internals import has_flat_parameters, is_wrapped, version_of
 from ckpt_core.coordination import place_in_job
 from ckpt_core.disclosure import logger_of
-from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
+from ckpt_core.errors import ConfigError, IncompatibleCheckpointError, first_of
 from ckpt_core.state._fsdp1 import is_fsdp1
 from ckpt_core.state._model import Names, model_state
+from ckpt_core.state._nested import dtype_name, shape_of
 from ckpt_core.state._tensor_sums import checksums
-from ckpt_core.state._tensors import dtype_name, shape_of
 from ckpt_core.types import SavedState
 from ckpt_core.validation import one_of, require
 
@@ -91,13 +91,7 @@ def saved_part(
 def supplied(model: nn.Module, saved: SavedState, contents: Contents | None, *, place: str) -> frozenset[str]:
     """Return the names that the base supplies; compare it before anything is loaded.
 
-    Collective over the ranks that share tensors.
-
-    Args:
-        model: the live model.
-        saved: the checkpoint.
-        contents: as the user has given it for coming saves.
-        place: of the model in the state.
+    Collective over the ranks that share tensors. `contents` is as given for coming saves.
 
     Raises:
         IncompatibleCheckpointError: the live base is not the one that the checkpoint refers to.
@@ -127,7 +121,7 @@ def supplied(model: nn.Module, saved: SavedState, contents: Contents | None, *, 
                 "values of the base: %s",
                 saved.name,
                 len(unfrozen),
-                _first(unfrozen, ", "),
+                first_of(unfrozen, _MOST_LISTED),
             )
     return frozenset(record)
 
@@ -175,8 +169,8 @@ def _compare(saved: Mapping[str, _Facts], live: Mapping[str, _Facts], *, sources
     then, now = (each or _UNNAMED for each in sources)
     raise IncompatibleCheckpointError(
         f"it holds only what was trained, and the live model has another base. Saved with {then}; live is "
-        f"{now}; {_first(lines, '; ')}. Before the resume, load the same base in the same dtype and "
-        "quantisation; or, to train on with the live one, load with strict=False",
+        f"{now}; {first_of(lines, _MOST_LISTED, '; ')}. Before the resume, load the same base in the "
+        "same dtype and quantisation; or, to train on with the live one, load with strict=False",
         missing=lacking,
         mismatched=differing,
     )
@@ -242,7 +236,7 @@ class _LiveBase:
                 "%d frozen tensor(s) were changed in place, and are no part of the base any more: %s. "
                 "Checkpoints hold them from now on",
                 len(told),
-                _first(told, ", "),
+                first_of(told, _MOST_LISTED),
             )
         self.untrusted = set()
 
@@ -395,9 +389,3 @@ def _merged(of_model: Names) -> set[str]:
         if getattr(module, "merged", False) is True
         for name, _ in module.named_parameters()
     }
-
-
-def _first(texts: Collection[str], between: str) -> str:
-    left = len(texts) - _MOST_LISTED
-    more = f"{between if between != ', ' else ' '}and {left} more" if left > 0 else ""
-    return between.join([*texts][:_MOST_LISTED]) + more

@@ -16,8 +16,8 @@ from ckpt_core.coordination import place_in_job
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state import _fsdp1
 from ckpt_core.state._model import Names, model_state
+from ckpt_core.state._nested import dtype_named, empty_like
 from ckpt_core.state._tensor_sums import own_checksum
-from ckpt_core.state._tensors import dtype_named, empty_like
 from ckpt_core.types import SavedEntries
 
 _ALL: Final = "all"
@@ -33,11 +33,7 @@ class Gradients:
 
     Shards are saved as such, and gradients that are the same on every rank once. Those that ranks accumulate
     each by itself, as under DDP's `no_sync`, are saved by every rank, and fit the same number of ranks only.
-
-    Attributes:
-        model: the model.
-        optimizers: torch optimizers whose gradients are saved, all of the model if there are none; FSDP1
-            knows its parameters by them.
+    Those of the torch `optimizers` are saved, without any all; FSDP1 knows its parameters by them.
     """
 
     model: nn.Module
@@ -111,9 +107,6 @@ class Gradients:
         """Replace every gradient by the loaded one; None where there was none.
 
         A parameter that is frozen now gets none: an optimizer would move it.
-
-        Raises:
-            IncompatibleCheckpointError: a parameter refuses its gradient.
         """
         loaded = {name: grad for each in tree.values() for name, grad in each.items()}
         for parameter in self.model.parameters():

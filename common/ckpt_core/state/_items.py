@@ -1,23 +1,54 @@
-"""Items of a training state: objects with state, encoded to files without pickle."""
+"""Items of a training state: objects with state, as exact JSON without pickle.
+
+Values without a JSON type are tagged: `{"$type": "tuple", "value": […]}`. Subclasses of dict are decoded as
+dict, tensors on the CPU; all other values are decoded equal and of the same type.
+
+Rank-local buffers, module buffers that differ between ranks as in batch norm, are items, too: the checkpoint
+holds the values of the lowest rank, and a rank with different values stores its own in a small file beside
+it, so that a resume on the same number of ranks is exact; otherwise every rank starts from the lowest's.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import io
 import json
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path, PurePath
 from types import FunctionType, MethodType, SimpleNamespace
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
+import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from ckpt_core.data import is_stateful
+from ckpt_core.devices import to_host
 from ckpt_core.disclosure import logger_of
-from ckpt_core.errors import ConfigError, CorruptCheckpointError, FileFailure, IncompatibleCheckpointError
+from ckpt_core.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptCheckpointError,
+    FileFailure,
+    IncompatibleCheckpointError,
+)
 from ckpt_core.formats.checksums import crc32
-from ckpt_core.names import FORMAT_VERSION
-from ckpt_core.state._nested import get, leaves, rekeyed, with_empties
+from ckpt_core.formats.codec import corrupt
+from ckpt_core.names import FORMAT_VERSION, local_name
+from ckpt_core.state._nested import (
+    dtype_name,
+    dtype_named,
+    get,
+    is_sharded,
+    leaves,
+    rekeyed,
+    template,
+    with_empties,
+)
 from ckpt_core.state._optimizer import (
     CLASS,
     PACKED,
@@ -27,9 +58,184 @@ from ckpt_core.state._optimizer import (
     class_names,
     unwrap_optimizer,
 )
-from ckpt_core.state._tensors import is_sharded, template
-from ckpt_core.state._value_codec import NotEncodableError, decode, encode
+from ckpt_core.state._tensor_sums import own_checksum
 from ckpt_core.types import SavedEntries
+
+MAX_ARRAY_BYTES = 16 << 20
+"""Larger arrays are not encoded as JSON."""
+
+_TAG = "$type"
+_MAX_DEPTH = 100
+
+
+class NotEncodableError(CheckpointError, TypeError):
+    """JSON cannot hold this value exactly; the message names it by its path."""
+
+
+def encode(value: Any) -> Any:
+    """Convert `value` for `json.dumps`.
+
+    Raises:
+        NotEncodableError: `decode` could not restore some of it.
+    """
+    return _encode(value, "", 0)
+
+
+_AS_THEY_ARE = frozenset({bool, int, str, type(None)})
+
+
+def _encode(value: Any, path: str, depth: int) -> Any:
+    if depth > _MAX_DEPTH:
+        raise NotEncodableError(
+            f"{path[:200]}… is nested deeper than {_MAX_DEPTH} levels, or contains itself"
+        )
+    kind = type(value)
+    if kind in _AS_THEY_ARE or (kind is float and math.isfinite(value)):
+        return value
+    if isinstance(value, dict):
+        return _encode_dict(value, path, depth + 1)
+    if kind in {list, tuple, set, frozenset}:
+        # The state of a random number generator is six hundred integers, encoded in every save.
+        items = list(value)
+        if not _AS_THEY_ARE.issuperset(map(type, items)):
+            items = [_encode(each, f"{path}[{i}]", depth + 1) for i, each in enumerate(items)]
+        # Ranks must agree on shared items byte by byte, and sets have no order of their own.
+        items = items if kind in {list, tuple} else sorted(items, key=json.dumps)
+        return items if kind is list else {_TAG: kind.__name__, "value": items}
+    return _encode_leaf(value, path)
+
+
+def _encode_leaf(value: Any, path: str) -> Any:
+    kind = type(value)
+    for base, name, encoder in _ENCODERS:
+        if kind is base or (base in _WITH_SUBCLASSES and isinstance(value, base)):
+            try:
+                return {_TAG: name, "value": encoder(value)}
+            except NotEncodableError as error:
+                raise NotEncodableError(f"{path or 'the value'} {error}") from error
+    raise NotEncodableError(
+        f"{path or 'the value'} is a {kind.__module__}.{kind.__qualname__}, which JSON cannot hold"
+    )
+
+
+def _encode_dict(value: dict[Any, Any], path: str, depth: int) -> Any:
+    if all(type(key) is str for key in value) and _TAG not in value:
+        return {key: _encode(each, f"{path}.{key}", depth) for key, each in value.items()}
+    pairs = [
+        [_encode(key, f"{path} key {key!r}", depth), _encode(each, f"{path}[{key!r}]", depth)]
+        for key, each in value.items()
+    ]
+    return {_TAG: "dict", "value": pairs}
+
+
+def _encode_tensor(value: torch.Tensor) -> Any:
+    if value.layout != torch.strided or value.is_quantized or value.is_meta:
+        raise NotEncodableError(f"is a tensor without plain memory ({value.layout}, {value.device})")
+    _check_size(value.numel() * value.element_size())
+    flat = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
+    data = _to_text(flat.numpy().tobytes())
+    return {"dtype": dtype_name(value.dtype), "shape": list(value.shape), "data": data}
+
+
+def _encode_array(value: Any) -> Any:
+    if value.dtype.hasobject or value.dtype.names is not None or value.dtype.subdtype is not None:
+        raise NotEncodableError(f"is a numpy array of {value.dtype}, which JSON cannot hold")
+    _check_size(value.nbytes)
+    return {"dtype": value.dtype.str, "shape": list(value.shape), "data": _to_text(value.tobytes())}
+
+
+def _check_size(size_bytes: int) -> None:
+    if size_bytes > MAX_ARRAY_BYTES:
+        raise NotEncodableError(f"has {size_bytes} bytes, too many for JSON ({MAX_ARRAY_BYTES})")
+
+
+def _to_text(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+_WITH_SUBCLASSES = frozenset({np.generic, PurePath})
+_ENCODERS: Sequence[tuple[type, str, Callable[[Any], Any]]] = (
+    (float, "float", repr),
+    (torch.Tensor, "tensor", _encode_tensor),
+    (torch.nn.Parameter, "tensor", _encode_tensor),
+    (np.ndarray, "ndarray", _encode_array),
+    (np.generic, "numpy_scalar", _encode_array),
+    (bytes, "bytes", _to_text),
+    (PurePath, "path", str),
+    (torch.Size, "size", list),
+    (torch.dtype, "dtype", dtype_name),
+    (torch.device, "device", str),
+    (timedelta, "timedelta", lambda value: [value.days, value.seconds, value.microseconds]),
+)
+
+
+def decode(encoded: Any) -> Any:
+    """Convert back to the value that `encode` was given.
+
+    Raises:
+        CorruptCheckpointError: it is no output of `encode`.
+    """
+    try:
+        return _decode(encoded, 0)
+    except (ValueError, TypeError, LookupError, OverflowError, RuntimeError) as error:
+        raise CorruptCheckpointError(f"an item of the checkpoint is not what was encoded: {error}") from error
+
+
+def _decode(encoded: Any, depth: int) -> Any:
+    if depth > 2 * _MAX_DEPTH + 2:
+        raise ValueError("nested too deeply")
+    if isinstance(encoded, list):
+        return [_decode(each, depth + 1) for each in encoded]
+    if not isinstance(encoded, dict):
+        return encoded
+    if _TAG not in encoded:
+        return {key: _decode(each, depth + 1) for key, each in encoded.items()}
+    name, value = encoded[_TAG], encoded["value"]
+    return _DECODERS[name](_decode(value, depth + 1) if name in _CONTAINERS else value)
+
+
+def _decode_tensor(value: Mapping[str, Any]) -> torch.Tensor:
+    dtype, shape = dtype_named(value["dtype"]), _shape(value["shape"])
+    data = bytearray(base64.b64decode(value["data"], validate=True))
+    if len(data) != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{len(data)} bytes for a tensor of shape {shape} and dtype {dtype}")
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+def _decode_array(value: Mapping[str, Any]) -> Any:
+    dtype, shape = np.dtype(str(value["dtype"])), _shape(value["shape"])
+    data = base64.b64decode(value["data"], validate=True)
+    if dtype.hasobject or len(data) != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{len(data)} bytes for an array of shape {shape} and dtype {dtype}")
+    return np.frombuffer(data, dtype=dtype).reshape(shape).copy()
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or any(type(size) is not int or size < 0 for size in value):
+        raise ValueError(f"not a shape: {value!r}")
+    return tuple(value)
+
+
+_CONTAINERS = frozenset({"tuple", "set", "frozenset", "dict"})
+_DECODERS: Mapping[str, Callable[[Any], Any]] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "dict": dict,
+    "float": float,
+    "bytes": lambda value: base64.b64decode(value, validate=True),
+    "tensor": _decode_tensor,
+    "ndarray": _decode_array,
+    "numpy_scalar": lambda value: _decode_array(value)[()],
+    "size": lambda value: torch.Size(_shape(value)),
+    "dtype": dtype_named,
+    "device": torch.device,
+    "timedelta": lambda value: timedelta(*value),
+    "path": Path,
+}
+
 
 MAX_SHARED_BYTES = 1 << 20
 """Items with more tensor bytes than this are stored with the model, in the sharded data."""
@@ -117,16 +323,9 @@ def item_target(item: Any, saved: SavedEntries) -> dict[str, Any]:
 
 
 def load_item(name: str, item: Any, state: Any, *, of_tree: bool = False) -> None:
-    """Load the saved state of an object.
+    """Load what an object's `state_dict` returned at the save; `name` is for errors.
 
-    Args:
-        name: for messages.
-        item: the object.
-        state: what `item.state_dict()` returned at the save.
-        of_tree: whether it was in the sharded data, which does not record empty mappings.
-
-    Raises:
-        IncompatibleCheckpointError: the object refuses the state.
+    `of_tree` tells that it was in the sharded data, which does not record empty mappings.
     """
     if isinstance(item, torch.optim.Optimizer):
         check_entries(item, {path: None for path, _ in leaves(state)})
@@ -251,3 +450,93 @@ def pickled_key(scope: str, item: str) -> str:
     `scope`, `shared` or the name of a rank file, keeps ranks apart.
     """
     return f"{scope}:{item}"
+
+
+BufferKey: TypeAlias = tuple[str, str]
+_PIECE_BYTES = 8 << 20
+_DIGEST_BYTES = 8
+_MAX_DIGESTS = 64  # keys with a digest each; with more, the message would grow with the model
+
+
+@final
+class RankBuffers:
+    """Copies of rank-local buffers, made on the main thread, read on the save thread.
+
+    On a device the copies are enqueued on the current stream, so that the host does not wait for it.
+    """
+
+    def __init__(self, live: Mapping[BufferKey, torch.Tensor]) -> None:
+        copies, self._events = to_host(list(live.values()))
+        self._copies = dict(zip(live, copies, strict=True))
+
+    def digests(self) -> bytes:
+        """Return digests by which ranks with the same keys compare their values.
+
+        Beyond `_MAX_DIGESTS` keys it is one digest of all.
+        """
+        values = self._whole()
+        sums = [own_checksum(values[key]) for key in sorted(values)]
+        each = [number.to_bytes(_DIGEST_BYTES, "little", signed=True) for number in sums]
+        if len(each) <= _MAX_DIGESTS:
+            return b"".join(each)
+        return hashlib.blake2b(b"".join(each), digest_size=_DIGEST_BYTES).digest()
+
+    def differing(self, reference: bytes) -> frozenset[BufferKey]:
+        """Return the keys whose values differ from another rank's `digests()`."""
+        keys, own = sorted(self._copies), self.digests()
+        if len(own) != _DIGEST_BYTES * len(keys) or len(own) != len(reference):
+            return frozenset() if own == reference else frozenset(keys)
+        ends = range(_DIGEST_BYTES, len(own) + 1, _DIGEST_BYTES)
+        parts = [slice(end - _DIGEST_BYTES, end) for end in ends]
+        return frozenset(key for key, at in zip(keys, parts, strict=True) if own[at] != reference[at])
+
+    def encode(self, rank: int, keys: Collection[BufferKey] | None = None) -> dict[str, bytes]:
+        """Encode the file of a rank's own values, all or some; none without values."""
+        values = self._whole()
+        return encode_buffers(rank, values, values.keys() if keys is None else keys)
+
+    def _whole(self) -> Mapping[BufferKey, torch.Tensor]:
+        for event in self._events:
+            event.synchronize()
+        return self._copies
+
+
+def encode_buffers(
+    rank: int, local: Mapping[BufferKey, torch.Tensor], keys: Collection[BufferKey]
+) -> dict[str, bytes]:
+    """Encode the file of a rank's own values, by file name; none without values."""
+    if not keys:
+        return {}
+    values: dict[str, Any] = {}
+    for key in sorted(keys):
+        value = local[key].detach().cpu()
+        # JSON takes no large tensors.
+        pieces = torch.split(value.reshape(-1), _PIECE_BYTES // value.dtype.itemsize)
+        is_small = value.nbytes <= _PIECE_BYTES
+        values[json.dumps(key)] = value if is_small else {"shape": value.shape, "pieces": list(pieces)}
+    return {local_name(rank): encode_items(values).content}
+
+
+def decode_buffers(content: bytes, path: str) -> dict[BufferKey, torch.Tensor]:
+    """Decode a rank's own values from the content of its file at `path`.
+
+    Raises:
+        CorruptCheckpointError: it is no output of `encode_buffers`.
+    """
+    found: dict[BufferKey, torch.Tensor] = {}
+    try:
+        for name, value in decode_items(content, path).values.items():
+            part, key = json.loads(name)
+            is_whole = isinstance(value, torch.Tensor)
+            found[part, key] = value if is_whole else torch.cat(value["pieces"]).reshape(value["shape"])
+    except (ValueError, LookupError, TypeError, RuntimeError) as error:
+        raise corrupt(path, f"is malformed: {error}") from error
+    return found
+
+
+def put_buffers(local: Mapping[BufferKey, torch.Tensor], part: str, loaded: Mapping[str, Any]) -> None:
+    """Replace the checkpoint's values by this rank's own, where both exist."""
+    for (of_part, key), value in local.items():
+        target = loaded.get(key)
+        if of_part == part and isinstance(target, torch.Tensor) and target.shape == value.shape:
+            target.detach().copy_(value)

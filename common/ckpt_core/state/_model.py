@@ -20,8 +20,7 @@ from ckpt_core._torch_internals import loads_itself
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state._fsdp1 import is_fsdp1
-from ckpt_core.state._nested import Path
-from ckpt_core.state._tensors import empty_like, matches, put_back_packed, shape_of, template
+from ckpt_core.state._nested import Path, empty_like, matches, put_back_packed, shape_of, template
 from ckpt_core.types import SavedEntries, SavedState, SavedTensor
 
 _logger = logger_of(__name__)
@@ -179,13 +178,8 @@ def model_target(
 ) -> dict[str, Any]:
     """Build the load target: the selected live tensors, and None for plain values.
 
-    Missing names, and names on other ranks, are checked where all ranks are known.
-
-    Args:
-        model: the live model.
-        saved: the model's entries in the checkpoint, by name.
-        of: the checkpoint, with the selection of what to load; None for everything.
-        base: names that the checkpoint may lack, because the model has their values.
+    Missing names, and names on other ranks, are checked where all ranks are known. Without a checkpoint `of`
+    which they are, everything is selected; it may lack the names of the `base`, whose values the model has.
     """
     lacking = set(base) - {path[0] for path in saved}
     live = {name: v for name, v in model_state(model).items() if name not in lacking and not is_lazy(v)}
@@ -238,11 +232,7 @@ def load_model_state(
 ) -> None:
     """Put loaded values back; tensors that were loaded in place are not copied again.
 
-    Args:
-        model: the live model.
-        state: values by name.
-        strict: whether every name of the model must be there.
-        base: names that may be absent; their values stay.
+    With `strict` every name of the model must be there, but for those of the `base`, whose values stay.
 
     Raises:
         IncompatibleCheckpointError: names or shapes differ from the model's.

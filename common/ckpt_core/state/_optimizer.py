@@ -20,8 +20,7 @@ from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state import _fsdp1
 from ckpt_core.state._model import Names, model_state
-from ckpt_core.state._nested import Path, leaves, put, rekeyed
-from ckpt_core.state._tensors import dtype_named, empty_like, matches, shape_of
+from ckpt_core.state._nested import Path, dtype_named, empty_like, leaves, matches, put, rekeyed, shape_of
 from ckpt_core.types import SavedEntries, SavedState, SavedTensor
 
 _logger = logger_of(__name__)
@@ -418,9 +417,6 @@ def check_groups(
     """Check that saved state is of the optimizer's kind and parameters.
 
     Tensors are not compared.
-
-    Raises:
-        IncompatibleCheckpointError: it is not.
     """
     if state is None:
         return

@@ -39,15 +39,12 @@ _OF_SCHEDULER: Final = ("base_lrs", "max_lrs", "_last_lr")
 @final
 @dataclass(frozen=True, slots=True)
 class Override:
-    """Hyperparameters that a resume changes.
+    """Hyperparameters that a resume changes: names -> plain values.
 
     A name is a key of parameter groups, such as `lr`, of all groups that have it; or of some, as a checkpoint
     names them: `param_groups.1.lr`, `optimizer.generator.lr`, `optimizer.0.param_groups.1.lr`. The narrower
     name wins. The schedule of a learning rate continues from the new one: the rates from which it computes
     change in proportion; of a schedule that falls to a given least rate, `eta_min`, the distances from that.
-
-    Attributes:
-        values: name -> plain value.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -118,11 +115,7 @@ class Override:
         return bool(self.values) and annotations.get(ANNOTATION) != self.values
 
     def of_whole(self, *, whole: bool) -> Self:
-        """Return itself, if it is for the whole of a state.
-
-        Raises:
-            ConfigError: it is not.
-        """
+        """Return itself, if it is for the whole of a state."""
         if self.values and not whole:
             raise ConfigError(
                 "override= changes a training that continues with all of its state: leave out items=, "
@@ -134,9 +127,6 @@ class Override:
         """Refuse to change what does not exist yet.
 
         A first run would begin without the change, and make it after an interruption.
-
-        Raises:
-            CheckpointNotFoundError: there is something to change.
         """
         if self.values:
             raise CheckpointNotFoundError(
@@ -147,8 +137,7 @@ class Override:
     def check(self, optimizers: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
         """Refuse names that no group has, and values of another kind.
 
-        Args:
-            optimizers: name -> parameter groups, with their values; the name of a single one is "".
+        The parameter groups are by the name of their optimizer, "" of a single one.
 
         Raises:
             ConfigError: there is one; nothing was changed.

@@ -17,9 +17,8 @@ import torch
 
 from ckpt_core.devices import accelerator_type
 from ckpt_core.errors import IncompatibleCheckpointError
-from ckpt_core.state._nested import under
-from ckpt_core.state._tensors import matches, template
-from ckpt_core.state._value_codec import encode
+from ckpt_core.state._items import encode
+from ckpt_core.state._nested import matches, template, under
 from ckpt_core.types import SavedEntries, SavedTensor
 
 _OF_THE_HOST: Final = {"python", "numpy", "torch"}

@@ -1,8 +1,10 @@
-"""The state of a training run, item by item."""
+"""The state of a training run, item by item, and nested mappings as one."""
 
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias, TypeVar, final
@@ -11,7 +13,7 @@ import torch
 from torch import nn
 
 from ckpt_core.coordination import place_in_job
-from ckpt_core.data import LoaderPosition, await_training, tell_of_missing
+from ckpt_core.data import LoaderPosition, await_training, is_stateful, tell_of_missing
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state._contents import Contents, base_names, begin, saved_part, supplied
@@ -35,8 +37,9 @@ from ckpt_core.state._model import (
     local_buffers,
     model_state,
     model_target,
+    of_own_loaders,
 )
-from ckpt_core.state._nested import Path, get, leaves, put, under
+from ckpt_core.state._nested import Path, get, is_leaf, leaves, put, shape_of, template, under
 from ckpt_core.state._optimizer import (
     check_groups,
     fit_of,
@@ -48,10 +51,196 @@ from ckpt_core.state._optimizer import (
 )
 from ckpt_core.state._override import Override
 from ckpt_core.state._rng import derive_rng, load_rng_state, rng_item, rng_seed, rng_state, rng_target
-from ckpt_core.state._source import DictState, StateSource
-from ckpt_core.state._tensors import template
 from ckpt_core.types import CapturedState, SavedEntries, SavedState
 from ckpt_core.validation import boolean, require
+
+
+class StateSource(ABC):
+    """A training state that can be saved and loaded.
+
+    Calls on every rank, on the training thread:
+
+    1. save: `capture()`. Its tensors are live: they must be copied before the next optimizer step, and those
+       that are not parameters or optimizer state before training continues. Its `per_rank` and `shared`
+       values are live, too: they must be encoded before training continues.
+    2. load: `target(saved)` before anything large is read; its tensors are filled in place and each None is
+       replaced by the value read; then `begin(loaded, saved)`, when plain values are read and tensors are
+       not; then `apply(loaded, saved)` with the same structure. Before `apply`, only tensors change; if
+       `target` or `begin` raises, nothing has changed. A load with `override=` ends with `override`.
+
+    Methods may be collective over the ranks that hold the state.
+    """
+
+    @abstractmethod
+    def capture(self) -> CapturedState:
+        """Return the present state."""
+
+    @abstractmethod
+    def target(self, saved: SavedState) -> Mapping[str, dict[str, Any]]:
+        """Return part directory -> nested dict: tensors, and None for every plain value.
+
+        It has an entry for every saved entry to be loaded; other entries of the checkpoint need not be read.
+
+        Raises:
+            IncompatibleCheckpointError: the checkpoint is of another training state.
+        """
+
+    def begin(
+        self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState
+    ) -> Callable[[], Sequence[Path] | None]:
+        """Put back small values that may refuse, before any tensor is read.
+
+        By default nothing.
+
+        Returns:
+            A function that undoes it, and returns the paths of values, in `per_rank` or `shared`, that it
+            cannot undo: if the load fails later, another that has them must replace them.
+
+        Raises:
+            IncompatibleCheckpointError: a part of the state refuses; everything is unchanged.
+        """
+        del loaded, saved
+        return lambda: None
+
+    @abstractmethod
+    def apply(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Sequence[str]:
+        """Put everything back; return notes for the user, such as what was not restored.
+
+        Raises:
+            IncompatibleCheckpointError: a part of the state refuses what was loaded.
+        """
+
+    def check_override(self, change: Override) -> None:
+        """Refuse what cannot be changed, before anything is read; by default all."""
+        del change
+        raise ConfigError(f"override= changes the optimizers of a TrainState, not of a {type(self).__name__}")
+
+    # Not abstract: what refuses every change has none to make.
+    def override(self, change: Override) -> None:  # noqa: B027
+        """Change hyperparameters, after `apply`."""
+
+    def takes_all(self, saved: SavedState) -> bool:
+        """Return whether a load uses every model and optimizer of a checkpoint."""
+        del saved
+        return True
+
+    def weights(self) -> StateSource | None:
+        """Return the model alone, as the item `model`; by default there is none."""
+        return None
+
+
+_PART = ""
+
+
+@final
+class DictState(StateSource):
+    """A nested mapping of tensors, plain values and stateful objects, loaded in place.
+
+    Keys are those that `dcp.save(mapping)` writes (and beside an optimizer's, the names of its classes), so
+    either reads the other's checkpoints. As with `dcp.load`, the mapping selects what is loaded; other
+    entries of the checkpoint are ignored.
+    """
+
+    def __init__(self, mapping: Mapping[str, Any]) -> None:
+        self._mapping = mapping
+
+    def capture(self) -> CapturedState:
+        return CapturedState(sharded={_PART: _captured(self._mapping)})
+
+    def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
+        entries, tree = saved.sharded.get(_PART, {}), dict[str, Any]()
+        for path, _, _, value in _entries(self._mapping):
+            if isinstance(value, nn.Module):
+                # Its own names, without those of other stages of a pipeline.
+                live = value.state_dict()
+                found = {at: entry for at, entry in under(entries, *path).items() if at[0] in live}
+                own = {name: each if isinstance(each, torch.Tensor) else None for name, each in live.items()}
+                put(tree, path, own | template(live, _fitting(value, live, found)))
+            elif is_stateful(value):
+                put(tree, path, item_target(value, under(entries, *path)))
+            else:
+                put(tree, path, value if isinstance(value, torch.Tensor) else None)
+        return {_PART: tree}
+
+    def begin(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Callable[[], None]:
+        for path, _, _, value in _entries(self._mapping):
+            check_kind(value, get(loaded.get(_PART), path), fit=fit_of(saved))
+        return lambda: None
+
+    def apply(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> list[str]:
+        del saved
+        tree = loaded.get(_PART, {})
+        for path, container, key, value in list(_entries(self._mapping)):
+            outer, new = get(tree, path[:-1]), get(tree, path)
+            lacks = outer is None or (isinstance(outer, Mapping) and path[-1] not in outer)
+            if lacks or isinstance(value, torch.Tensor):
+                continue
+            if is_stateful(value):
+                load_item(".".join(map(str, path)), value, {} if new is None else new, of_tree=True)
+            else:
+                container[key] = new
+        return []
+
+    def weights(self) -> StateSource | None:
+        return DictState({"model": self._mapping["model"]}) if "model" in self._mapping else None
+
+    def check_override(self, change: Override) -> None:
+        del change
+        raise ConfigError(
+            f"override= changes the optimizers of a TrainState, not of a {type(self._mapping).__name__}"
+        )
+
+    def takes_all(self, saved: SavedState) -> bool:
+        tops = {str(path[0]) for entries in saved.sharded.values() for path in entries}
+        return tops <= set(map(str, self._mapping))
+
+
+def _fitting(module: nn.Module, live: Mapping[str, Any], saved: SavedEntries) -> SavedEntries:
+    """Leave out entries of other shapes, unless a module may take them."""
+    free = of_own_loaders(module, saved, live)
+    return {
+        path: entry
+        for path, entry in saved.items()
+        if entry is None
+        or path[0] in free
+        or not isinstance(own := live[str(path[0])], torch.Tensor)
+        or shape_of(own) == entry.shape
+    }
+
+
+def _captured(value: Any) -> Any:
+    """Return what is to be saved of a tree; every save waits for it."""
+    if isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, Mapping):
+        _refuse_doubles(value)
+        return {str(key): _captured(each) for key, each in value.items()}
+    if is_leaf(value):
+        return item_state(value) if is_stateful(value) else value
+    return [_captured(each) for each in value]
+
+
+def _refuse_doubles(mapping: Mapping[Any, Any]) -> None:
+    if len(set(map(str, mapping))) < len(mapping):
+        twice = [name for name, times in Counter(map(str, mapping)).items() if times > 1]
+        raise ConfigError(
+            f"several keys of one mapping are called {', '.join(sorted(twice))} in a checkpoint, where every "
+            "key is a string; only one of them would be saved"
+        )
+
+
+def _entries(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any, Any, Any]]:
+    """Yield the path, container, key and value of each leaf and object."""
+    is_mapping = isinstance(value, Mapping)
+    if is_mapping:
+        _refuse_doubles(value)
+    for key, each in list(value.items() if is_mapping else enumerate(value)):
+        at = (*path, str(key) if is_mapping else key)
+        if is_leaf(each):
+            yield at, value, key, each
+        else:
+            yield from _entries(each, at)
+
 
 _log = logger_of(__name__)
 _T = TypeVar("_T")
@@ -61,7 +250,6 @@ _BARE = (
     "the model's parameters are at its top level, beside the optimizer, as torchtitan has them: load it as a "
     'mapping, load({**model.state_dict(), "optimizer": ...}), whose values are tensors or have a state_dict'
 )
-_PART = ""
 _SEED = "rng_seed"
 _GRADIENTS = "gradients"
 POSITIONS = "dataloader.positions"
@@ -438,11 +626,7 @@ State: TypeAlias = StateSource | Mapping[str, Any]
 
 
 def as_source(state: State, items: Collection[str] | None = None) -> StateSource:
-    """Return the state as a `StateSource` of only the given items.
-
-    Raises:
-        ConfigError: it is no training state.
-    """
+    """Return the state as a `StateSource` of only the given items."""
     if isinstance(state, TrainState) and items is not None:
         return state.select(items)
     if isinstance(state, StateSource):
@@ -456,11 +640,7 @@ def as_source(state: State, items: Collection[str] | None = None) -> StateSource
 
 
 def checked_override(state: State, override: Any) -> Override:
-    """Return what a user asks to change, if it can be changed in a state.
-
-    Raises:
-        ConfigError: it cannot, or `state` is no training state.
-    """
+    """Return what a user asks to change, if it can be changed in a state."""
     source, change = as_source(state), Override.of(override)
     if change:
         source.check_override(change)

@@ -25,8 +25,7 @@ from ckpt_core.commit._verify import index_failures
 from ckpt_core.dcp import check_metadata, check_stock, entries, load_chunk, load_metadata, load_plain
 from ckpt_core.formats.chunks import ChunkTable, decode_table
 from ckpt_core.names import DAMAGED, METADATA, PINS, WRITER
-from ckpt_core.state._items import decode_items
-from ckpt_core.state._rank_buffers import decode_buffers, encode_buffers
+from ckpt_core.state._items import decode_buffers, decode_items, encode_buffers
 from ckpt_core.storage import LocalStorage, MemoryStorage
 
 NAME: Final = "step-000000001"

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ckpt_core.state._rank_buffers import RankBuffers, decode_buffers, encode_buffers, put_buffers
+from ckpt_core.state._items import RankBuffers, decode_buffers, encode_buffers, put_buffers
 
 KEY, OTHER = ("", "model.norm.running_mean"), ("part", "a.b")
 
