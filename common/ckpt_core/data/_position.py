@@ -111,7 +111,8 @@ class LoaderPosition:
 
     Attributes:
         ahead: as given.
-        left: samples, or batches of the user's, that all ranks share, after a `restore` on other ranks.
+        dealt: batches done, as if of this size, and to come, after a `restore` on other ranks.
+        left: samples, or batches of the user's, that all ranks share, after that.
 
     Raises:
         ConfigError: it has no position that could be saved, or is iterated already, without such a host.
@@ -121,7 +122,7 @@ class LoaderPosition:
         self._loader = loader
         self._stateful = is_stateful(loader)
         self._tracked = isinstance(loader, DataLoader)
-        self._dealt: tuple[int, int] | None = None
+        self.dealt: tuple[int, int] | None = None
         self.left: int | None = None
         self.ahead, self._shared = ahead, shared
         if not ahead:
@@ -132,8 +133,7 @@ class LoaderPosition:
     def _require_visible(self, *, begins: bool) -> None:
         """Refuse a loader that hides its position.
 
-        Args:
-            begins: whether an epoch that is to count may still begin.
+        `begins` tells whether an epoch that is to count may still begin.
         """
         why = hidden_position(self._loader)
         if why is None and self._tracked and not begins and is_iterated_already(self._loader):
@@ -192,13 +192,15 @@ class LoaderPosition:
             kind == "own"
             and not ended
             and not state.get("exhausted")
-            and not _ended_with_workers(self._loader, state)
+            # Of workers that have ended an epoch and live on, torchdata's state loses the next one.
+            and not (state.get("ended") and _has_live_workers(self._loader))
         ):
             state["own"] = dict(self._loader.state_dict() if own is None else own)
         elif self._has_stream and (ended or not self.ahead):
             # Also after a part of it that was an epoch by a limit: the data set itself knows how it goes on.
             state["dataset"] = self._loader.dataset.state_dict()
-            state["exhausted"] |= not state["ended"] and _data_ended(self._loader)
+            epoch = track(self._loader).epoch
+            state["exhausted"] |= not state["ended"] and epoch is not None and epoch.data_ended
         return state
 
     def in_samples(self, state: Mapping[str, Any], *, epoch: int | None = None) -> DataPosition | None:
@@ -244,8 +246,8 @@ class LoaderPosition:
     @property
     def to_come(self) -> int | None:
         """Batches of the next pass, after a `restore`; None if unknown."""
-        if self._dealt is not None:
-            return self._dealt[1]
+        if self.dealt is not None:
+            return self.dealt[1]
         replay, whole = track(self._loader).replay, batches_in(self._loader)
         return None if whole is None else max(0, whole - (0 if replay is None else replay.batches))
 
@@ -358,18 +360,15 @@ class LoaderPosition:
     def restore(self, state: Mapping[str, Any], *, same_ranks: bool = True) -> list[str]:
         """Let the next `iter` go on from a saved position; return notes for the user.
 
-        The position of a rank that did not save is that of rank 0.
-
-        Args:
-            state: what `state` returned, or the loader's own `state_dict`.
-            same_ranks: whether as many ranks saved it.
+        The position of a rank that did not save is that of rank 0. `state` may be the loader's own
+        `state_dict`, too; `same_ranks` tells whether as many ranks saved it.
         """
         if _MARK not in state:
             state = {"kind": "own", "own": state}
         if "begin" not in state or not self._tracked:
             return self._load_own(state)
         tracker = track(self._loader)
-        tracker.replay = tracker.reentry = self._dealt = self.left = None
+        tracker.replay = tracker.reentry = self.dealt = self.left = None
         tracker.restored, tracker.leaves = state, state.get("leaves", False)
         notes = [] if self.ahead else other_seeds(self._loader, state["samplers"])  # some are a host's
         self._let_go()
@@ -427,11 +426,6 @@ class LoaderPosition:
         if self._tracked:
             tracker = track(self._loader)
             tracker.replay = tracker.restored = None
-
-    @property
-    def dealt(self) -> tuple[int, int] | None:
-        """Batches done, as if of this size, and to come, after a `restore` on other ranks."""
-        return self._dealt
 
     def _load_own(self, state: Mapping[str, Any]) -> list[str]:
         if not self._stateful or "own" not in state:
@@ -526,7 +520,7 @@ class LoaderPosition:
         if whole is not None:
             size = shards * (Samplers.of(loader).batch_size or 1)
             self.left = left = max(0, whole - sum(taken))
-            self._dealt = sum(taken) // size, left // size if loader.drop_last else -(-left // size)
+            self.dealt = sum(taken) // size, left // size if loader.drop_last else -(-left // size)
         track(loader).replay = Replay(
             begin=state["begin"],
             samplers=state["samplers"],
@@ -546,7 +540,7 @@ class LoaderPosition:
                 return [self._begin_over(state, "its workers share the stream in another way now")]
             batches, twice = divmod(batches * before[0], size)
             if (length := batches_in(self._loader)) is not None:
-                self._dealt = batches, max(0, length - batches)
+                self.dealt = batches, max(0, length - batches)
             notes = [
                 *notes,
                 f"{twice} samples are seen twice: batches are of {size} now, and were of {before[0]}",
@@ -591,7 +585,7 @@ class LoaderPosition:
             rest=rest,
             before=self._before(state, 0),
         )
-        self._dealt, self.left = (order.seen // (size * shards), len(rest)), len(order.rest)
+        self.dealt, self.left = (order.seen // (size * shards), len(rest)), len(order.rest)
         left, padding = 0, order.padding(shards)
         if dealt:
             left, padding = _left_by_batches(samplers, len(share), size)
@@ -606,7 +600,7 @@ class LoaderPosition:
         ]
 
     def _begin_over(self, state: Mapping[str, Any], why: str) -> str:
-        self._dealt = None if (length := batches_in(self._loader)) is None else (0, length)
+        self.dealt = None if (length := batches_in(self._loader)) is None else (0, length)
         seen = f"{state['batches'] - state.get('ahead', 0)} batches"
         if state["batch_size"] is not None:
             seen += f" of {state['batch_size']}"
@@ -653,20 +647,6 @@ def _of_padding(padding: int) -> str:
     if padding < 0:
         return f", and leave {-padding} out, as their sampler drops what ranks cannot share equally"
     return f", each once, and {padding} more a second time, so that all have as many"
-
-
-def _data_ended(loader: DataLoader[Any]) -> bool:
-    """Return whether the data set has ended, as a short last batch shows."""
-    epoch = track(loader).epoch
-    return epoch is not None and epoch.data_ended
-
-
-def _ended_with_workers(loader: Any, state: Mapping[str, Any]) -> bool:
-    """Return whether there are workers that have ended an epoch and live on.
-
-    Torchdata's state of those loses the next epoch.
-    """
-    return state.get("ended", False) and _has_live_workers(loader)
 
 
 def await_training(positions: Iterable[LoaderPosition], put_back: Callable[[], object]) -> None:
@@ -767,7 +747,9 @@ def in_samples(
         return None  # a state of the loader's own
     begin, trained = state["begin"] or {}, max(0, state["batches"] - state["ahead"])
     if epoch is None:
-        epoch = _epoch_of(begin["start"]["samplers"] if begin else state["samplers"])
+        samplers = begin["start"]["samplers"] if begin else state["samplers"]
+        numbers = (each.get("epoch") for each in samplers.values())  # to which a sampler was set
+        epoch = next((each for each in numbers if isinstance(each, int)), None)
     of = (begin.get("order") or {}).get("samples", of)
     if state["ended"]:
         return DataPosition(epoch=epoch, samples=of if trained else 0, of=of)
@@ -775,9 +757,3 @@ def in_samples(
         return DataPosition(epoch=epoch, of=of)
     seen = _seen_in(state)
     return DataPosition(epoch=epoch, samples=seen if of is None else min(seen, of), of=of)
-
-
-def _epoch_of(samplers: Mapping[str, Mapping[str, Any]]) -> int | None:
-    """Return the epoch that a sampler was set to, if one has a number for it."""
-    found = (each.get("epoch") for each in samplers.values())
-    return next((epoch for epoch in found if isinstance(epoch, int)), None)

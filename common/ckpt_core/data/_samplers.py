@@ -42,24 +42,18 @@ def same_values(one: Any, other: Any) -> bool:
 
 
 def generator_state(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
     if isinstance(generator, np.random.Generator):
         return dict(generator.bit_generator.state)
-    if isinstance(generator, np.random.RandomState):
-        return generator.get_state()
-    return generator.getstate()
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 
 def load_generator_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif isinstance(generator, np.random.Generator):
+    if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(state)
-    else:
+    elif isinstance(generator, random.Random):
         generator.setstate(state)
+    else:
+        generator.set_state(state)
 
 
 _LONGEST = 8
@@ -174,11 +168,7 @@ def samplers_state(loader: DataLoader[Any], *, of_next: bool = False) -> dict[st
     """Return what decides the order of the next epoch, besides global generators.
 
     That is the generators of the loader and of its samplers, and their numbers that are called a seed or an
-    epoch.
-
-    Args:
-        loader: any.
-        of_next: whether that epoch is the one after the epoch that Accelerate has told a stream's shard.
+    epoch. With `of_next` the epoch is the one after that which Accelerate has told a stream's shard.
     """
     state = {part: _own_state(each) for part, each in _parts(loader)}
     data: Any = loader.dataset
@@ -275,16 +265,13 @@ def _own_state(each: Any) -> dict[str, Any]:
 def starting_state(loader: DataLoader[Any]) -> dict[str, Any]:
     """Return everything that decides the order of an epoch that begins now."""
     numbers = global_state()
+    # Those known draw from no other global generator.
     if not isinstance(loader.dataset, IterableDataset) and all(
-        _draws_from_torch(e) for _, e in _parts(loader)
+        isinstance(each, DataLoader) or type(each).__module__.partition(".")[0] in _KNOWN
+        for _, each in _parts(loader)
     ):
         numbers = {"torch": numbers["torch"]}
     return {"global": numbers, "samplers": samplers_state(loader)}
-
-
-def _draws_from_torch(each: Any) -> bool:
-    """Return whether it is of those that draw from no other global generator."""
-    return isinstance(each, DataLoader) or type(each).__module__.partition(".")[0] in _KNOWN
 
 
 def load_starting_state(loader: DataLoader[Any], state: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import Any, Final, NamedTuple, final
@@ -780,12 +780,10 @@ def draw_and_drop(iterator: Iterator[Any], batches: int) -> None:
 
 def _shown(batches: int) -> Iterable[int]:
     if place_in_job()[0] == 0 and sys.stderr.isatty():
-        try:
+        with suppress(ImportError):
             tqdm: Any = importlib.import_module("tqdm")
-        except ImportError:
-            return _logged(batches)
-        bar: Iterable[int] = tqdm.tqdm(range(batches), desc="skipping what was seen", unit="batch")
-        return bar
+            bar: Iterable[int] = tqdm.tqdm(range(batches), desc="skipping what was seen", unit="batch")
+            return bar
     return _logged(batches)
 
 
