@@ -6,7 +6,7 @@ so that every decision can be replayed in a test. Policies combine with `|`, `&`
 
 from __future__ import annotations
 
-from ckpt_core.cadence._adaptive import Continuous, MaxOverhead, Optimal
+from ckpt_core.cadence._adaptive import Continuous, MaxOverhead, Optimal, expected_overhead, optimal_interval
 from ckpt_core.cadence._fixed import (
     AtSteps,
     EveryEpochs,
@@ -19,7 +19,6 @@ from ckpt_core.cadence._fixed import (
     needed_counts,
     preemptions,
 )
-from ckpt_core.cadence._optimum import expected_overhead, optimal_interval
 from ckpt_core.policies import (
     PREEMPTION,
     AllOf,

@@ -4,9 +4,8 @@ A file of JSON lines for each run: its start and end, its saves, loads, uploads 
 people, reports and the choice of an interval; no save or load depends on them.
 """
 
-from ckpt_core.journal._history import PRIOR, Prior, failure_rate
 from ckpt_core.journal._journal import Journal
-from ckpt_core.journal._records import MOST_STEPS, Record
+from ckpt_core.journal._records import MOST_STEPS, PRIOR, Prior, Record, failure_rate
 from ckpt_core.journal._run_files import add_event, read_events, read_history, unread
 
 __all__ = [

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeAlias, final
 
 from ckpt_core.crew import run_all
-from ckpt_core.journal._history import without_end
-from ckpt_core.journal._records import Record, decode, encode, record
+from ckpt_core.journal._records import Record, decode, encode, record, without_end
 from ckpt_core.names import OWN, is_run_file, run_file
 from ckpt_core.storage import ForeignFileError, Storage
 
@@ -103,14 +102,10 @@ def _content(storage: Storage, key: str, most: int) -> bytes:
 class RunFile:
     """The file of one run: appended to, or replaced where that is impossible.
 
-    Each replacement costs a request and all bytes, so that the caller collects lines.
+    Each replacement costs a request and all bytes, so that the caller collects lines. `content` is what was
+    written so far.
 
     Concurrency: one thread.
-
-    Attributes:
-        key: of the file.
-        appends: whether a write costs its own bytes only.
-        content: what was written so far.
     """
 
     def __init__(self, storage: Storage, run: str, begun: float) -> None:

@@ -92,18 +92,13 @@ class MeasuredSave:
 class CostMeter:
     """The costs of this run's saves, measured on this rank.
 
-    The training's own calls are the clock: from one decision (`step`) to the next is a lap, less the time in
-    `save`. Laps that begin while a save is being written, pruned after, or uploaded are compared with laps
-    before and after them, see `_slowdown`. Where a training never decides, the steps of its first optimizer
-    take the place of decisions, from the first save on.
+    The training's own calls are the clock: from one decision (`step`) to the next is a lap, less the time
+    in `save`. Laps that begin while a save is being written, pruned after, or uploaded are compared with
+    laps before and after them, see `_slowdown`. Where a training never decides, the steps of its first
+    optimizer take the place of decisions, from the first save on. The coordinator reports each save to
+    telemetry, once, as `save.cost`.
 
     Concurrency: the main thread; the futures of saves bring their times on any thread.
-
-    Args:
-        telemetry: receives `save.cost` once for each save, from the coordinator.
-        coordinator: the ranks.
-        work: what the saves do beside the training.
-        clock: seconds.
 
     Attributes:
         costs: so far; None until one save is committed and its slowdown known.

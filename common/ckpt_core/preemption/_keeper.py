@@ -120,8 +120,7 @@ class CadenceKeeper:
     def check_preemption(self, **counts: Unpack[Counts]) -> str | None:
         """Return "preemption" if a save or stop is due. Collective if the policy has any.
 
-        Args:
-            **counts: if given, where counting begins.
+        Counts, if given, are where counting begins.
         """
         if found := self._checked(counts):
             self._counts = self._since_counts = {**self._counts, **found}

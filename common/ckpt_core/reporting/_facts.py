@@ -62,9 +62,7 @@ class Report:
 def report_of(storage: Storage, now: float) -> Report:
     """Report on a root, as far as its journal and its manifests know it.
 
-    Args:
-        storage: the root.
-        now: Unix time, which the report bears.
+    The report bears the Unix time `now`.
 
     Raises:
         OSError: storage failed.

@@ -80,8 +80,7 @@ def parts_of(balance: Mapping[str, Any]) -> list[tuple[str, float]]:
 def why_kept(events: Iterable[Mapping[str, Any]]) -> dict[int, list[str]]:
     """Return the reasons for which each step stayed in the root at its last prune.
 
-    Args:
-        events: records of the journal, the oldest first.
+    `events` are records of the journal, the oldest first.
     """
     found: dict[int, list[str]] = defaultdict(list)
     pruned = [each for each in events if each.get("kind") == "retention" and _tier(each) == "root"]

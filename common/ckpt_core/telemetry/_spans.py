@@ -130,9 +130,7 @@ class NumbersSink:
     """Sink that passes on what each save has cost.
 
     The point is emitted on the thread that trains, when steps after the save are measured, or at the end.
-
-    Args:
-        log: called on that thread with the numbers and the step of the save; a failure is a warning, once.
+    `log` is called on that thread with the numbers and the step of the save; a failure is a warning, once.
     """
 
     def __init__(self, log: Log) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt_core.journal._history import experience_of, loss, seconds_at, trail_of, unclean, without_end
-from ckpt_core.journal._records import record
-from ckpt_core.journal._run_log import RunLog, Training
+from ckpt_core.journal._journal import RunLog, Training
+from ckpt_core.journal._records import experience_of, loss, record, seconds_at, trail_of, unclean, without_end
 from tests.kit.clock import FakeClock
 
 

@@ -19,7 +19,7 @@ from ckpt_core.cadence import expected_overhead, optimal_interval
 from ckpt_core.cli import main
 from ckpt_core.commit import Catalog
 from ckpt_core.journal import read_events, read_history
-from ckpt_core.journal._run_log import RunLog, Training
+from ckpt_core.journal._journal import RunLog, Training
 from ckpt_core.names import OWN, run_file
 from ckpt_core.reporting import goodput, page, report_of, sections
 from ckpt_core.reporting._facts import seconds_text, share_text
