@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import final
 
 from ckpt_core.collective import collective_phase
-from ckpt_core.commit import Catalog, Manifest, abandon, plain_storage, require_trusted, share, verify
+from ckpt_core.commit import Catalog, abandon, plain_storage, require_trusted, share, verify
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
     CheckpointError,
@@ -47,11 +47,7 @@ class Fetcher:
     """
 
     def __init__(
-        self,
-        job: Job,
-        tiers: Sequence[Tier],
-        options: CheckpointOptions,
-        ownership: Ownership,
+        self, job: Job, tiers: Sequence[Tier], options: CheckpointOptions, ownership: Ownership
     ) -> None:
         self._job = job
         self._tiers = tiers
@@ -111,14 +107,15 @@ class Fetcher:
         """Return whether no damage is known, or found without reading large files."""
         storage = self._job.storage
         try:
-            manifest = Catalog(storage).manifest(info.name)
-        except CheckpointError:
+            files = Catalog(storage).manifest(info.name).files
+            if info.damaged is not None or any(
+                storage.size(f"{info.name}/{entry.path}") != entry.size_bytes for entry in files
+            ):
+                return False
+        except (CheckpointError, FileNotFoundError):
             return False
-        small = [entry.path for entry in manifest.files if data_rank(entry.path) is None]
-        return (
-            info.damaged is None
-            and not lost(verify(storage, info.name, paths=small))
-            and not _truncated(self._tiers[0], info.name, manifest)
+        return not lost(
+            verify(storage, info.name, paths=[e.path for e in files if data_rank(e.path) is None])
         )
 
     def _copy(self, choice: _Choice) -> CheckpointInfo:
@@ -163,13 +160,3 @@ def _free_name(union: United, info: CheckpointInfo) -> str:
     copies = (copy for held in union.everything for copy in held.copies)
     taken = any(not copy.tier and copy.info.name == info.name for copy in copies)
     return run_name(info.name, info.lineage.id or info.save_id[:8]) if taken else info.name
-
-
-def _truncated(tier: Tier, name: str, manifest: Manifest) -> bool:
-    for entry in manifest.files:
-        try:
-            if tier.storage.size(f"{name}/{entry.path}") != entry.size_bytes:
-                return True
-        except FileNotFoundError:
-            return True
-    return False

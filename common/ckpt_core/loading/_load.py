@@ -36,6 +36,7 @@ from ckpt_core.errors import (
     FileFailure,
     IncompatibleCheckpointError,
     OverwrittenError,
+    first_of,
     lost,
 )
 from ckpt_core.loading._checkpoint import OpenCheckpoint, open_checkpoint
@@ -130,8 +131,9 @@ class Overwritten:
         by = "a failed load" if self.error is None else self.error.name
         if lacking := _names(entry for entry in self._left if entry not in replaced):
             raise IncompatibleCheckpointError(
-                f"{place} lacks {len(lacking)} value(s) that {by} has overwritten: {_shown(lacking)}. It "
-                "was not loaded, for the live state would be a mixture of both",
+                f"{place} lacks {len(lacking)} value(s) that {by} has overwritten: "
+                f"{first_of(lacking, _SHOWN)}. It was not loaded, for the live state would be a mixture of "
+                "both",
                 missing=tuple(lacking),
             )
 
@@ -151,18 +153,14 @@ class Overwritten:
         if self.error is not None:
             raise self.error.retold(
                 f"the state is not saved, because it would be a mixture: {self.error.name} was loaded in "
-                f"part, and nothing has replaced {_shown(_names(self._left)) or 'some values'} since. "
-                "Resume, or load a whole checkpoint; if you have built a new training state, make a new "
-                "CheckpointManager for it"
+                f"part, and nothing has replaced {first_of(_names(self._left), _SHOWN) or 'some values'} "
+                "since. Resume, or load a whole checkpoint; if you have built a new training state, make a "
+                "new CheckpointManager for it"
             )
 
 
 def _names(entries: Iterable[Entry]) -> list[str]:
     return [".".join(map(str, path)) for _, path in entries]
-
-
-def _shown(names: list[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
 
 
 def _tensors(parts: Mapping[str, PartLoad]) -> list[Entry]:
@@ -387,8 +385,7 @@ class Load:
     def _begin(self, opened: OpenCheckpoint, parts: Mapping[str, PartLoad]) -> RollBack:
         """Restore small values, which may refuse their state; roll back if any rank fails.
 
-        Returns:
-            A function that rolls back later.
+        Return what rolls back later.
         """
         roll_back: RollBack | None = None
         try:

@@ -173,8 +173,7 @@ class Loader:
     ) -> tuple[SavedState, CheckpointInfo | None]:
         """Load a checkpoint by step or name, also a directory that stock DCP wrote.
 
-        Returns:
-            Its content, and the checkpoint; None if stock DCP wrote it.
+        Return its content, and the checkpoint; None if stock DCP wrote it.
         """
         with _telling(self.overwritten):
             found = self._find(step, name)

@@ -97,7 +97,8 @@ class Selection:
         new_paths: dict[str, Path] = {}
         names: dict[str, str] = {}
         for key in metadata.state_dict_metadata:
-            path = self._renamed(paths.get(key, (key,)), used)
+            top, *inner = paths.get(key, (key,))
+            path = top, *(self._renamed_part(each, used, is_all=len(inner) == 1) for each in inner)
             if not matches_any(path, self.include, used):
                 continue
             name = ".".join(map(str, path))
@@ -106,7 +107,12 @@ class Selection:
                     f"{place}: two entries of the checkpoint would be called {name}; see rename="
                 )
             names[key], new_paths[name] = name, path
-        self._check_whole_optimizers(set(map(_item, paths.values())), paths, names, place)
+        of_optimizer = [key in names for key, path in paths.items() if path[0] == "optimizer"]
+        if self.include and any(of_optimizer) and not all(of_optimizer):
+            raise ConfigError(
+                f"{place}: include= leaves out a part of the optimizer's state, which is loaded "
+                "whole or not at all; add 'optimizer.*', or begin patterns with the items you want"
+            )
         narrowed = replace(
             metadata,
             state_dict_metadata={
@@ -121,10 +127,6 @@ class Selection:
         )
         return narrowed, {name: key for key, name in names.items()}
 
-    def _renamed(self, path: Path, used: set[str]) -> Path:
-        top, *inner = path
-        return (top, *(self._renamed_part(each, used, is_all=len(inner) == 1) for each in inner))
-
     def _renamed_part(self, name: str | int, used: set[str], *, is_all: bool = False) -> str | int:
         """Rename a part of a path; by "" only what is all that is below an item."""
         if not isinstance(name, str):
@@ -136,29 +138,11 @@ class Selection:
         used.add(old)
         return ".".join(filter(None, (self.rename[old], name[len(old) :].removeprefix("."))))
 
-    def _check_whole_optimizers(
-        self, items: Collection[str], paths: Mapping[str, Path], names: Mapping[str, str], place: str
-    ) -> None:
-        if not self.include:
-            return
-        for item in sorted(items):
-            keys = [key for key, path in paths.items() if _item(path) == item]
-            taken = sum(key in names for key in keys)
-            if item == "optimizer" and 0 < taken < len(keys):
-                raise ConfigError(
-                    f"{place}: include= leaves out a part of the optimizer's state, which is loaded "
-                    "whole or not at all; add 'optimizer.*', or begin patterns with the items you want"
-                )
-
     def renamed(self, names: Any) -> Any:
         """Rename the parameters listed in a saved parameter group."""
         if not self.rename or not isinstance(names, list):
             return names
         return [self._renamed_part(each, set()) for each in names]
-
-
-def _item(path: Path) -> str:
-    return str(path[0])
 
 
 def narrowed(state: State, selection: Selection) -> tuple[StateSource, Selection]:

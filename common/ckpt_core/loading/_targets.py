@@ -28,7 +28,7 @@ from ckpt_core.dcp import (
     kept_name,
     load_value,
 )
-from ckpt_core.errors import IncompatibleCheckpointError
+from ckpt_core.errors import IncompatibleCheckpointError, first_of
 from ckpt_core.loading._checkpoint import CheckpointPart
 from ckpt_core.loading._selection import Selection
 from ckpt_core.types import SavedEntries, SavedState, StateDict
@@ -111,7 +111,9 @@ class Misfits:
         }
         if not any(kinds.values()):
             return
-        listed = "; ".join(f"{len(keys)} {verb}: {_shorten(keys)}" for verb, keys in kinds.items() if keys)
+        listed = "; ".join(
+            f"{len(keys)} {verb}: {first_of(keys, _SHOWN)}" for verb, keys in kinds.items() if keys
+        )
         raise IncompatibleCheckpointError(
             f"{place} does not fit the training state, and nothing was loaded. {listed}. "
             "It is probably another model's: check the configuration; or load only what fits, by "
@@ -164,18 +166,12 @@ def _item(path: tuple[str | int, ...]) -> str:
     return ".".join(map(str, path[:2])) if path[0] == "items" else str(path[0])
 
 
-def _shorten(keys: Sequence[str]) -> str:
-    more = f", … and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
-    return ", ".join(keys[:_SHOWN]) + more
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class _Rebuilt:
     """Chunks that torch rebuilds: of a wrapped tensor, or one not contiguous.
 
-    Attributes:
-        live: this rank's part of the tensor, or of one chunk of it.
+    `live` is this rank's part of the tensor, or of one chunk of it.
     """
 
     name: str
@@ -364,9 +360,8 @@ def refuse_unlike(unlike: Mapping[str, Unlike], place: str) -> None:
         (False, "here", "in the checkpoint"),
     ):
         if names := [name for name, kind in found.items() if kind == wrapped]:
-            more = f" and {len(names) - _SHOWN_UNLIKE} more" if len(names) > _SHOWN_UNLIKE else ""
             listed.append(
-                f"{', '.join(names[:_SHOWN_UNLIKE])}{more}: made of other tensors (quantised, for example) "
+                f"{first_of(names, _SHOWN_UNLIKE)}: made of other tensors (quantised, for example) "
                 f"{place_of}, and at least in part plain {other}"
             )
     raise IncompatibleCheckpointError(
