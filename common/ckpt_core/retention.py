@@ -427,7 +427,9 @@ def plan_prune(
     superseded = {info.name for info in whole if info.name in dtypes and info.save_id in there}
     reasons = wanted
     if policy.most_bytes is not None:
-        must = dict.fromkeys(step for step, _ in _guaranteed(present, last))
+        must = dict[int, tuple[str, ...]]()
+        for step, reason in _guaranteed(present, last):
+            must[step] = (*must.get(step, ()), reason)
         by_rule = [step for rule in joined(rules, AnyOf) for step in rule.preferred(present, now)]
         sizes = Counter[int]()
         for info in present:
@@ -436,7 +438,8 @@ def plan_prune(
         order = [step for step in [*by_rule, *sorted(wanted, reverse=True)] if step in wanted]
         left = policy.most_bytes - sum(info.size_bytes for info in ordered if info.marked)
         fits, others = _with_room(order, must, sizes, others, left=left)
-        reasons = {step: why for step, why in wanted.items() if step in fits}
+        # What has no room stays because it must, and by no rule.
+        reasons = {step: why if fits[step] else must[step] for step, why in wanted.items() if step in fits}
     stays = {info.name for info in others}
     surplus = {*superseded, *policy.surplus([info for info in whole if info.pinned is None])}
     drop = [
@@ -470,20 +473,22 @@ def _with_room(
     others: Sequence[CheckpointInfo],
     *,
     left: int,
-) -> tuple[set[int], list[CheckpointInfo]]:
-    """Return the steps and abandoned checkpoints for which so many bytes are enough.
+) -> tuple[dict[int, bool], list[CheckpointInfo]]:
+    """Return the steps, and abandoned checkpoints, for which so many bytes are enough.
+
+    A step that must stay is among them in any case; the value is whether there is room for it.
 
     The first step without room is the last that is tried: when a prune is cut short and repeated, nothing
     takes the place of what the whole one kept.
     """
     stay = [info for info in others if info.pinned is not None]
     left -= sum(info.size_bytes for info in stay)
-    fits = set[int]()
+    fits = dict[int, bool]()
     for step in dict.fromkeys([*must, *order]):
         left -= sizes[step]
         if left < 0 and step not in must:
             break
-        fits.add(step)
+        fits[step] = left >= 0
     for info in others:
         if info.pinned is None:
             left -= info.size_bytes

@@ -448,9 +448,10 @@ def test_a_budget_alone_keeps_the_newest_and_counts_what_is_pinned_and_marked():
     history = [info(step, size=10) for step in range(1, 6)]
     assert set(plan_prune(KeepWithin(30), history, NOW).keep) == {5, 4, 3}
     assert plan_prune(KeepWithin(30), history, NOW).keep[4] == ("KeepWithin(size=30)",)
-    assert set(plan_prune(KeepWithin(5), history, NOW).keep) == {5}, "the newest always stays"
+    assert plan_prune(KeepWithin(5), history, NOW).keep == {5: ("newest",)}, "it always stays, by no rule"
     history[0], history[3] = info(1, size=10, pinned="paper"), marked(history[3])
     assert set(plan_prune(KeepWithin(30), history, NOW).keep) == {5, 1}
+    assert plan_prune(KeepWithin(10), history, NOW).keep == {5: ("newest",), 1: ("pinned: paper",)}
     assert set(plan_prune(KeepWithin(40) & KeepWithin("1 TB"), history, NOW).keep) == {5, 3, 1}
 
 
