@@ -118,8 +118,10 @@ class Demoter:
         if self._running is not None:
             self._running[2].join(_LOOK_SECONDS)
 
-    def take(self, check: Callable[[], None]) -> CheckpointError | OSError | None:
-        """Commit the draft if it is finished.
+    def take(
+        self, check: Callable[[], None], note: Callable[[CheckpointInfo], None] = lambda _: None
+    ) -> CheckpointError | OSError | None:
+        """Commit the draft if it is finished, and `note` what was committed.
 
         Returns:
             Why it could not be; it is logged, and harms nothing.
@@ -140,7 +142,7 @@ class Demoter:
             note_measured(storage, draft.save_id, read_notes(storage).measured(info.save_id))
             if self._sign is not None:
                 write_signature(storage, draft.working, manifest, partial(self._sign, draft.name))
-            commit_copy(storage, draft.working, draft.name, manifest, check=check)
+            note(commit_copy(storage, draft.working, draft.name, manifest, check=check))
         except (CheckpointError, OSError) as failure:
             self._tries[info.save_id] += 1
             if not (isinstance(failure, SaveError) and failure.in_doubt):

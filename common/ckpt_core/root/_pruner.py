@@ -96,7 +96,7 @@ class Pruner:
         self._ownership.check()
         while True:
             if self._demoter is not None:
-                self._demoter.take(self._ownership.check)
+                self._demoter.take(self._ownership.check, self._ownership.inventory.note_written)
             plan = self._remove_dropped(newest, go_on)
             demoter, self.behind = self._demoter, False
             if demoter is None or not demoter.begin(plan.demote):

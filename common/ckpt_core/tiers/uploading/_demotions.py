@@ -9,7 +9,7 @@ from typing import Final
 from ckpt_core.errors import CheckpointError
 from ckpt_core.options import SignManifest
 from ckpt_core.root import Demoter
-from ckpt_core.storage import LocalStorage, ObjectStorage, Storage
+from ckpt_core.storage import LocalStorage, Storage, is_in_bucket
 from ckpt_core.tiers import DemotionTerms, EndedError, WorkProcess
 from ckpt_core.types import CheckpointInfo
 from ckpt_core.validation import imported
@@ -25,7 +25,8 @@ def demoter_of(storage: Storage, options: Mapping[str, object], sign: SignManife
     size: Callable[[Storage, CheckpointInfo, str | None], int] = imported("keep", _SIZER)
     local = isinstance(own, LocalStorage)
     terms = DemotionTerms(source=own.url, options={} if local else options, writer=_WRITER)
-    reached = (local or isinstance(own, ObjectStorage)) and WorkProcess.can_do(terms)
+    # Another URL may name something of this process, such as `memory://`.
+    reached = (local or is_in_bucket(own.url)) and WorkProcess.can_do(terms)
     process = WorkProcess("ckpt_core.tiers._export_service:demoting", terms) if reached else None
 
     def draft(info: CheckpointInfo, dtype: str | None, stop: Callable[[], None]) -> None:
