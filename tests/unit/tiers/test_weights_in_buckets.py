@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ckpt_core import CheckpointManager, KeepEvery, KeepLatest, KeepWeights, TrainState
+from ckpt_core.cli import main
 from ckpt_core.commit import Catalog
 from ckpt_core.storage import object_storage
 from ckpt_core.testing import Fault, FaultyStorage
@@ -31,13 +32,15 @@ def save(manager, state, step):
     manager.wait()
 
 
-def test_weights_are_made_here_where_no_other_process_sees_the_root(bucket):
+def test_weights_are_made_here_where_no_other_process_sees_the_root(bucket, capsys):
     state = TrainState(model=torch.nn.Linear(4, 4))
     with CheckpointManager(bucket, keep=KEEP) as manager:
         save(manager, state, 1)
         save(manager, state, 2)
         manager.prune()
         assert there(manager.storage) == [(1, True), (2, False)]
+    assert main(["show", f"{bucket}@1"]) == 0
+    assert "weights of:  step-000000001; no resume takes them" in capsys.readouterr().out
 
 
 def test_weights_that_a_prune_saw_half_written_count_once_they_are_committed(bucket):

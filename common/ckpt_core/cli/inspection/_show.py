@@ -208,6 +208,7 @@ def _facts(
     facts = {
         "checkpoint": place,
         "step": str(manifest.step),
+        "weights of": f"{whole.name}; no resume takes them" if (whole := manifest.weights_of) else "",
         "committed": f"{time_text(manifest.created)} UTC",
         "size": f"{bytes_text(manifest.size_bytes)} in {len(manifest.files)} files",
         "replicas": f"{manifest.replicas}, the second files take {bytes_text(twins)}" if twins else "",
