@@ -43,6 +43,7 @@ PARTS: Final = {
     "bucket-faults": "tests.reliability.uploads.bucket_faults",
     "copies": "tests.reliability.copies.on_disk",
     "s3-copies": "tests.reliability.copies.in_bucket",
+    "demotions": "tests.reliability.copies.demotions",
     "faults": "tests.reliability.ranks.storage_faults",
     "ranks": "tests.reliability.ranks.rank_failures",
     "training": "tests.reliability.training.campaigns",

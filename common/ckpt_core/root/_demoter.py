@@ -24,7 +24,6 @@ from ckpt_core.commit import (
     working_name,
     write_signature,
 )
-from ckpt_core.crew import give_way
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, SaveError, failure_text
 from ckpt_core.names import MARKER, WEIGHTS_SUFFIX, run_name
@@ -165,7 +164,6 @@ class Demoter:
             self._running[2].join(_END_SECONDS)
 
     def _run(self, info: CheckpointInfo, dtype: str | None, draft: WeightsDraft) -> None:
-        give_way()
         try:
             abandon(self._storage, draft.working)  # of an attempt that was killed
             self._write(info, dtype, self._raise_if_left)

@@ -18,7 +18,9 @@ KILLS = 3
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
     """Of every sweep a few, in one command: they share its imports."""
-    return sample(tmp_path_factory.mktemp("samples"), "local,power,first,ambush,copies", count=KILLS)
+    return sample(
+        tmp_path_factory.mktemp("samples"), "local,power,first,ambush,copies,demotions", count=KILLS
+    )
 
 
 def of(outcomes, *sweeps):
@@ -48,4 +50,9 @@ def test_kills_at_random_moments_of_a_tight_save_loop_lose_no_acknowledged_check
 
 def test_a_copy_killed_at_any_system_call_counts_for_nothing_or_is_whole_and_is_completed(outcomes):
     killed = of(outcomes, "ckpt cp to a local disk")
+    assert sum(each.kills for each in killed) == len(killed) == KILLS
+
+
+def test_a_demotion_killed_at_any_system_call_leaves_the_whole_or_its_weights_and_is_completed(outcomes):
+    killed = of(outcomes, "a demotion on a local disk")
     assert sum(each.kills for each in killed) == len(killed) == KILLS

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from ckpt_core.cli._arguments import claimed, find_step, none_committed, open_root, options_for
+from ckpt_core.cli._arguments import claimed, find_step, none_committed, open_root
 from ckpt_core.cli._outcome import Outcome, Table
 from ckpt_core.cli._progress_line import ProgressLine
 from ckpt_core.commit import Catalog, Inventory, Lease, collect_orphans, look_around, read_notes, remove
@@ -75,8 +75,7 @@ def run(arguments: Namespace) -> Outcome:
     if Catalog(storage).latest() is None and look_around(storage).runs:
         raise none_committed(storage)  # of a folder of roots, before anything is written there
 
-    options = options_for(arguments.root, arguments)
-    demoter = _demoter(storage, options) if keeps_weights(policy) else None
+    demoter = _demoter(storage) if keeps_weights(policy) else None
     light = _as_it_is if demoter is None else demoter.weights_bytes
 
     def choose(history: Sequence[CheckpointInfo]) -> PrunePlan:
@@ -114,8 +113,7 @@ def demote(arguments: Namespace) -> Outcome:
     catalog, dtype = Catalog(storage), arguments.dtype
     info = catalog.find(step=None if name else step, name=name)
     _refuse_demotion(storage, info)
-    options = options_for(arguments.checkpoint, arguments)
-    demoter = _demoter(storage, options)
+    demoter = _demoter(storage)
     light = demoter.weights_bytes(info, dtype)
     if not arguments.dry_run:
         with claimed(storage, "ckpt demote", take_over=arguments.take_over) as lease:
@@ -145,10 +143,10 @@ def demote(arguments: Namespace) -> Outcome:
     )  # fmt: skip
 
 
-def _demoter(storage: Storage, options: Mapping[str, Any]) -> Demoter:
+def _demoter(storage: Storage) -> Demoter:
     from ckpt_core.tiers.uploading import demoter_of  # it needs torch, which takes a second
 
-    return demoter_of(storage, options)
+    return demoter_of(storage, {}, beside=False)
 
 
 def _refuse_demotion(storage: Storage, info: CheckpointInfo) -> None:

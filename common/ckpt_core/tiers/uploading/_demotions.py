@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Final
 
+from ckpt_core.crew import give_way
 from ckpt_core.errors import CheckpointError
 from ckpt_core.options import SignManifest
 from ckpt_core.root import Demoter
@@ -18,18 +19,33 @@ _WRITER: Final = "ckpt_core.convert:write_weights"
 _SIZER: Final = "ckpt_core.convert:weights_bytes"
 
 
-def demoter_of(storage: Storage, options: Mapping[str, object], sign: SignManifest | None = None) -> Demoter:
-    """Return what makes weights in a root; `options` are of its storage."""
+def demoter_of(
+    storage: Storage,
+    options: Mapping[str, object],
+    sign: SignManifest | None = None,
+    *,
+    beside: bool = True,
+) -> Demoter:
+    """Return what makes weights in a root.
+
+    Args:
+        storage: the root.
+        options: of its storage.
+        sign: as `CheckpointOptions.sign_manifest`.
+        beside: whether there is a training, to which it gives way.
+    """
     own = storage.own
     write: Callable[[Storage, CheckpointInfo, str | None], None] = imported("keep", _WRITER)
     size: Callable[[Storage, CheckpointInfo, str | None], int] = imported("keep", _SIZER)
     local = isinstance(own, LocalStorage)
     terms = DemotionTerms(source=own.url, options={} if local else options, writer=_WRITER)
     # Another URL may name something of this process, such as `memory://`.
-    reached = (local or is_in_bucket(own.url)) and WorkProcess.can_do(terms)
+    reached = beside and (local or is_in_bucket(own.url)) and WorkProcess.can_do(terms)
     process = WorkProcess("ckpt_core.tiers._export_service:demoting", terms) if reached else None
 
     def draft(info: CheckpointInfo, dtype: str | None, stop: Callable[[], None]) -> None:
+        if beside:
+            give_way()
         if process is None:
             write(storage, info, dtype)
             return
