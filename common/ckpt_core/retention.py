@@ -53,7 +53,7 @@ class KeepLatest(RetentionPolicy):
 
 
 class _Milestones(RetentionPolicy):
-    """Keeps the first checkpoint of each interval of training, from its first multiple.
+    """Keeps the first checkpoint of each interval, from the first multiple.
 
     Exact multiples are not required: saves by time or signals would miss them all.
     """
@@ -120,7 +120,7 @@ class KeepEveryFraction(_Milestones):
 @final
 @dataclass(frozen=True, slots=True)
 class KeepEveryEpochs(_Milestones):
-    """Keeps the first checkpoint of each interval of `n` epochs, from the end of the nth.
+    """Keeps the first checkpoint of each `n` epochs, from the end of the nth.
 
     One that does not know its epoch is not kept; as long as none does, all stay.
     """
@@ -263,7 +263,7 @@ class KeepWithin(RetentionPolicy):
 @final
 @dataclass(frozen=True, slots=True)
 class KeepWeights(RetentionPolicy):
-    """Keeps of what another policy keeps the weights alone: the models and their averages.
+    """Keeps of what another policy keeps the models and their averages alone.
 
     A checkpoint that no other rule keeps is demoted: its weights are committed beside it as a checkpoint that
     names it, then it is removed. No resume takes weights; `init_from`, `load(source=)` and `ckpt export` do.

@@ -198,7 +198,7 @@ def write_weights(storage: Storage, info: CheckpointInfo, dtype: str | None = No
 
 
 def weights_bytes(storage: Storage, info: CheckpointInfo, dtype: str | None = None) -> int:
-    """Return about how many bytes the weights of a checkpoint will have; errors likewise."""
+    """Return how many bytes the weights of a checkpoint will have; errors likewise."""
     _, files, state = _weights_of(storage, info, dtype)
     size = sum(entry.size_bytes for entry in files.entries if data_rank(entry.path) is None)
     for directory, part in state.parts.items():

@@ -283,7 +283,7 @@ def open_checkpoint(  # noqa: PLR0913 - what a request says, but without its cla
 
 
 def _has_ranks(manifest: Manifest) -> bool:
-    """Return whether it has what ranks had of their own: no import, and no mere weights."""
+    """Return whether it has what ranks had of their own: no import, no weights."""
     return IMPORTED not in manifest.producer and manifest.weights_of is None
 
 

@@ -244,7 +244,7 @@ class CheckpointOptions:
 
     @property
     def counts(self) -> frozenset[str]:
-        """The names of the counts that its policies need: `epochs`, `tokens`, `total_steps`."""
+        """The counts that its policies need: `epochs`, `tokens`, `total_steps`."""
         keeps = [self.keep, *(each.keep for each in self.uploads)]
         return frozenset[str]().union(*(each.counts for each in [self.save, *keeps] if each is not None))
 

@@ -96,6 +96,13 @@ class Demoter:
     def begin(self, wanted: Sequence[tuple[CheckpointInfo, str | None]]) -> bool:
         """Begin a draft of the first that has not failed; return whether one is under way."""
         todo = [each for each in wanted if self._tries[each[0].save_id] < _MOST_TRIES]
+        if todo and self._storage.num_disks > 1:
+            self._tries.update({info.save_id: _MOST_TRIES for info, _ in wanted})
+            _logger.warning(
+                "%s is on disks of several nodes, where nothing is demoted: give the rule to an Upload",
+                self._storage.url,
+            )
+            return False
         if self._running is None and todo and not self._left.is_set():
             info, dtype = todo[0]
             draft = WeightsDraft.of(self._storage, info, dtype)

@@ -1,4 +1,4 @@
-"""What processes of exports do: they write checkpoints in a format of others, or weights.
+"""What processes of exports do: write checkpoints as others do, or weights.
 
 The directory of an export belongs to one checkpoint. `exports.json` in the place lists what was begun, and is
 written again when that is whole: what is listed as unfinished counts for nothing, and is removed by the next
@@ -100,7 +100,7 @@ def _as_ours() -> Generator[None]:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemotionTerms:
-    """The root whose checkpoints become weights, its options, and the function that writes."""
+    """The root of what becomes weights, its options, and the function that writes."""
 
     source: str
     options: Mapping[str, object]

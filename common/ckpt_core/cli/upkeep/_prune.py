@@ -299,7 +299,7 @@ def _outcome(
     *,
     light: Callable[[CheckpointInfo, str | None], int] | None = None,
 ) -> Outcome:
-    """Tell what was done; with `light`, which gives the sizes of weights, what would be."""
+    """Tell what was done; with `light`, the sizes of weights, what would be."""
     dry_run, gone = light is not None, {info.name for info in plan.drop}
     sizes = Counter[int]()
     for info in Inventory(storage).history():

@@ -1,4 +1,4 @@
-"""What makes weights of checkpoints: a process of its own, where it can open the root."""
+"""What makes weights of checkpoints: a process, where it can open the root."""
 
 from __future__ import annotations
 
