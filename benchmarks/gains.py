@@ -121,9 +121,15 @@ class Trained:
         loss: of the last step, in nats.
     """
 
-    def __init__(self, follows: Callable[[], nn.Module] = _feed_forward, *, eight_bit: bool = False) -> None:
+    def __init__(
+        self,
+        follows: Callable[[], nn.Module] = _feed_forward,
+        *,
+        eight_bit: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         torch.manual_seed(0)
-        self._model, self._text = Gpt(follows), corpus()
+        self._model, self._text = Gpt(follows).to(dtype), corpus()
         make: Any = torch.optim.AdamW
         if eight_bit:
             sys.path.append(str(_LOW_BIT))

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from ckpt_core._torch_internals import StorageInfo
 
 Choice: TypeAlias = Callable[[ChunkEntry, Sequence[memoryview]], int]
-"""Returns the codec of an entry of a data file (`formats.frames.CODECS`), given up to three of its blocks.
+"""Returns the codec of an entry of a data file (`formats.frames.CODECS`), given parts of up to three blocks.
 
 It is called on several threads. For the same entry it should return the same: else an interrupted copy begins
 again."""
@@ -65,6 +65,10 @@ Rows: TypeAlias = Mapping[str, Sequence[Any]]
 """Of compressed files, as plain values: path -> size, checksum, and the columns of the frames."""
 
 _SMALL_BYTES: Final = 64 << 10  # what smaller entries save is less than their frames cost
+_SAMPLE_BYTES: Final = 128 << 10
+_SAMPLED: Final = 3
+_FEW: Final = 32
+_MANY_BYTES: Final = 256 << 20
 _SHRINKS: Final = 0.97
 _BATCH: Final = 16
 _THREADS: Final = 4
@@ -335,13 +339,15 @@ def _blocks(codec: int, start: int, stop: int) -> Iterable[tuple[int, int]]:
     return ((codec, min(BLOCK_BYTES, stop - at)) for at in range(start, stop, BLOCK_BYTES))
 
 
-def _samples(ranges: RangeReader, start: int, stop: int) -> Sequence[memoryview]:
-    """Read the first, the middle and the last block."""
+def _samples(
+    ranges: RangeReader, start: int, stop: int, most_bytes: int = _SAMPLE_BYTES
+) -> Sequence[memoryview]:
+    """Read the begin of the first, the middle and the last block."""
     last = max(0, (stop - start - 1) // BLOCK_BYTES)
     samples: list[memoryview] = []
     for block in sorted({0, last // 2, last}):
         begin = start + block * BLOCK_BYTES
-        samples.append(memoryview(bytearray(min(BLOCK_BYTES, stop - begin))))
+        samples.append(memoryview(bytearray(min(most_bytes, stop - begin))))
         ranges.read_into(begin, samples[-1])
     return samples
 
@@ -493,7 +499,7 @@ def auto(
     """Return the choice that is at a place soonest, as samples show.
 
     A class of tensors is what has one dtype, the same first and last part of its name, and is of experts or
-    not; three blocks of each are compressed in every way.
+    not; a block of its largest tensors, of up to three, is compressed in every way.
 
     Args:
         source: the root, in which the checkpoint is plain.
@@ -513,19 +519,18 @@ def auto(
         for chunk in chunks if path in entries else ():
             if chunk.size_bytes >= _SMALL_BYTES:
                 classes[_class_of(chunk)].append(chunk)
+    sizes = {kind: sum(each.size_bytes for each in found) for kind, found in classes.items()}
     gains: dict[str, dict[str, Gain]] = {}
     for kind, found in classes.items():
         stop()
-        blocks: list[memoryview] = []
-        for chunk in (found[0], found[len(found) // 2], found[-1]):
-            with source.open_ranges(f"{name}/{chunk.path}") as ranges:
-                blocks += _samples(ranges, *_payload(chunk))
-        gains[kind] = {codec: _gain(found[0], codec, blocks) for codec in ("zstd", "planes")}
+        if sizes[kind] >= sum(sizes.values()) // _FEW:  # else to look at it takes longer than it could save
+            largest = sorted(found, key=attrgetter("size_bytes"))[-_SAMPLED:]
+            gains[kind] = _gains(source, name, largest if sizes[kind] > _MANY_BYTES else largest[-1:])
     codecs = choose_codecs(
-        {kind: sum(each.size_bytes for each in found) for kind, found in classes.items()},
+        sizes,
         gains,
         write_rate=write_rate,
-        cores=_cores(),
+        cores=1,  # the rates are of all of them
         passes=_PASSES,
     )
     choices = {kind: fixed(codec) for kind, codec in codecs.items() if codec != NONE}
@@ -539,21 +544,24 @@ def auto(
     return choose
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _class_of(chunk: ChunkEntry) -> str:
     names = chunk.key.split(".")
     return f"{names[0]} {names[-1]} {chunk.dtype} {'experts' in names}"
 
 
-def _gain(chunk: ChunkEntry, codec: str, blocks: Sequence[memoryview]) -> Gain:
-    """Measure a codec on samples of a class."""
-    begun, number = time.perf_counter(), _number(codec, chunk)
-    stored = sum(len(compress(number, block)) for block in blocks)
-    size = sum(map(len, blocks))
-    return Gain(size / stored, size / max(1e-9, time.perf_counter() - begun))
+def _gains(source: Storage, name: str, sampled: Sequence[ChunkEntry]) -> dict[str, Gain]:
+    """Measure every codec on a block of these, on as many threads as will compress them."""
+    blocks: list[memoryview] = []
+    for chunk in sampled:
+        with source.open_ranges(f"{name}/{chunk.path}") as ranges:
+            blocks.append(_samples(ranges, *_payload(chunk), BLOCK_BYTES)[-1])
+    size, gains = sum(map(len, blocks)), dict[str, Gain]()
+    for codec in ("zstd", "planes"):
+        begun, number = time.perf_counter(), _number(codec, sampled[0])
+        frames = [(number, len(block)) for block in blocks]
+        stored = sum(map(len, _each_compressed(frames, memoryview(b"".join(blocks)))))
+        gains[codec] = Gain(size / stored, size / max(1e-9, time.perf_counter() - begun))
+    return gains
 
 
 def write_rate(target: Storage, size_bytes: int) -> float:

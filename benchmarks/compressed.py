@@ -1,0 +1,184 @@
+"""Compressed copies at stores of several speeds, loads from one, and what a run keeps.
+
+    python -m benchmarks.compressed --rounds 5 --json out.json
+
+The state is that of a byte-level GPT in training (`benchmarks.gains`). Stores are memory behind a limit of
+their rate. `auto` stands beside every fixed choice; a load of a compressed checkpoint from a store of 200
+MB/s beside one of the plain one. Everybody takes a turn in each round; medians count.
+
+Seconds are those of one core and of the store: what the process computes, and how long it then still waits
+for the store. Neighbours on the machine do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import IO, Any, final
+from unittest import mock
+
+import torch
+from typing_extensions import override
+
+from benchmarks.command import tell
+from benchmarks.gains import Experts, Trained
+from benchmarks.machine import in_words, machine_facts
+from benchmarks.training import one_thread
+from ckpt_core import CheckpointManager
+from ckpt_core.commit import Catalog
+from ckpt_core.storage import LocalStorage, MemoryStorage, RangeReader, Storage, StorageEntry, Throttle
+from ckpt_core.storage._layered import ReadOnlyStorage
+from ckpt_core.tiers import CopyTerms, ShareTerms, compress_share, copy_checkpoint, view_of
+
+RATES = (0.05e9, 0.2e9, 1e9, 3e9)
+CODECS = ("none", "zstd", "planes", "auto")
+_LOAD_RATE = 200e6
+
+
+@final
+class Clock:
+    """Seconds that this process has computed, on all threads, or would have waited."""
+
+    def __init__(self) -> None:
+        self._waited, self._guard = 0.0, threading.Lock()
+
+    def __call__(self) -> float:
+        """Return the time."""
+        return time.process_time() + self._waited
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass."""
+        with self._guard:
+            self._waited += seconds
+
+
+CLOCK = Clock()
+limit = partial(Throttle, clock=CLOCK, sleep=CLOCK.sleep)
+
+
+@final
+class SlowStorage(ReadOnlyStorage):
+    """A storage from which no more than so many bytes a second come."""
+
+    def __init__(self, storage: Storage, rate: float) -> None:
+        self._storage, self._throttle = storage, limit(rate)
+        self.supports_rename = storage.supports_rename
+
+    @property
+    @override
+    def url(self) -> str:
+        return self._storage.url
+
+    @contextmanager
+    @override
+    def open(self, key: str) -> Generator[IO[bytes]]:
+        with self._storage.open(key) as stream:
+            yield stream
+
+    @contextmanager
+    @override
+    def open_ranges(self, key: str) -> Generator[RangeReader]:
+        with self._storage.open_ranges(key) as reader:
+            yield _SlowRanges(reader, self._throttle)
+
+    @override
+    def size(self, key: str) -> int:
+        return self._storage.size(key)
+
+    @override
+    def list(self, key: str) -> list[StorageEntry]:
+        return self._storage.list(key)
+
+
+@final
+class _SlowRanges:
+    def __init__(self, reader: RangeReader, throttle: Throttle) -> None:
+        self._reader, self._throttle = reader, throttle
+        self.size_bytes = reader.size_bytes
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Read as the storage does, when it is its turn."""
+        list(self._throttle([buffer.cast("B")]))
+        self._reader.read_into(offset, buffer)
+
+
+def copied(source: Storage, name: str, codec: str, rate: float) -> Storage:
+    """Copy a checkpoint to a new store of that rate; return the store."""
+    target, seen = MemoryStorage("store"), source
+    if codec != "none":
+        paths = [entry.path for entry in Catalog(source).manifest(name).files]
+        share = ShareTerms(paths=paths, codec=codec, bytes_per_second=round(rate))
+        seen = view_of(source, name, [compress_share(source, target, name, share, stop=lambda: None)])
+    copy_checkpoint(seen, target, name, CopyTerms(pace=limit(rate)))
+    return target
+
+
+def loaded(storage: Storage, name: str, make: Callable[[], Trained]) -> None:
+    """Load a checkpoint from a store of 200 MB/s into a new model."""
+    with CheckpointManager(SlowStorage(storage, _LOAD_RATE)) as manager:
+        manager.load(make().state, name=name)
+
+
+def timed(rounds: int, turns: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Let everybody take a turn in each round; the median of the seconds of each."""
+    taken: dict[str, list[float]] = defaultdict(list)
+    for _ in range(rounds):
+        for name, turn in turns.items():
+            begun = CLOCK()
+            turn()
+            taken[name].append(CLOCK() - begun)
+    return {name: statistics.median(each) for name, each in taken.items()}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.compressed", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=20, help="of training (default 20)")
+    parser.add_argument("--experts", action="store_true", help="the mixture of experts, six times as large")
+    parser.add_argument("--bf16", action="store_true", help="weights and moments in bf16")
+    parser.add_argument("--json", type=Path, help="write everything that was measured there")
+    options = parser.parse_args(arguments)
+    dtype = torch.bfloat16 if options.bf16 else torch.float32
+    make = partial(Trained, *([Experts] if options.experts else []), dtype=dtype)
+    found: dict[str, Any] = {}
+    measuring = mock.patch("ckpt_core.tiers._compressing.time.perf_counter", CLOCK)
+    with measuring, one_thread(), TemporaryDirectory(prefix="bench-") as directory:
+        print(in_words(machine_facts(Path(directory), torch.device("cpu"))))
+        trained = make()
+        for _ in range(options.steps):
+            trained.step()
+        with CheckpointManager(directory) as manager:
+            name = manager.save(trained.steps, trained.state).result().name
+        source = LocalStorage(directory)
+        for rate in RATES:
+            turns = {codec: partial(copied, source, name, codec, rate) for codec in CODECS}
+            seconds = found[f"{rate / 1e9:g} GB/s"] = timed(options.rounds, turns)
+            best = min(seconds[codec] for codec in CODECS if codec != "auto")
+            row = ", ".join(f"{codec} {each:.2f} s" for codec, each in seconds.items())
+            print(f"copy to {rate / 1e9:g} GB/s: {row}; auto takes {seconds['auto'] / best:.2f} x the best")
+        stores = {codec: copied(source, name, codec, 100e9) for codec in ("none", "zstd", "planes")}
+        loads = {codec: partial(loaded, store, name, make) for codec, store in stores.items()}
+        seconds = found["load"] = timed(options.rounds, loads)
+        for codec, store in stores.items():
+            size = Catalog(store).find(name=name).size_bytes
+            speed = seconds["none"] / seconds[codec]
+            row = f"{size / 1e6:.1f} MB, {seconds[codec]:.2f} s, {speed:.2f} x the plain speed"
+            print(f"load at 200 MB/s, {codec}: {row}")
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        tell(f"written to {options.json}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
