@@ -15,10 +15,10 @@ from ckpt_core.convert._adapters import AdaptedModel, base_name, has_adapters
 from ckpt_core.convert._fill import size_of
 from ckpt_core.convert._hub_form import HubForm, StateView, hub_form
 from ckpt_core.convert._laid_out import Computed, Conversion, ExportOptions, OutFile, Place, Wanted
-from ckpt_core.convert._weights import Folder, Weights, unwrapped
+from ckpt_core.convert._weights import Weights, unwrapped
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
-from ckpt_core.loading import LocatedTensor
+from ckpt_core.loading import CommittedFiles, LocatedTensor
 from ckpt_core.sources import DTYPES
 from ckpt_core.state import facts_of, recorded_base
 
@@ -50,8 +50,8 @@ def hugging_face(source: Place, options: ExportOptions) -> Conversion:
     """
     storage, directory, file = source
     weights = Weights.of(storage, directory, file, item=options.ema, include=options.include)
-    like = None if options.like is None else Folder(storage=options.like[0], directory=options.like[1])
-    folders = [weights.folder] if like is None else [like, weights.folder]
+    like = None if options.like is None else (*options.like[:2], "")
+    folders = [*([] if like is None else [CommittedFiles(*like[:2], None)]), weights.files]
     adapted = _adapted(weights, folders, options)
     if adapted is not None and options.adapters == "keep":
         own = {name: Wanted(each) for name, each in adapted.own.items()}
@@ -62,7 +62,7 @@ def hugging_face(source: Place, options: ExportOptions) -> Conversion:
         _logger.warning(
             "%s has no config.json: weights alone are written, under the names of the model, tied ones "
             "under each. For from_pretrained give like= (--like), a folder with the configuration",
-            weights.folder.url,
+            weights.files.url,
         )
     form = None if config is None else hub_form(config)
     names = (
@@ -169,9 +169,11 @@ class _Model:
         return piece if is_whole or view is None else piece.part(view.shape, view.strides, view.offset)
 
 
-def _adapted(weights: Weights, folders: Sequence[Folder], options: ExportOptions) -> AdaptedModel | None:
+def _adapted(
+    weights: Weights, folders: Sequence[CommittedFiles], options: ExportOptions
+) -> AdaptedModel | None:
     """Return the model with its adapter, if it has one."""
-    url = weights.folder.url
+    url = weights.files.url
     if not has_adapters(weights.names):
         if options.adapters is not None:
             raise ConfigError(f"{url} has no adapters of PEFT, which adapters={options.adapters!r} is for")
@@ -193,7 +195,7 @@ def _adapted(weights: Weights, folders: Sequence[Folder], options: ExportOptions
     return found
 
 
-def _base(weights: Weights, own: Collection[str], like: Folder | None) -> Weights | None:
+def _base(weights: Weights, own: Collection[str], like: Place | None) -> Weights | None:
     """Return the weights that were not saved; None if all were.
 
     Raises:
@@ -206,17 +208,17 @@ def _base(weights: Weights, own: Collection[str], like: Folder | None) -> Weight
         return None
     if like is None or not _weights_in(like):
         raise ConfigError(
-            f"{weights.folder.url} lacks what was not trained, such as {min(needed)}: give the folder of the "
+            f"{weights.files.url} lacks what was not trained, such as {min(needed)}: give the folder of the "
             f"base, {source or 'whose name was not saved'} (like=, --like); adapters alone need none "
             '(adapters="keep", --adapters)'
         )
-    found = Weights.of(like.storage, like.directory)
+    found = Weights.of(*like)
     for name in needed.keys() & found.names.keys():
         tensor = found.tensors[found.names[name]]
         whole = tensor.read(lambda _: None).view(tensor.shape)
         if facts_of({name: whole})[name] != needed[name]:
             raise IncompatibleCheckpointError(
-                f"{like.url} is not the base that {weights.folder.url} was trained on: {name} differs"
+                f"{found.files.url} is not the base that {weights.files.url} was trained on: {name} differs"
             )
     return replace(
         found,
@@ -330,19 +332,19 @@ def _conversion(
     )
 
 
-def _beside(folders: Sequence[Folder]) -> dict[str, bytes]:
+def _beside(folders: Sequence[CommittedFiles]) -> dict[str, bytes]:
     """Read the files of a tokenizer and the like; of two of one name the first."""
     found: dict[str, bytes] = {}
     for folder in folders:
-        for name in sorted(folder.names()):
+        for name in sorted(folder.others()):
             if name not in found and any(fnmatchcase(name, pattern) for pattern in _BESIDE):
                 found[name] = folder.read(name)
     return found
 
 
-def _json(folders: Iterable[Folder], name: str) -> dict[str, Any] | None:
+def _json(folders: Iterable[CommittedFiles], name: str) -> dict[str, Any] | None:
     for folder in folders:
-        if name in folder.names():
+        if name in folder.others():
             try:
                 found = json.loads(folder.read(name))
             except (ValueError, RecursionError) as error:
@@ -357,7 +359,7 @@ def _text(value: Any) -> bytes:
     return json.dumps(value, indent=2, sort_keys=True).encode() + b"\n"
 
 
-def _weights_in(like: Folder | None) -> Collection[str]:
-    if like is None or not any(name.endswith(".safetensors") for name in like.names()):
+def _weights_in(like: Place | None) -> Collection[str]:
+    if like is None or not any(each.name.endswith(".safetensors") for each in like[0].list(like[1])):
         return ()
-    return Weights.of(like.storage, like.directory).names.keys()
+    return Weights.of(*like).names.keys()

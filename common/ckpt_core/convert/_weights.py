@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any, Final, Self, final
 
 from ckpt_core.commit import verify
 from ckpt_core.errors import ConfigError, CorruptCheckpointError, FileFailure, lost
 from ckpt_core.loading import CommittedFiles, LocatedTensor, located, open_parts, values_beside
-from ckpt_core.names import KEPT, is_own_file
+from ckpt_core.names import KEPT
 from ckpt_core.state import PICKLED
-from ckpt_core.storage import Storage, read_small
+from ckpt_core.storage import Storage
+from ckpt_core.types import matches_any
 
 _MODEL: Final = "model"
 _IN_FILES: Final = "model.in_files"
@@ -24,34 +24,6 @@ _PARALLEL: Final = "module."
 _AVERAGED: Final = "n_averaged"
 _LIGHTNING: Final = "pytorch-lightning_version"
 _MOST_PREFIX: Final = 4
-_SMALL_BYTES: Final = 128 << 20
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Folder:
-    """The small files of a checkpoint, or of a folder that somebody wrote."""
-
-    storage: Storage
-    directory: str
-    committed: CommittedFiles | None = None
-
-    @property
-    def url(self) -> str:
-        """The folder, for messages."""
-        return f"{self.storage.url}/{self.directory}"
-
-    def names(self) -> Collection[str]:
-        """Return the files in it that are not ours."""
-        if self.committed is not None and self.committed.is_ours:
-            return [path for path in self.committed.paths if not is_own_file(path)]
-        return [entry.name for entry in self.storage.list(self.directory) if not entry.is_directory]
-
-    def read(self, name: str) -> bytes:
-        """Read a file; verified if the folder is a checkpoint of ours."""
-        if self.committed is not None and self.committed.is_ours:
-            return self.committed.read(name)
-        return read_small(self.storage, f"{self.directory}/{name}", _SMALL_BYTES)
 
 
 @final
@@ -60,7 +32,7 @@ class Weights:
     """The weights of one model.
 
     Attributes:
-        folder: with the files beside them.
+        files: those beside them.
         tensors: of the checkpoint, by the names that an `OutFile` uses.
         names: of the model -> in `tensors`.
         shared: the plain values of the checkpoint.
@@ -68,7 +40,7 @@ class Weights:
         of_lightning: whether the model is an attribute of a LightningModule.
     """
 
-    folder: Folder
+    files: CommittedFiles
     tensors: Mapping[str, LocatedTensor]
     names: Mapping[str, str]
     shared: Mapping[str, Any]
@@ -128,7 +100,7 @@ class Weights:
             )
         values = {name for each in parts.values() for name in each.metadata.state_dict_metadata}
         return cls(
-            folder=Folder(storage=storage, directory=directory, committed=files),
+            files=files,
             tensors=tensors,
             names=next(iter(bare.values())),
             shared=shared,
@@ -156,7 +128,7 @@ def unwrapped(weights: Weights, wanted: Collection[str]) -> dict[str, str]:
         prefix = next((each for each in counts if each.count(".") == 1), "") if weights.of_lightning else ""
         if counts[prefix] < len(names):
             raise ConfigError(
-                f"{weights.folder.url} has several attributes of a LightningModule, such as {prefix!r} and "
+                f"{weights.files.url} has several attributes of a LightningModule, such as {prefix!r} and "
                 f"{next(name for name in names if not name.startswith(prefix))!r:.200}: name the model's by "
                 f'include=["{prefix}*"] (--include), or give like= (--like)'
             )
@@ -177,11 +149,7 @@ def _bare(names: Mapping[str, str]) -> dict[str, str]:
 
 
 def _chosen(names: Mapping[str, str], include: Sequence[str]) -> dict[str, str]:
-    return {
-        name: value
-        for name, value in names.items()
-        if not include or any(fnmatchcase(name, pattern) for pattern in include)
-    }
+    return {name: value for name, value in names.items() if matches_any((name,), include)}
 
 
 def _in_files(

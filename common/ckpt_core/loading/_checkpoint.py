@@ -183,8 +183,7 @@ class CheckpointPart:
 
     def _read(self, place: ChunkLocation, storage: Storage) -> bytes:
         try:
-            key = f"{self._files.directory}/{place.path}"
-            content = _read_at(storage, key, place.offset, place.size_bytes)
+            content = self._files.read_at(place.path, place.offset, place.size_bytes, storage)
         except FileNotFoundError:
             raise self._damaged(place, "missing") from None
         except OSError as error:
@@ -336,16 +335,12 @@ def _part(storage: Storage, files: CommittedFiles, part: str, *, allow_pickle: b
     name = f"{files.url}/{prefix}{METADATA}"
     metadata = load_metadata(files.read(f"{prefix}{METADATA}"), name)
     check_metadata(metadata, name, lambda data: files.size(f"{prefix}{data}"))
-
-    def read_at(path: str, offset: int, size: int) -> bytes:
-        return _read_at(storage, f"{files.directory}/{path}", offset, size)
-
     places: Locator = ChunkLocator(
         metadata,
         part=part,
         directory=files.url,
         read_table=files.table if files.is_ours else None,
-        read_at=None if files.is_ours else read_at,
+        read_at=None if files.is_ours else files.read_at,
     )
     if not (files.is_ours or part) and (common := find_common(storage, files.directory)) is not None:
         places = MegatronLocator(metadata, places, name)
@@ -387,10 +382,6 @@ def _whole(files: CommittedFiles, parts: Mapping[str, CheckpointPart], layout: L
         IncompatibleCheckpointError: two folders have entries of one name.
     """
     found, storage = Metadata({}, {}, {}), next(iter(parts.values()))._storage
-
-    def read_at(path: str, offset: int, size: int) -> bytes:
-        return _read_at(storage, f"{files.directory}/{path}", offset, size)
-
     for part, each in parts.items():
         if both := found.state_dict_metadata.keys() & each.metadata.state_dict_metadata.keys():
             raise IncompatibleCheckpointError(
@@ -402,7 +393,7 @@ def _whole(files: CommittedFiles, parts: Mapping[str, CheckpointPart], layout: L
             index: replace(info, relative_path=f"{part}/{info.relative_path}")
             for index, info in each.metadata.storage_data.items()
         }
-    locator = ChunkLocator(found, directory=files.url, read_at=read_at)
+    locator = ChunkLocator(found, directory=files.url, read_at=files.read_at)
     layout = layout.without({path[0] for path in found.planner_data.values()})
     joined = _beside(storage, files, layout, found, places=locator)
     return replace(joined, _allow_pickle=any(each._allow_pickle for each in parts.values()))
@@ -435,12 +426,6 @@ def _shared(
     for name in (SHARED, *map(shared_name, ranks)):
         shared = {**read_items(name), **shared}
     return shared
-
-
-def _read_at(storage: Storage, key: str, offset: int, size: int) -> bytes:
-    with storage.open(key) as stream:
-        stream.seek(offset)
-        return stream.read(size)
 
 
 def _parts(storage: Storage, directory: str) -> list[str]:

@@ -71,6 +71,12 @@ class CommittedFiles:
         """The entries of these files in the manifest; empty without one."""
         return () if self._manifest is None else self._manifest.originals
 
+    def others(self) -> Sequence[str]:
+        """Return the files that are a host's or a user's."""
+        if self.is_ours:
+            return [path for path in self.paths if not is_own_file(path)]
+        return [each.name for each in self.storage.list(self.directory) if not each.is_directory]
+
     @property
     def has_twins(self) -> bool:
         """Whether there are second files of the same bytes."""
@@ -103,6 +109,12 @@ class CommittedFiles:
         if path in self.inside:
             return self.inside[path]
         return self.whole_of(path, lambda found: self._read(found, path))
+
+    def read_at(self, path: str, offset: int, size: int, storage: Storage | None = None) -> bytes:
+        """Read a range of a file, unverified and at most what is there."""
+        with (storage or self.storage).open(f"{self.directory}/{path}") as stream:
+            stream.seek(offset)
+            return stream.read(size)
 
     def whole_of(self, path: str, read: Callable[[str], T]) -> T:
         """Call `read` with a path, and if that is damaged, with the path of its twin."""
@@ -137,7 +149,7 @@ class CommittedFiles:
     def _read(self, path: str, original: str) -> bytes:
         size = self.size(original)
         key = f"{self.directory}/{path}"
-        most = BIGGEST_SMALL_FILE if is_own_file(path) else size
+        most = size if self.is_ours and not is_own_file(path) else BIGGEST_SMALL_FILE
         try:
             content, problem = read_intact(
                 self.storage,
