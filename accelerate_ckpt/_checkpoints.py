@@ -252,17 +252,16 @@ class AcceleratorCheckpoints:
         reason: str | None = "call"
         if not self._takes_part():
             return None
-        options = self._settings.options
+        place, options = self._roots.place(output_dir), self._settings.options
         if self._gated or options.counts:
-            root = self._roots.root(output_dir)
             if self._gated and self._within_window():
                 return None
             _require_counts(options, total_steps=total_steps, **counts)
-            due = self._roots.managers.at(root).due(self.step, total_steps=total_steps, **counts)
+            due = self._roots.managers.at(place.root).due(self.step, total_steps=total_steps, **counts)
             reason = due if self._gated else reason
         if reason is None:
             return None
-        return self._save(self._roots.place(output_dir), metrics or {}, reason, safe=safe_serialization)
+        return self._save(place, metrics or {}, reason, safe=safe_serialization)
 
     def load(
         self,
@@ -407,7 +406,8 @@ class AcceleratorCheckpoints:
                 "call load_state() before the first save, and save to the directory that it loads from; or "
                 "begin with these values in the script and without override="
             )
-        if Window(accelerator, gradients=self._settings.gradients).is_lost:
+        with_gradients = self._settings.gradients
+        if Window(accelerator, gradients=with_gradients).is_open and not with_gradients:
             _logger.warning(
                 "saving %s within an accumulation window: the gradients accumulated so far are not saved, so "
                 "a resumed run is not exact; save when accelerator.sync_gradients is true, or give enable() "

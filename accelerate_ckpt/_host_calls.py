@@ -26,7 +26,6 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from accelerate.utils.other import clean_state_dict_for_safetensors
 from safetensors.torch import save as safetensors_bytes
-from torch.distributed.tensor import DTensor
 
 from ckpt_core import hosting
 from ckpt_core.coordination import Coordinator
@@ -45,13 +44,6 @@ def files_in(directory: Path) -> dict[str, bytes]:
         for path in sorted(directory.rglob("*"))
         if path.is_file()
     }
-
-
-def is_stock_layout(accelerator: Accelerator, states: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the stock loader wants single files: of plain replicas."""
-    if accelerator.distributed_type in {*UNSUPPORTED, DistributedType.FSDP}:
-        return False
-    return not any(isinstance(value, DTensor) for state in states for value in state.values())
 
 
 def weight_files(weights: Sequence[Mapping[str, Any]], *, safe: bool) -> dict[str, bytes]:

@@ -100,10 +100,6 @@ class Window:
         """Whether gradients have been accumulated that no step has used."""
         return not self._accelerator.sync_gradients and self._accelerator.gradient_accumulation_steps > 1
 
-    @property
-    def is_lost(self) -> bool:
-        return self.is_open and not self._with_gradients
-
     def capture(self) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
         """Return the gradients by part, and what a load must know. Collective."""
         if not self._with_gradients:

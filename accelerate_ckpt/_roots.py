@@ -226,10 +226,6 @@ class Roots:
             raise ConfigError(f"there is no directory to save to: {_NO_ROOT}")
         return CheckpointPath.of(output_dir)
 
-    def root(self, output_dir: str | os.PathLike[str] | None) -> str:
-        """Return the root of `place`, which is cheap where names are automatic."""
-        return self._automatic_root(output_dir) or self.place(output_dir).root
-
     def continue_numbering(self) -> None:
         """Set the next automatic number from storage; stock starts at 0 after a restart."""
         manager = self.automatic()

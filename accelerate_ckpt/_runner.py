@@ -81,7 +81,7 @@ def _enable_every_accelerator() -> None:
     @functools.wraps(stock)
     def initialise(self: Accelerator, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
-        if not made_by_trainer():
+        if not _making:  # a Trainer makes it, which needs no `save_state`
             enable_implicitly(self)
 
     # The script makes its accelerators itself: the class is the only place to reach them.
@@ -94,11 +94,6 @@ def enable_every_trainer() -> None:
         _change(module)
     else:
         sys.meta_path.insert(0, _Watch())
-
-
-def made_by_trainer() -> bool:
-    """Return whether a Trainer is making its accelerator, which needs no `save_state`."""
-    return bool(_making)
 
 
 def _change(module: ModuleType) -> None:

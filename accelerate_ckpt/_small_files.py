@@ -152,7 +152,10 @@ def load_small(accelerator: Accelerator, small: SmallState) -> Callable[[], None
             accelerator.step = found.get("step", accelerator.step)
         for each, state in small.loads:
             each.load_state_dict(state)
-        _make_scaler_ready(accelerator)
+        scaler: Any = accelerator.scaler
+        if scaler is not None and accelerator.is_fsdp2 and scaler._scale is None:
+            # FSDP2's optimizer steps while stock loads it, and the scaler with it.
+            scaler._lazy_init_scale_growth_tracker(scaler._device)
     except Exception as error:  # what users' objects raise is the cause of ours
         undo()
         raise IncompatibleCheckpointError(
@@ -223,13 +226,6 @@ def _check_fit(accelerator: Accelerator, files: Mapping[str, bytes], name: str) 
             f"checkpoint {name} was saved without the gradient scaler of mixed_precision='fp16', which is "
             "on now"
         )
-
-
-def _make_scaler_ready(accelerator: Accelerator) -> None:
-    """Initialise the scaler for FSDP2, whose optimizer steps while stock loads it."""
-    scaler: Any = accelerator.scaler
-    if scaler is not None and accelerator.is_fsdp2 and scaler._scale is None:
-        scaler._lazy_init_scale_growth_tracker(scaler._device)
 
 
 def _undo_of(accelerator: Accelerator) -> Callable[[], None]:

@@ -22,10 +22,10 @@ from accelerate import Accelerator
 from accelerate.checkpointing import save_accelerator_state, save_custom_state
 from accelerate.utils import DistributedType
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from accelerate_ckpt._host_calls import (
     files_in,
-    is_stock_layout,
     optimizer_files,
     private_directory,
     run_load_hooks,
@@ -307,11 +307,8 @@ class AcceleratorState(StateSource):
         weights: list[Mapping[str, Any]] = list(states)
         left = run_save_hooks(accelerator, weights, directory, self._coordinator)
         files: dict[str, bytes] = {}
-        if (
-            accelerator.is_main_process
-            and self._settings.stock_files
-            and is_stock_layout(accelerator, states)
-        ):
+        whole = replicas and not any(isinstance(each, DTensor) for state in states for each in state.values())
+        if whole and accelerator.is_main_process and self._settings.stock_files:
             files |= weight_files(weights, safe=self._settings.safe)
             files |= optimizer_files(accelerator._optimizers)
         for index, loader in enumerate(accelerator._dataloaders):

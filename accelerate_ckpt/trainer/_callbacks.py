@@ -8,8 +8,8 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Self, final
+from dataclasses import dataclass
+from typing import Any, final
 
 from torch import nn
 from transformers.trainer_callback import ExportableState
@@ -133,9 +133,6 @@ def _weights(callback: Any, model: nn.Module) -> list[str]:
     return [name for name, value in candidates.items() if holds(value)]
 
 
-ITEM = "to_come"
-
-
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToCome:
@@ -151,14 +148,6 @@ class ToCome:
     until: tuple[float, float] = (0, 0)
     epoch_ended: bool = True
     logged: tuple[float | None, float | None] = (None, None)
-
-    @classmethod
-    def of(cls, saved: SavedState) -> Self:
-        found: dict[str, Any] = saved.shared.get(ITEM, {})
-        return cls(**found)
-
-    def item(self) -> dict[str, Any]:
-        return {ITEM: asdict(self)}
 
     def stops(self, args: Any) -> bool:
         """Return whether a training stays stopped; not if it was made longer since."""

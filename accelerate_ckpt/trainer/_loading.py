@@ -303,7 +303,7 @@ def _problem(manager: CheckpointManager, info: CheckpointInfo) -> str | None:
 
 
 def _whole_stock(storage: Storage) -> Iterator[tuple[int, str, float]]:
-    """Yield the stock Trainer's finished checkpoints: step, name, time; warn of others."""
+    """Yield step, name and time of stock's finished checkpoints; warn of others."""
     local = local_part(storage)
     for entry in storage.list(""):
         match = _NAME.fullmatch(entry.name) if entry.is_directory else None

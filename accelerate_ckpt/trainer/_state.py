@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,6 +62,7 @@ _IN_FILES: Final = "model.in_files"
 # The stock Trainer takes any `pytorch_model_fsdp…` directory as a sign of FSDP and refuses without it.
 _PLAIN_MODEL_PART = "model_0"
 _MODEL = "model"
+_TO_COME = "to_come"
 _TOKENS = ("hub_token", "push_to_hub_token")
 _PLACES = frozenset({"output_dir", "logging_dir", "run_name", "local_rank", "resume_from_checkpoint"})
 """Arguments that say where a training runs, not how."""
@@ -131,7 +133,7 @@ class TrainingState(StateSource):
         extra = CapturedState() if trainer.args.save_only_model else callbacks.capture()
         return CapturedState(
             sharded={**sharded, **extra.sharded},
-            shared={**extra.shared, **items, **self.to_come.item()},
+            shared={**extra.shared, **items, _TO_COME: asdict(self.to_come)},
             files=files,
             in_files=in_files,
             local=local_buffers(model, state, part=part),
@@ -171,7 +173,11 @@ class TrainingState(StateSource):
         return found
 
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
-        trainer, part, self.to_come = self._trainer, _model_part_of(saved), ToCome.of(saved)
+        trainer, part, self.to_come = (
+            self._trainer,
+            _model_part_of(saved),
+            ToCome(**saved.shared.get(_TO_COME, {})),
+        )
         model = trainer.model_wrapped
         tree: dict[str, dict[str, Any]] = {}
         base = supplied(model, saved, self._contents, place=_MODEL)
