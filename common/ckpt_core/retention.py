@@ -541,7 +541,7 @@ def _rules(policy: RetentionPolicy) -> RetentionPolicy:
 def _reasons(
     policy: RetentionPolicy | None, present: Sequence[CheckpointInfo], now: float, last: int | None
 ) -> dict[int, tuple[str, ...]]:
-    """Map each step of the usable present line that stays to its reasons; no policy keeps nothing."""
+    """Map each step that stays to its reasons, lowest first; no policy keeps nothing."""
     members = () if policy is None else joined(policy, AnyOf)
     kept = [(repr(member), member.keep(present, now)) for member in members]
     if policy is not None and not any(s for _, s in kept) and unknown_metrics(policy, present):
