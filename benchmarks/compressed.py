@@ -33,7 +33,7 @@ from benchmarks.command import tell
 from benchmarks.gains import Experts, Trained
 from benchmarks.machine import in_words, machine_facts
 from benchmarks.training import one_thread
-from ckpt_core import CheckpointManager
+from ckpt_core import CheckpointManager, KeepEvery, KeepLatest, KeepWeights, KeepWithin, Upload
 from ckpt_core.commit import Catalog
 from ckpt_core.storage import LocalStorage, MemoryStorage, RangeReader, Storage, StorageEntry, Throttle
 from ckpt_core.storage._layered import ReadOnlyStorage
@@ -42,6 +42,7 @@ from ckpt_core.tiers import CopyTerms, ShareTerms, compress_share, copy_checkpoi
 RATES = (0.05e9, 0.2e9, 1e9, 3e9)
 CODECS = ("none", "zstd", "planes", "auto")
 _LOAD_RATE = 200e6
+_SAVES = 20
 
 
 @final
@@ -122,10 +123,10 @@ def copied(source: Storage, name: str, codec: str, rate: float) -> Storage:
     return target
 
 
-def loaded(storage: Storage, name: str, make: Callable[[], Trained]) -> None:
-    """Load a checkpoint from a store of 200 MB/s into a new model."""
+def loaded(storage: Storage, name: str, into: Trained) -> None:
+    """Load a checkpoint from a store of 200 MB/s."""
     with CheckpointManager(SlowStorage(storage, _LOAD_RATE)) as manager:
-        manager.load(make().state, name=name)
+        manager.load(into.state, name=name)
 
 
 def timed(rounds: int, turns: dict[str, Callable[[], object]]) -> dict[str, float]:
@@ -137,6 +138,39 @@ def timed(rounds: int, turns: dict[str, Callable[[], object]]) -> dict[str, floa
             turn()
             taken[name].append(CLOCK() - begun)
     return {name: statistics.median(each) for name, each in taken.items()}
+
+
+def kept(directory: Path, make: Callable[[], Trained], upload: dict[str, Any]) -> tuple[int, int, int]:
+    """Save 20 steps and upload them; return bytes of the tier, what can be resumed there, and weights."""
+    trained = make()
+    tier = LocalStorage(directory / "tier")
+    to = Upload(tier, when_busy="queue", deadline_seconds=600.0, **upload)
+    with CheckpointManager(directory / "root", keep=KeepLatest(2), upload=to) as manager:
+        for _ in range(_SAVES):
+            trained.step()
+            manager.save(trained.steps, trained.state)
+    with CheckpointManager(tier) as manager:
+        if manager.resume(make().state) != trained.steps:
+            raise RuntimeError("the last step cannot be resumed from the tier")
+    found = [info.weights_of is None for info in Catalog(tier).committed()]
+    size = sum(path.stat().st_size for path in (directory / "tier").rglob("*") if path.is_file())
+    return size, sum(found), len(found) - sum(found)
+
+
+def _kept_both(directory: Path, make: Callable[[], Trained]) -> dict[str, Any]:
+    every, found = KeepEvery(1), dict[str, Any]()
+    ways: dict[str, dict[str, Any]] = {
+        "plain": {"keep": KeepLatest(3) | every},
+        "budget, weights, planes": {
+            "keep": (KeepLatest(3) | KeepWeights(every)) & KeepWithin("100 GB"),
+            "compress": "planes",
+        },
+    }
+    for name, upload in ways.items():
+        size, resumable, weights = kept(directory / name, make, upload)
+        found[name] = {"bytes": size, "resumable": resumable, "weights": weights}
+        print(f"{_SAVES} saves, {name}: {size / 1e6:.1f} MB, {resumable} resumable, {weights} of weights")
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -167,13 +201,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             row = ", ".join(f"{codec} {each:.2f} s" for codec, each in seconds.items())
             print(f"copy to {rate / 1e9:g} GB/s: {row}; auto takes {seconds['auto'] / best:.2f} x the best")
         stores = {codec: copied(source, name, codec, 100e9) for codec in ("none", "zstd", "planes")}
-        loads = {codec: partial(loaded, store, name, make) for codec, store in stores.items()}
+        loads = {codec: partial(loaded, store, name, trained) for codec, store in stores.items()}
         seconds = found["load"] = timed(options.rounds, loads)
         for codec, store in stores.items():
             size = Catalog(store).find(name=name).size_bytes
             speed = seconds["none"] / seconds[codec]
             row = f"{size / 1e6:.1f} MB, {seconds[codec]:.2f} s, {speed:.2f} x the plain speed"
             print(f"load at 200 MB/s, {codec}: {row}")
+        found |= _kept_both(Path(directory), make)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
         tell(f"written to {options.json}")
