@@ -4,20 +4,16 @@ Nothing in this package needs torch, so that a command line can copy.
 """
 
 from ckpt_core.tiers._compressing import (
-    Choice,
     Gain,
     Rows,
     ShareTerms,
-    auto,
     choose_codecs,
     compress_share,
     compressed,
-    compressed_view,
     fixed,
     view_again,
     view_begun,
     view_of,
-    write_rate,
 )
 from ckpt_core.tiers._copy import CheckpointCopy, CopyTerms, copy_checkpoint
 from ckpt_core.tiers._copy_process import CopyProcess
@@ -31,7 +27,6 @@ from ckpt_core.tiers._work_process import EndedError, WorkProcess
 __all__ = [
     "Asked",
     "CheckpointCopy",
-    "Choice",
     "CopyProcess",
     "CopyTerms",
     "DemotionTerms",
@@ -51,11 +46,9 @@ __all__ = [
     "Uploading",
     "WorkProcess",
     "ask",
-    "auto",
     "choose_codecs",
     "compress_share",
     "compressed",
-    "compressed_view",
     "copy_checkpoint",
     "fixed",
     "open_tiers",
@@ -66,6 +59,5 @@ __all__ = [
     "view_again",
     "view_begun",
     "view_of",
-    "write_rate",
     "write_tiers",
 ]

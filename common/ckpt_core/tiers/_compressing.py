@@ -550,7 +550,7 @@ def _class_of(chunk: ChunkEntry) -> str:
 
 
 def _gains(source: Storage, name: str, sampled: Sequence[ChunkEntry]) -> dict[str, Gain]:
-    """Measure every codec on a block of these, on as many threads as will compress them."""
+    """Measure every codec on a block of each, on as many threads as later."""
     blocks: list[memoryview] = []
     for chunk in sampled:
         with source.open_ranges(f"{name}/{chunk.path}") as ranges:
