@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar, cast
 
 import torch
 
@@ -41,6 +41,7 @@ from lightning_ckpt._options import Settings
 from lightning_ckpt._state import LARGE, MODEL, NewMemory, plain_items
 from lightning_ckpt.loops._takeover import continues, requeue_signal
 
+T = TypeVar("T")
 _logger = logger_of(__name__)
 _STOCK = ".ckpt"
 _SHOWN = 4
@@ -212,8 +213,10 @@ def _check(path: Path) -> None:
         load_plain(read_linked(own), str(own))
 
 
-def read_our_directories(saving: Any) -> None:
-    """Let `load_from_checkpoint` of one package read our checkpoints; idempotent."""
+def read_our_directories(kind: type[Any]) -> None:
+    """Let `load_from_checkpoint` of a module's package read ours; idempotent."""
+    names = (f"{each.__module__.partition('.core.')[0]}.core.saving" for each in kind.__mro__)
+    saving: Any = next(sys.modules[name] for name in names if name in sys.modules)
     stock = saving.pl_load
     if hasattr(stock, _WRAPPED):
         return
@@ -232,6 +235,24 @@ def read_our_directories(saving: Any) -> None:
 
     setattr(load, _WRAPPED, True)
     saving.pl_load = load
+
+
+def load_from_checkpoint(kind: type[T], path: str | os.PathLike[str], **options: Any) -> T:
+    """Make a module with the weights and hyperparameters of a checkpoint.
+
+    It is `kind.load_from_checkpoint`, which reads checkpoints of ours from then on.
+
+    Args:
+        kind: the class of the module or data module.
+        path: a checkpoint, a root, which stands for its newest, or a file that Lightning wrote.
+        **options: what that method takes: `map_location`, `strict`, `weights_only`, hyperparameters.
+
+    Raises:
+        CheckpointError: it cannot be read; see `CheckpointManager.load`.
+    """
+    read_our_directories(kind)
+    plain = {"weights_only": True, **options}  # Lightning's own default for a URL is to unpickle anything
+    return cast("T", cast("Any", kind).load_from_checkpoint(path, **plain))
 
 
 def _is_ours(path: Any) -> bool:

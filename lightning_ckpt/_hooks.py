@@ -27,13 +27,11 @@ class LifeCycle(AsModelCheckpoint):
 
     Attributes:
         trainer_type: the Trainer of that namespace.
-        saving: the module of that namespace that reads checkpoints for `load_from_checkpoint`.
         tell: tells the terminal of rank 0, as Lightning does.
         module_name: where its users import from.
     """
 
     trainer_type: ClassVar[type[Any]]
-    saving: ClassVar[Any]
     tell: ClassVar[Any]
     module_name: ClassVar[str]
     _session: Session | None = None
@@ -51,12 +49,12 @@ class LifeCycle(AsModelCheckpoint):
         """Whether no run is going on, so that there is time for further tiers."""
         return self._session is None or not self._session.is_running
 
-    def setup(self, trainer: Any, _module: Any, stage: str) -> None:
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
         settings = self.settings_for(trainer)
         if settings is None:
             return
         self._refuse_strangers(trainer)
-        read_our_directories(self.saving)
+        read_our_directories(type(module))
         if self._session is None or self._session.trainer is not trainer:
             self._session = Session(trainer, settings)
         attach(trainer.strategy, self._session)
@@ -97,6 +95,19 @@ class LifeCycle(AsModelCheckpoint):
                 "one ShardedCheckpoint or one ShardedCheckpointIO per Trainer, not several: join their "
                 "policies with |, e.g. save=EverySteps(500) | OnPreemption()"
             )
+
+    @property
+    def state_key(self) -> str:
+        return type(self).__qualname__
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+    def on_train_batch_end(self, *_: Any) -> None: ...
+
+    on_train_epoch_end = on_validation_end = on_train_batch_end
 
     def on_train_start(self, *_: Any) -> None:
         """Take part in the training that begins; the Tuner's trials leave callbacks out."""

@@ -114,7 +114,12 @@ class Pacing:
         """Prepare for a validation; look where all ranks can leave it at the same batch."""
         self._measure()
         trainer = self._trainer
-        self._looks = self._listens and not trainer.fit_loop._should_accumulate()
+        whole = not trainer.fit_loop._should_accumulate()
+        if whole and trainer.global_step != self._saved_step:
+            self._fit.validation_is_due = True
+            self._note_step()
+            self._fit.validation_is_due = False
+        self._looks = self._listens and whole
         if self._looks:
             self._before = rng_state(), dict(trainer._logger_connector._callback_metrics)
             loop = trainer.fit_loop.epoch_loop.val_loop
@@ -154,7 +159,9 @@ class Pacing:
 
     def after_step(self) -> None:
         """Save if it is time: after an optimizer step, never while accumulating."""
-        if self._stepped and not self._fit.epoch_is_over:
+        if self._stepped and self._fit.epoch_is_over:
+            self._note_step()  # the hooks of its end may fail
+        elif self._stepped:
             self._save_if_due()
             self._leave_if_preempted()
 
@@ -218,10 +225,15 @@ class Pacing:
             self._save(reason)
         elif self._evaluated and not self.preempted and self._is_among_best():
             self._save(_BEST)
+        self._note_step()
+
+    def _note_step(self) -> None:
+        """Note the present step for `on_exception`; once more after its validation."""
         if self._settings.options.on_exception is not None:
             self._add_up()
-            metrics = self._measure()
-            self._manager.note_step(step, self._state(), metrics=metrics, annotations=job_note())
+            step, metrics = self._trainer.global_step, self._measure()
+            noted = {"metrics": metrics, "annotations": job_note()}
+            self._manager.note_step(step, self._state(), again=True, **noted)
 
     def _reason(self, step: int) -> str | None:
         reason = self._manager.due(step, total_steps=self._total_steps, **self._counts())

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ckpt_core.disclosure import logger_of
+from ckpt_core.hosting import shadow
 from ckpt_core.state import unwrap_optimizer
 
 BATCH: Final = "batch"
@@ -80,15 +81,18 @@ class Fit:
         self._before_stop: tuple[int | None, int | None, bool] | None = None
         self._initial: dict[tuple[str, str], bool] | None = None
         self._window = 0
+        self._saved_metrics: dict[str, Any] = {}
         self._used: dict[Optimizer, list[tuple[ref[Tensor], int]]] = {}
         self._hooks: list[Any] = []
-        epoch_loop.on_advance_end = self._advance_epoch
-        epoch_loop.val_loop.run = self._validate
-        fit_loop.on_advance_end = self._advance_fit
+        shadow(epoch_loop, {"on_advance_end": self._advance_epoch})
+        shadow(epoch_loop.val_loop, {"run": self._validate})
+        shadow(fit_loop, {"on_advance_end": self._advance_fit})
         fit_loop.on_save_checkpoint = dict  # loaders are asked by us, and may draw random numbers for it
 
     def release(self) -> None:
-        """Give Lightning's loops back."""
+        """Give Lightning's loops back; a fit with nothing left to train has its metrics."""
+        if self._initial is None:
+            self.trainer._logger_connector._callback_metrics.update(self._saved_metrics)
         while self._hooks:
             self._hooks.pop().remove()
         self._fit_loop.__class__ = self._stock
@@ -180,6 +184,7 @@ class Fit:
         uninterrupted run.
         """
         following, deciding = saved["following"], saved["stops"]
+        self._saved_metrics = saved["metrics"]["callback"]
         # Without the callback that has decided it, the script is to train on.
         present = {each.state_key for each in self.trainer.callbacks}
         stops = deciding is not None and present.issuperset(deciding)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import TrainerCallback
 
@@ -22,7 +22,7 @@ from tests.adapters.trainer_jobs import TrainerJob, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-STEPS, FAILING, EVERY = 10, 7, 4
+STEPS, FAILING, EVERY, EPOCH = 10, 7, 4, 8
 
 
 class TroubleError(RuntimeError):
@@ -50,6 +50,10 @@ class Model(pl.LightningModule):
         self.reach("forward")
         return loss
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.net(batch[0]).square().mean())
+        self.reach("validation")
+
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.reach("before the optimizer")
 
@@ -58,6 +62,9 @@ class Model(pl.LightningModule):
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.reach("after the optimizer", FAILING)
+
+    def on_train_epoch_end(self) -> None:
+        self.reach("epoch's end", EPOCH)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
@@ -73,9 +80,9 @@ def fit(root: Path, place: str = "", error: type[BaseException] = TroubleError, 
     checkpoint = ShardedCheckpoint(root, save=EverySteps(EVERY), on_exception="save")
     made = pl.Trainer(
         max_steps=STEPS, callbacks=[checkpoint], logger=False, accelerator="cpu", devices=1,
-        enable_progress_bar=False, enable_model_summary=False,
+        enable_progress_bar=False, enable_model_summary=False, val_check_interval=3,
     )  # fmt: skip
-    made.fit(model, loader, ckpt_path="last" if last else None)
+    made.fit(model, loader, DataLoader(data, batch_size=16), ckpt_path="last" if last else None)
     return [each.detach().clone() for each in model.parameters()]
 
 
@@ -89,12 +96,21 @@ def whole_fit(tmp_path_factory):
     return fit(tmp_path_factory.mktemp("whole"))
 
 
-@pytest.mark.parametrize("place", ["forward", "hook", "before the optimizer"])
-def test_a_fit_saves_the_step_before_the_one_that_failed(tmp_path, whole_fit, place):
+@pytest.mark.parametrize(
+    ("place", "saved"),
+    [
+        *(("forward", FAILING - 1), ("hook", FAILING - 1), ("before the optimizer", FAILING - 1)),
+        *(("validation", FAILING - 1), ("epoch's end", EPOCH)),
+    ],
+)
+def test_a_fit_saves_the_last_step_that_was_whole(tmp_path, whole_fit, place, saved):
     with pytest.raises(TroubleError) as raised:
         fit(tmp_path, place)
-    assert f"step {FAILING - 1} is saved" in raised.value.__notes__
-    assert committed(tmp_path) == [EVERY, FAILING - 1]
+    assert f"step {saved} is saved" in raised.value.__notes__
+    assert committed(tmp_path) == [EVERY, saved]
+    with CheckpointManager(tmp_path) as manager:
+        measured = "val_loss" in manager.latest().metrics
+    assert measured is (place not in {"validation", "epoch's end"})  # one that failed is made again
     assert all(map(torch.equal, whole_fit, fit(tmp_path, last=True)))
 
 

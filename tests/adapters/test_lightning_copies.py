@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from types import MethodType
 from typing import Any
 
 import lightning as pl
@@ -68,9 +69,11 @@ class Copier(pl.Callback):
 
     def __init__(self) -> None:
         self.copies = list[Any]()
+        self.trainers = list[Any]()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == 3:
+            self.trainers = [way(trainer) for way in (pickled, saved, copy.deepcopy)]
             for way in (pickled, saved, copy.deepcopy, copy.copy):
                 theirs = [each for each in trainer.callbacks if each is not self]
                 self.copies.append([way(each) for each in theirs])
@@ -101,7 +104,11 @@ def test_what_a_trainer_holds_can_be_copied_before_in_and_after_a_fit(tmp_path, 
     held = {type(each).__name__ for each in trainer.callbacks if each is not copier}
     for copies in copier.copies:
         assert {type(each).__name__ for each in copies} == held
+    for each in copier.trainers:
+        assert type(each.strategy) is SingleDeviceStrategy
+        assert type(each.fit_loop.epoch_loop.on_advance_end) is MethodType
     copier.copies.clear()
+    copier.trainers.clear()
     for each in (saved(trainer), copy.deepcopy(trainer), pickled(trainer)):
         assert type(each.strategy) is SingleDeviceStrategy
         assert each.global_step == 4

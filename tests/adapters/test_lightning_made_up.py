@@ -146,6 +146,17 @@ def test_a_training_goes_on_without_the_callback_that_had_ended_it(tmp_path):
     assert trainer.global_step == 12
 
 
+@pytest.mark.parametrize("options", [{}, {"max_steps": 8}, WITHIN], ids=["epochs", "steps", "decided"])
+def test_a_training_with_nothing_left_has_the_metrics_of_its_end(tmp_path, options):
+    decide = [early] if options is WITHIN else []
+    cell = Cell(callbacks=lambda: [each() for each in decide], ours={}, trainer=options)
+    (first, _), (again, _) = (train(tmp_path, cell, ckpt_path=path) for path in (None, "last"))
+
+    assert again.global_step == first.global_step
+    assert dict(again.callback_metrics) == dict(first.callback_metrics)
+    assert "val_loss" in again.callback_metrics
+
+
 def test_a_training_that_was_out_of_time_goes_on_with_more_of_it(tmp_path):
     class Late(Timer):
         """A minute for each step; what earlier fits have taken is loaded with its state."""

@@ -34,16 +34,16 @@ class LastStep:
         self._problem, self._changes = "no step was finished", list[int]()
         self._hooks: list[Any] = []
 
-    def note(self, step: int, capture: Callable[[], CapturedState], **arguments: Any) -> None:
-        """Keep the first state of a step."""
-        if step == self.step:
+    def note(self, step: int, take: Callable[[], CapturedState], *, again: bool = False, **save: Any) -> None:
+        """Keep the first state of a step, or the last of those that are noted `again`."""
+        if step == self.step and not again:
             return  # perhaps within an accumulation window
-        state = capture()
+        state = take()
         if [*state.optimizers] != [*self.state.optimizers]:
             self.close()
             self._hooks = [each.register_step_pre_hook(self._before_step) for each in state.optimizers]
         per_rank, shared = copy.deepcopy((state.per_rank, state.shared))
-        self.step, self.arguments = step, arguments
+        self.step, self.arguments = step, save
         self.state = replace(state, per_rank=per_rank, shared=shared)
         self._problem, self._changes = "", _changes(state)
 
