@@ -250,7 +250,6 @@ class CadenceKeeper:
         return math.inf if end is None else end - time.time() - _END_SECONDS
 
     def close(self) -> None:
-        """Restore signal handlers and stop polling."""
         if self._sources is not None:
             self._sources.close()
 

@@ -1,4 +1,4 @@
-"""Nested state dicts, with the leaves and paths of DCP's planners, and their tensors.
+"""Nested state dicts as DCP's planners see them, and the tensors in them.
 
 DCP descends into mappings, and into lists only if an element is a tensor or a container; every other value, a
 tuple included, is one leaf. Mapping keys become strings; empty mappings are not recorded.
