@@ -371,7 +371,8 @@ class PrunePlan:
     superseded: tuple[str, ...] = ()
 
 
-def _as_it_is(info: CheckpointInfo, dtype: str | None) -> int:
+def as_it_is(info: CheckpointInfo, dtype: str | None) -> int:
+    """Return the size of a checkpoint that nobody makes weights of."""
     del dtype
     return info.size_bytes
 
@@ -383,7 +384,7 @@ def plan_prune(
     *,
     abandoned: Abandoned = "keep",
     last: int | None = None,
-    weights_bytes: Callable[[CheckpointInfo, str | None], int] = _as_it_is,
+    weights_bytes: Callable[[CheckpointInfo, str | None], int] = as_it_is,
 ) -> PrunePlan:
     """Apply a policy to the committed checkpoints, with guarantees for some of them.
 
@@ -717,6 +718,7 @@ __all__ = [
     "PrunePlan",
     "RetentionPolicy",
     "any_of",
+    "as_it_is",
     "best_by",
     "keeps_weights",
     "plan_prune",

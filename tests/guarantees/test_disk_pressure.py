@@ -16,6 +16,8 @@ from ckpt_core import (
     KeepBest,
     KeepEvery,
     KeepLatest,
+    KeepWeights,
+    KeepWithin,
     NoRoomError,
     SaveError,
 )
@@ -374,3 +376,16 @@ def test_what_may_go_ahead_of_a_commit_is_what_the_policy_drops_and_never_what_a
         newest = max(sound, key=lambda info: info.step)
         last = max(sound, key=lambda info: (info.created, info.step))
         assert not gone & {newest.step, last.step, step}
+
+
+def test_what_stays_as_weights_does_not_go_ahead_of_a_commit_for_what_it_takes_now():
+    history = [
+        CheckpointInfo(
+            step=step, name=f"step-{step:09d}", created=float(step), size_bytes=100, save_id=str(step)
+        )
+        for step in range(1, 5)
+    ]
+    coming = CheckpointInfo(step=5, name="step-000000005", created=5.0)
+    policy = (KeepLatest(1) | KeepWeights(KeepEvery(1))) & KeepWithin(150)
+    assert [info.step for info in droppable(policy, history, coming, 5.0)] == [1, 2, 3]
+    assert droppable(policy, history, coming, 5.0, sizes=lambda info, dtype: 30) == []

@@ -12,7 +12,15 @@ from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError
 from ckpt_core.journal import MOST_STEPS
 from ckpt_core.options import CheckpointOptions
-from ckpt_core.retention import Abandoned, KeepAll, PrunePlan, plan_prune, unknown_metrics, withheld
+from ckpt_core.retention import (
+    Abandoned,
+    KeepAll,
+    PrunePlan,
+    as_it_is,
+    plan_prune,
+    unknown_metrics,
+    withheld,
+)
 from ckpt_core.root._demoter import Demoter
 from ckpt_core.root._ownership import Ownership
 from ckpt_core.storage import Storage
@@ -33,6 +41,7 @@ class Pruner:
 
     Attributes:
         behind: whether the last prune has left something to be made weights of.
+        weights_bytes: returns what weights will take, as far as is known; see `plan_prune`.
 
     Args:
         demoter: makes weights of what only a `KeepWeights` keeps.
@@ -48,6 +57,7 @@ class Pruner:
         demoter: Demoter | None = None,
     ) -> None:
         self._demoter = demoter
+        self.weights_bytes = as_it_is if demoter is None else demoter.weights_bytes
         self.behind = False
         self._storage = storage
         self._policy = options.keep or KeepAll()
@@ -67,8 +77,17 @@ class Pruner:
         if history is None:
             history = Inventory(self._storage, lambda: self._ownership.held).history()
         self._check_metrics(history)
-        sizes = {} if self._demoter is None else {"weights_bytes": self._demoter.weights_bytes}
-        return plan_prune(self._policy, history, time.time(), abandoned=self._abandoned, last=newest, **sizes)
+        return self._plan(history, newest)
+
+    def _plan(self, history: Sequence[CheckpointInfo], newest: int | None) -> PrunePlan:
+        return plan_prune(
+            self._policy,
+            history,
+            time.time(),
+            abandoned=self._abandoned,
+            last=newest,
+            weights_bytes=self.weights_bytes,
+        )
 
     def apply(
         self,
@@ -178,8 +197,7 @@ class Pruner:
         parts = self._ownership.inventory.parts
         if not parts:
             return ()
-        held, now = self._ownership.held, time.time()
-        plan = plan_prune(self._policy, [*history, *parts], now, abandoned=self._abandoned, last=newest)
+        held, plan = self._ownership.held, self._plan([*history, *parts], newest)
         drop = {(info.name, info.save_id) for info in plan.drop}
         whole = {info.step for info in history if info.usable and not info.abandoned}
         return [

@@ -13,7 +13,7 @@ them is verified first; nor are checkpoints that are pinned or marked as damaged
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, final
 
@@ -24,7 +24,7 @@ from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError, NoRoomError
 from ckpt_core.formats.chunks import BLOCK_BYTES
 from ckpt_core.options import CheckpointOptions, Headroom, bytes_text
-from ckpt_core.retention import Abandoned, KeepAll, RetentionPolicy, plan_prune
+from ckpt_core.retention import Abandoned, KeepAll, RetentionPolicy, as_it_is, plan_prune
 from ckpt_core.root import Ownership, Pruner
 from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo
@@ -141,7 +141,9 @@ class DiskSpace:
         # Half, so that a refusal reaches the other ranks, which wait for it, before their deadline.
         deadline = time.monotonic() + self._options.deadline_seconds / 2
         candidates = inventory.droppable(
-            lambda history: droppable(policy, history, coming, time.time(), abandoned=abandoned),
+            lambda history: droppable(
+                policy, history, coming, time.time(), abandoned=abandoned, sizes=self._pruner.weights_bytes
+            ),
             go_on=lambda: time.monotonic() < deadline,
         )
         gain = SpaceNeeded(sum(info.size_bytes for info in candidates), sum(map(self._files_of, candidates)))
@@ -211,16 +213,17 @@ def droppable(
     now: float,
     *,
     abandoned: Abandoned = "keep",
+    sizes: Callable[[CheckpointInfo, str | None], int] = as_it_is,
 ) -> list[CheckpointInfo]:
     """List checkpoints that the policy drops after `coming` and that may go before it.
 
     The lowest step is first. The newest sound checkpoint and the one committed last stay: if the save fails,
-    training resumes from one of them. So does the one that `coming` replaces.
+    training resumes from one of them. So does the one that `coming` replaces. `sizes` are of weights to come.
     """
     others = [info for info in history if info.name != coming.name]
     stays = plan_prune(_KEEP_NONE, history, now).keep
     after = on_present_line([*others, coming])
-    drop = plan_prune(policy, after, now, abandoned=abandoned, last=coming.step).drop
+    drop = plan_prune(policy, after, now, abandoned=abandoned, last=coming.step, weights_bytes=sizes).drop
     gone_before = {info.name for info in history if info.abandoned}
     return [info for info in drop if info.name in gone_before or info.step not in stays]
 

@@ -31,6 +31,7 @@ from ckpt_core.retention import (
     PrunePlan,
     RetentionPolicy,
     any_of,
+    as_it_is,
     keeps_weights,
     plan_prune,
     unknown_counts,
@@ -76,7 +77,7 @@ def run(arguments: Namespace) -> Outcome:
         raise none_committed(storage)  # of a folder of roots, before anything is written there
 
     demoter = _demoter(storage) if keeps_weights(policy) else None
-    light = _as_it_is if demoter is None else demoter.weights_bytes
+    light = as_it_is if demoter is None else demoter.weights_bytes
 
     def choose(history: Sequence[CheckpointInfo]) -> PrunePlan:
         if policy is None:
@@ -286,10 +287,6 @@ def _keep_best(text: str) -> KeepBest:
     if len(rest) != len(numbers) + len(modes) or len(numbers) > 1 or len(modes) > 1:
         raise ConfigError(f"--keep-best takes METRIC[:N][:min|max], such as val_loss:2:min, not {text!r}")
     return KeepBest(metric, n=numbers[0] if numbers else 1, mode="max" if modes == ["max"] else "min")
-
-
-def _as_it_is(info: CheckpointInfo, _dtype: str | None) -> int:
-    return info.size_bytes
 
 
 def _outcome(
