@@ -95,7 +95,7 @@ class FileFill:
             yield window[:at]
 
     def _window(self) -> memoryview:
-        """Return memory for a window: what an earlier one had that nobody refers to any more, or new."""
+        """Return memory for a window, of an earlier one that nobody refers to."""
         # The kernel clears new memory, which costs as much as to read into it.
         memory = self._free.pop() if self._free else page_memory(WINDOW_BYTES)
         loan = (ctypes.c_ubyte * WINDOW_BYTES).from_buffer(memory)
