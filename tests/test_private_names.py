@@ -25,6 +25,7 @@ OURS = ("ckpt_core", "lightning_ckpt", "accelerate_ckpt")
 
 # "module:path.to.name" -> the first parameters of what is called or replaced, but `self`; None for others.
 TORCH = {
+    "torch:Tensor._version": None,
     "torch:_foreach_copy_": None,
     "torch._utils:_rebuild_tensor_v2": "storage storage_offset size stride requires_grad backward_hooks",
     "torch._utils:_rebuild_tensor_v3": (

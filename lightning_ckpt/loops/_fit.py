@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ckpt_core._torch_internals import changes_of
 from ckpt_core.disclosure import logger_of
 from ckpt_core.hosting import shadow
 from ckpt_core.state import unwrap_optimizer
@@ -245,12 +246,12 @@ class Fit:
         return [unwrap_optimizer(each) for each in self.trainer.strategy.optimizers if by_script]
 
     def _note_used(self, optimizer: Optimizer, *_: Any) -> None:
-        self._used[optimizer] = [(ref(grad), grad._version) for grad in _gradients(optimizer)]
+        self._used[optimizer] = [(ref(grad), changes_of(grad)) for grad in _gradients(optimizer)]
 
     def _holds(self, optimizer: Optimizer) -> bool:
         noted = self._used.get(optimizer, ())
         used = {id(grad): version for each, version in noted if (grad := each()) is not None}
-        new = (grad for grad in _gradients(optimizer) if used.get(id(grad)) != grad._version)
+        new = (grad for grad in _gradients(optimizer) if used.get(id(grad)) != changes_of(grad))
         return any(bool(grad.any()) for grad in new)
 
     # Called by Lightning's loops, in place of their own methods.
