@@ -99,11 +99,13 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException) -> Self:
         """Describe an exception, including details of its causes."""
+        phases: list[SavePhase | Literal[""]]
+        phases = [e.phase for e in _causes(error) if isinstance(e, SaveError) and e.phase]
         return cls(
             kind=type(error).__name__,
             text=failure_text(error),
             errno=next((e.errno for e in _causes(error) if isinstance(e, OSError) and e.errno), None),
-            phase=next((e.phase for e in _causes(error) if isinstance(e, SaveError) and e.phase), ""),
+            phase=phases[0] if phases else "",
         )
 
 

@@ -199,6 +199,36 @@ def test_any_chain_of_resumes_gives_every_sample_of_an_epoch_once(seed: int) -> 
     assert seen.total() - samples < ranks * size, "what fills up the last batches"
 
 
+@pytest.mark.parametrize("replacement", [False, True], ids=["order", "replacement"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_save_after_any_batch_leaves_every_later_epoch_its_order(workers: int, replacement: bool) -> None:
+    """Workers are ahead of the loop, and the host ahead of both: a sampler draws once more at its end."""
+
+    def made(seed: int) -> DataLoader[int]:
+        drawn = torch.Generator().manual_seed(seed)
+        order = RandomSampler(range(70), replacement=replacement, generator=drawn)
+        return DataLoader(range(70), batch_size=9, sampler=order, num_workers=workers)  # type: ignore[arg-type]
+
+    def epoch(loader: DataLoader[int]) -> Iterator[list[int]]:
+        drawn = iter(loader)
+        following = next(drawn)
+        while following is not None:  # the next one is fetched before this one is trained on
+            batch, following = following, next(drawn, None)
+            yield batch.tolist()
+
+    loader = made(1)
+    position, states, seen = LoaderPosition(loader, ahead=1), [], []
+    for batch in epoch(loader):
+        seen.append(batch)
+        states.append(decode(json.loads(json.dumps(encode(position.state(ended=False))))))
+    last = list(epoch(loader))
+    for done, state in enumerate(states[:-1], start=1):
+        resumed = made(done + 1)
+        LoaderPosition(resumed, ahead=1).restore(state, same_ranks=True)
+        assert [*epoch(resumed)] == seen[done:], f"after {done} batches"
+        assert [*epoch(resumed)] == last, f"the epoch after a save after {done} batches"
+
+
 class Numbers(torch.utils.data.IterableDataset[int]):
     def __init__(self, samples: int) -> None:
         self.samples = samples

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from itertools import count, islice
+from itertools import chain, count, islice
 from typing import Any, Final, NamedTuple, final
 from weakref import WeakSet, ref
 
@@ -471,6 +471,8 @@ class Tracker:
         indices.hand_over(iterator)
         if indices.holds:
             fetch_ahead(iterator, replay.batches)
+        if indices.holds or replay.samplers:  # others draw from the global generators with the samples
+            indices.draw_ahead(iterator, self.ahead)
         if replay.draws:
             draw_and_drop(iterator, replay.batches)
         elif replay.rest is None:
@@ -592,6 +594,12 @@ class Indices:
         self._held = False
         self.skip()
         let_draw_from(iterator, self.sampler, self._inner)
+
+    def draw_ahead(self, iterator: Any, batches: int) -> None:
+        """Draw the indices of so many more batches, as a host had that draws ahead of the loop."""
+        if batches and self._inner is not None:
+            self._inner = chain(list(islice(self._inner, batches)), self._inner)
+            let_draw_from(iterator, self.sampler, self._inner)
 
 
 def _put(loader: DataLoader[Any], sampler: Any) -> AbstractContextManager[None]:

@@ -237,10 +237,10 @@ class TierThread:
 
     def _meet(self, work: Callable[[], Rows]) -> Sequence[Rows]:
         """Work, and wait until every disk has; return or raise what came of it."""
-        found: Rows | Exception
+        found: Rows | BaseException
         try:
             found = work()
-        except Exception as error:  # noqa: BLE001 - raised on every rank
+        except BaseException as error:  # noqa: BLE001 - raised on every rank
             found = error
         return self._channel.commit_barrier(f"{self._words}/sent", found, list, deadline_seconds=_FOREVER)
 
