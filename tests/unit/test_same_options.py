@@ -111,6 +111,7 @@ UPLOAD = {
     "deadline_seconds": 9,
     "on_error": "raise",
     "bandwidth": "1 GB/s",
+    "compress": "zstd",
     "storage_options": {"key": "hunter2hunter2"},
 }
 

@@ -105,7 +105,8 @@ class FileFill:
     def read_into(self, ranges: Iterable[tuple[Wanted, int, memoryview]]) -> None:
         """Fill memory with a tensor's bytes, row-major, from an offset on."""
         for piece, start, into in ranges:
-            self._fill(piece, start, start + len(into), into)
+            if into:  # a tensor may be empty
+                self._fill(piece, start, start + len(into), into)
         self._read()
 
     def _count(self, number: int, content: memoryview) -> None:

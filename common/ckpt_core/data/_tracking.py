@@ -596,7 +596,7 @@ class Indices:
         let_draw_from(iterator, self.sampler, self._inner)
 
     def draw_ahead(self, iterator: Any, batches: int) -> None:
-        """Draw the indices of so many more batches, as a host had that draws ahead of the loop."""
+        """Draw indices of so many more batches, as a host had, ahead of the loop."""
         if batches and self._inner is not None:
             self._inner = chain(list(islice(self._inner, batches)), self._inner)
             let_draw_from(iterator, self.sampler, self._inner)

@@ -49,7 +49,7 @@ CALLS = [
     "prune copy --keep-latest 1 --dry-run", "prune copy --keep-latest 1", "prune runs/b --damaged",
     "annotate runs/a@6 --metric val_loss=0.5", "show runs/a", "watch runs/a --timeout 0.01",
     "watch runs/a --timeout 0.01 --exec true",
-    "plan 7B --ranks 8 --storage s3", "plan 7B --ranks 16 --tp 2 --optimizer sgd --mtbf 6h",
+    "plan 7B --ranks 8 --storage s3 --compress --days 9", "plan 7B --ranks 16 --tp 2 --optimizer sgd --mtbf 6h",
     "import weights.pt imported --step 3", "show weights.pt --tensors", "verify weights.pt",
     "export runs/a exported", "cp runs/a@6 small --compress zstd", "ls small", "show small",
     "average runs/a average.pt --last 2 --to torch",
