@@ -152,7 +152,7 @@ def kept(directory: Path, make: Callable[[], Trained], upload: dict[str, Any]) -
     with CheckpointManager(tier) as manager:
         if manager.resume(make().state) != trained.steps:
             raise RuntimeError("the last step cannot be resumed from the tier")
-    found = [info.weights_of is None for info in Catalog(tier).committed()]
+    found = [info.weights_of is None for info in Catalog(tier).committed(abandoned=True)]
     size = sum(path.stat().st_size for path in (directory / "tier").rglob("*") if path.is_file())
     return size, sum(found), len(found) - sum(found)
 
