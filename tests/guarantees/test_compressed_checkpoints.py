@@ -31,13 +31,21 @@ from ckpt_core.names import PLAIN
 from ckpt_core.reading import Engine, RangeRead
 from ckpt_core.storage import LocalStorage, MemoryStorage
 from ckpt_core.testing import Fault, FaultyStorage
-from ckpt_core.tiers import CopyTerms, compressed, copy_checkpoint, fixed
+from ckpt_core.tiers import CopyTerms, ShareTerms, compress_share, copy_checkpoint, view_of
 from ckpt_core.types import FileEntry
 from tests.unit.commit.checkpoints import bucket_like
 
 NAME = "step-000000003"
 CODECS = ("zstd", "planes")
 MIB = 1 << 20
+
+
+def compressed(source, codec, **options):
+    """A view of a root in which the checkpoint is compressed, as uploads and `ckpt cp` make it."""
+    paths = [entry.path for entry in Catalog(source).manifest(NAME).files]
+    share = ShareTerms(paths=paths, codec=codec, bytes_per_second=None)
+    rows = compress_share(source, MemoryStorage(), NAME, share, stop=lambda: None)
+    return view_of(source, NAME, [rows], **options)
 
 
 class Odd(torch.nn.Module):
@@ -193,7 +201,7 @@ def test_a_range_reads_little_more_than_its_bytes(tmp_path, codec):
     model, root = torch.nn.Linear(2048, 2048, bias=False), LocalStorage(tmp_path)
     torch.nn.init.normal_(model.weight, std=0.02)
     saved(tmp_path / "a", model)
-    view = compressed(LocalStorage(tmp_path / "a"), NAME, fixed(codec), stop=lambda: None)
+    view = compressed(LocalStorage(tmp_path / "a"), codec)
     copy_checkpoint(view, root, NAME, CopyTerms())
     counted = Counting(tmp_path)
     part = open_parts(counted, NAME)[2][""]
@@ -211,7 +219,7 @@ def test_a_range_reads_little_more_than_its_bytes(tmp_path, codec):
 
 @pytest.mark.parametrize("kind", ["local", "bucket"])
 def test_a_compressing_copy_that_fails_at_any_operation_is_completed_by_the_next(little, tmp_path, kind):
-    source = compressed(LocalStorage(little), NAME, fixed("planes"), stop=lambda: None)
+    source = compressed(LocalStorage(little), "planes")
 
     def make(number: int):
         return LocalStorage(tmp_path / str(number)) if kind == "local" else bucket_like()
@@ -242,9 +250,7 @@ def test_a_signed_checkpoint_is_compressed_only_where_it_is_signed_again(plain, 
     assert main(["cp", str(root), str(tmp_path / "t"), "--compress", "zstd"]) == 2
     assert "is signed" in capsys.readouterr().err
     assert not (tmp_path / "t").exists() or list((tmp_path / "t").iterdir()) == []
-    view = compressed(
-        LocalStorage(root), NAME, fixed("zstd"), stop=lambda: None, sign=lambda each: each[::-1]
-    )
+    view = compressed(LocalStorage(root), "zstd", sign=lambda each: each[::-1])
     target, back = LocalStorage(tmp_path / "t"), MemoryStorage()
     copy_checkpoint(view, target, NAME, CopyTerms())
     signature = target.read_bytes(f"{NAME}/manifest.json.sig")
@@ -286,7 +292,7 @@ def test_second_files_are_made_again_when_it_becomes_plain(tmp_path):
         source.replace(f"{NAME}/{path}", content)
     source.replace(f"{NAME}/COMMITTED", Marker.of(Manifest.from_bytes(content), content).to_bytes())
     assert verify(source, NAME) == []
-    view = compressed(source, NAME, fixed("planes"), stop=lambda: None)
+    view = compressed(source, "planes")
     copy_checkpoint(view, target, NAME, CopyTerms())
     assert not [each for each in target.list(NAME) if each.name.endswith(".replica")]
     assert verify(target, NAME) == []

@@ -99,6 +99,16 @@ def test_an_upload_that_was_begun_goes_on_as_it_was_compressed_and_sends_nothing
     assert sent == {(path.name, path.stat().st_ino) for path in (tmp_path / "tier").rglob("*.distcp")}
 
 
+@pytest.mark.parametrize("kind", ["disk", "bucket"])
+def test_what_another_zstandard_has_begun_is_compressed_again(tmp_path, monkeypatch, kind):
+    tier = LocalStorage(tmp_path / "tier") if kind == "disk" else bucket_like()
+    begin_in_planes(tmp_path / "root", tier)
+    monkeypatch.setattr("ckpt_core.formats.frames._LEVEL", 9)  # makes other frames of the same bytes
+    with CheckpointManager(tmp_path / "root", upload=Upload(tier, compress="planes")) as manager:
+        assert manager.resume(zeros()) == 1
+    assert [verify(tier, info.name) for info in Catalog(tier).committed()] == [[]]
+
+
 def test_what_stock_dcp_is_to_read_is_not_continued_in_planes(tmp_path):
     inner = MemoryStorage("tier")
     begin_in_planes(tmp_path, inner)

@@ -32,7 +32,7 @@ from ckpt_core.errors import (
 )
 from ckpt_core.formats import codec
 from ckpt_core.formats.checksums import is_checksum
-from ckpt_core.formats.codec import count, relative_paths
+from ckpt_core.formats.codec import count, file_paths
 from ckpt_core.names import EVERY_GROUP, FORMAT_VERSION, MANIFEST, MARKER, twin_name
 from ckpt_core.provenance import parent_fields, provenance_fields, read_parent, read_provenance
 from ckpt_core.storage import Storage, read_intact, read_small
@@ -156,9 +156,7 @@ def _check_columns(columns: dict[str, Any]) -> None:
     if len(lengths) != 1 or -1 in lengths:
         raise ValueError("'files' should hold columns of equal length")
     paths, sizes, checksums = (columns[name] for name in _COLUMNS)
-    relative_paths(paths)
-    if len(set(paths)) != len(paths):
-        raise ValueError("a file is listed twice")
+    file_paths(paths)
     if not {int}.issuperset(map(type, sizes)):
         raise ValueError("the size of a file should be an integer")
     count(min(sizes, default=0), "size")

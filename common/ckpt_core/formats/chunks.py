@@ -11,12 +11,13 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from struct import iter_unpack
 from typing import Any, Final, final
 
-from ckpt_core.formats.codec import Fields, corrupt, count, relative_paths
+from ckpt_core.formats.codec import Fields, corrupt, count, file_paths
 from ckpt_core.names import FORMAT_VERSION
 from ckpt_core.types import ChunkEntry
 
@@ -114,6 +115,20 @@ def decode_table(content: bytes) -> bytes:
     return text
 
 
+def table_fields(content: bytes, *, source: str) -> AbstractContextManager[Fields]:
+    """Read a compressed table as hostile input; `source` names it in errors.
+
+    Raises:
+        IncompatibleCheckpointError: it was written by a newer version.
+        CorruptCheckpointError: it is malformed; the context makes one of any ValueError in it.
+    """
+    try:
+        text = decode_table(content)
+    except ValueError as error:
+        raise corrupt(source, f"is malformed: {error}") from error
+    return Fields.parse(text, source=source)
+
+
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileChunks:
@@ -165,16 +180,10 @@ class ChunkTable:
             IncompatibleCheckpointError: it was written by a newer version.
             CorruptCheckpointError: it is malformed, or holds impossible values.
         """
-        try:
-            text = decode_table(content)
-        except ValueError as error:
-            raise corrupt(source, f"is malformed: {error}") from error
-        with Fields.parse(text, source=source) as fields:
+        with table_fields(content, source=source) as fields:
             block_bytes = fields.count("block_bytes", least=1)
             files = [_file(each, block_bytes) for each in fields.objects("files")]
-            relative_paths([file.path for file in files])
-            if len({file.path for file in files}) != len(files):
-                raise ValueError("a file is listed twice")
+            file_paths([file.path for file in files])
             return cls(files={file.path: file for file in files})
 
     def __iter__(self) -> Iterator[ChunkEntry]:

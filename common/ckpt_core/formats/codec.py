@@ -172,6 +172,12 @@ def count(value: object, name: str, *, least: int = 0) -> int:
     return value
 
 
+def file_paths(values: Sequence[Any]) -> None:
+    """Raise ValueError unless all are relative paths, as below, each listed once."""
+    if len(set(relative_paths(values))) != len(values):
+        raise ValueError("a file is listed twice")
+
+
 def relative_paths(values: Sequence[Any]) -> Sequence[str]:
     """Return `values` if all are safe relative paths on every platform and storage.
 

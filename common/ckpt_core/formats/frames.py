@@ -18,8 +18,8 @@ from itertools import accumulate
 from typing import Any, Final, TypeAlias, final
 
 from ckpt_core.errors import IncompatibleCheckpointError
-from ckpt_core.formats.chunks import BLOCK_BYTES, decode_table
-from ckpt_core.formats.codec import MAX_COUNT, Fields, corrupt, encode, relative_paths
+from ckpt_core.formats.chunks import BLOCK_BYTES, table_fields
+from ckpt_core.formats.codec import MAX_COUNT, Fields, encode, file_paths
 from ckpt_core.names import FORMAT_VERSION
 
 Buffer: TypeAlias = bytes | memoryview
@@ -101,6 +101,7 @@ def encode_plain(manifest: bytes, small: Mapping[str, bytes], files: Mapping[str
     text = encode(
         {
             "format_version": FORMAT_VERSION,
+            "compressor": compressor(),
             "manifest": b64encode(manifest).decode(),
             "small": {path: b64encode(content).decode() for path, content in small.items()},
             "files": [
@@ -118,11 +119,13 @@ class PlainFiles:
     """How the files of the plain checkpoint come of those of a compressed one.
 
     Attributes:
+        compressor: as `compressor` named what made the frames.
         manifest: its `manifest.json`.
         small: path -> content of other files that are not the same.
         files: path -> frames of a data file.
     """
 
+    compressor: str
     manifest: bytes
     small: Mapping[str, bytes]
     files: Mapping[str, Frames]
@@ -135,27 +138,31 @@ class PlainFiles:
             IncompatibleCheckpointError: it was written by a newer version.
             CorruptCheckpointError: it is malformed, or holds impossible values.
         """
-        try:
-            text = decode_table(content)
-        except ValueError as error:
-            raise corrupt(source, f"is malformed: {error}") from error
-        with Fields.parse(text, source=source) as fields:
+        with table_fields(content, source=source) as fields:
             decode = partial(b64decode, validate=True)
             small = fields.mapping("small", str)
             files = fields.objects("files")
             paths = [each.get("path", str) for each in files]
-            relative_paths([*small, *paths])
-            if len({*small, *paths}) != len(small) + len(paths):
-                raise ValueError("a file is listed twice")
+            file_paths([*small, *paths])
             return cls(
+                compressor=fields.get("compressor", str),
                 manifest=decode(fields.get("manifest", str)),
                 small={path: decode(text) for path, text in small.items()},
                 files={path: Frames.of(each) for path, each in zip(paths, files, strict=True)},
             )
 
 
+def compressor() -> str:
+    """Name what makes the same frames of the same bytes: zstd and its level here.
+
+    Raises:
+        IncompatibleCheckpointError: zstandard is not installed.
+    """
+    return f"zstd {'.'.join(map(str, require_zstandard().ZSTD_VERSION))} at {_LEVEL}"
+
+
 def compress(codec: int, content: Buffer) -> Buffer:
-    """Compress one frame, always to the same bytes; releases the GIL.
+    """Compress one frame, by one `compressor` to the same bytes; releases the GIL.
 
     Raises:
         IncompatibleCheckpointError: zstandard is not installed.

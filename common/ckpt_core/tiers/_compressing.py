@@ -42,9 +42,9 @@ from ckpt_core.formats.frames import (
     Frames,
     PlainFiles,
     compress,
+    compressor,
     descriptors_of,
     encode_plain,
-    require_zstandard,
 )
 from ckpt_core.messages import message
 from ckpt_core.names import MANIFEST, MARKER, METADATA, PLAIN, SIGNATURE, chunks_name, data_rank, probe_name
@@ -107,40 +107,6 @@ def fixed(codec: str) -> Choice:
 def _number(codec: str, entry: ChunkEntry) -> int:
     width = item_bytes(entry.dtype) if codec == "planes" and entry.dtype is not None else ZSTD
     return width if width in CODECS else ZSTD
-
-
-def compressed(
-    source: Storage,
-    name: str,
-    choose: Choice,
-    *,
-    stop: Callable[[], None],
-    sign: Callable[[bytes], bytes] | None = None,
-) -> Storage:
-    """Return a view of a root in which a checkpoint is compressed, to be copied from.
-
-    Args:
-        source: the root.
-        name: of the checkpoint, plain or compressed in another way.
-        choose: the codec of every entry.
-        stop: called before every read; raises to end it.
-        sign: signs the new manifest; needed if the checkpoint is signed.
-
-    Returns:
-        The view; of a checkpoint in which nothing becomes smaller, one in which it is plain.
-
-    Raises:
-        ConfigError: it is signed, and `sign` is None.
-        CorruptCheckpointError: it is damaged.
-        CheckpointNotFoundError: it is not committed.
-        IncompatibleCheckpointError: zstandard is not installed.
-    """
-    require_zstandard()
-    source = plain_storage(source, name)
-    manifest = Manifest.from_bytes(read_manifest(source, name))
-    entries = {entry.path: entry for entry in manifest.originals}
-    found = compress_files(source, name, entries, choose=choose, stop=stop)
-    return compressed_view(source, name, found, sign=sign)
 
 
 def compress_files(
@@ -211,16 +177,12 @@ def view_again(source: Storage, name: str, small: Mapping[str, bytes]) -> Storag
     """Return a view made elsewhere, by its `FramedStorage.small`; or the root."""
     if not small:
         return source
-    files = _frames_in(small)
+    files = PlainFiles.from_bytes(small[PLAIN], source=PLAIN).files
     return FramedStorage(plain_storage(source, name), name, small=small, files=files, compresses=True)
 
 
-def _frames_in(small: Mapping[str, bytes]) -> Mapping[str, Frames]:
-    return PlainFiles.from_bytes(small[PLAIN], source=PLAIN).files
-
-
 def view_begun(source: Storage, name: str, target: Storage, working: str, *, codec: str) -> Storage | None:
-    """Return the view that an interrupted copy was made from, if its files tell.
+    """Return the view that an interrupted copy was made from, if it can go on.
 
     Args:
         source: the root.
@@ -242,8 +204,9 @@ def view_begun(source: Storage, name: str, target: Storage, working: str, *, cod
         with suppress(FileNotFoundError):
             small[SIGNATURE] = read_small(target, f"{working}/{SIGNATURE}", MAX_SIGNATURE_BYTES)
         lacks_signature = SIGNATURE not in small and source.exists(f"{name}/{SIGNATURE}")
-        in_planes = any(max(each.codec) > ZSTD for each in _frames_in(small).values())
-        wrong = lacks_signature or (in_planes and codec == "zstd")
+        found = PlainFiles.from_bytes(small[PLAIN], source=PLAIN)
+        in_planes = any(max(each.codec) > ZSTD for each in found.files.values())
+        wrong = lacks_signature or found.compressor != compressor() or (in_planes and codec == "zstd")
         return None if wrong else view_again(source, name, small)
     except (OSError, CheckpointError):
         return None
@@ -271,7 +234,7 @@ def compress_file(
 ) -> tuple[FileEntry, Frames]:
     """Compress a verified plain data file; return its new entry, and its frames.
 
-    Errors as by `compressed`.
+    Errors as by `compress_share`.
     """
     place, stored, running = f"{source.url}/{name}", list[int](), Checksum.like(entry.checksum)
     with source.open_ranges(f"{name}/{entry.path}") as ranges:
@@ -365,7 +328,14 @@ def compressed_view(
         source: the root, in which it is plain.
         name: of the checkpoint.
         files: path -> what `compress_file` returned.
-        sign: as in `compressed`.
+        sign: signs the new manifest; needed if the checkpoint is signed.
+
+    Returns:
+        The view; if nothing became smaller, the root.
+
+    Raises:
+        ConfigError: it is signed, and `sign` is None.
+        CorruptCheckpointError: it is damaged.
     """
     frames = {path: each for path, (_, each) in files.items() if any(each.codec)}
     if not frames:

@@ -22,6 +22,13 @@ def test_a_kill_during_an_upload_loses_no_acknowledged_checkpoint_of_either_tier
     assert sum(each.sweep.endswith("disk lost") for each in found) == KILLS
 
 
+def test_a_kill_during_a_compressed_upload_loses_no_acknowledged_checkpoint_of_either_tier(tmp_path):
+    found = sample(
+        tmp_path, "uploads", count=1, cases=["uploads during saves, compressed, on its disk, 1 rank"]
+    )
+    assert [each.kills for each in found] == [1, 0]
+
+
 def test_a_power_cut_during_an_upload_loses_no_acknowledged_checkpoint_of_either_tier(tmp_path):
     found = sample(tmp_path, "power-uploads", count=1, cases=[SCENE])
     assert sum(each.kills for each in found) == 1
