@@ -30,8 +30,8 @@ from ckpt_core.validation import (
     integers,
     one_of,
     parse_size,
-    positive,
     require,
+    require_part,
     take_duration,
     text,
 )
@@ -99,11 +99,7 @@ class KeepEveryFraction(_Milestones):
     total_steps: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        problem = positive("fraction", self.fraction)
-        if problem is None and not _SMALLEST_FRACTION <= self.fraction <= 1:
-            problem = f"fraction must be between 0.000001 and 1, not {self.fraction!r}"
-        total = None if self.total_steps is None else integer("total_steps", self.total_steps, minimum=1)
-        require("KeepEveryFraction", problem, total)
+        require_part("KeepEveryFraction", self.fraction, self.total_steps)
 
     @property
     def counts(self) -> frozenset[str]:
@@ -692,7 +688,6 @@ def _guaranteed(history: Sequence[CheckpointInfo], last: int | None) -> Iterable
 _DAY: Final = 86_400
 _MONDAY: Final = 3 * _DAY
 """What the beginning of Unix time is after a Monday."""
-_SMALLEST_FRACTION: Final = Fraction(1, 1_000_000)
 _NOTHING: Final = CheckpointInfo(step=0, name="", created=0)
 _by_step: Callable[[Any], int] = attrgetter("step")
 _by_age = attrgetter("created", "step")

@@ -10,6 +10,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Collection, Mapping
+from fractions import Fraction
 from typing import Any, TypeVar, cast
 
 from ckpt_core.errors import ConfigError
@@ -17,6 +18,7 @@ from ckpt_core.errors import ConfigError
 T = TypeVar("T")
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_SMALLEST_PART = Fraction(1, 1_000_000)
 _DURATION = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([smhd])\s*")
 
 _UNITS: dict[str, int] = {
@@ -72,6 +74,14 @@ def positive(name: str, value: Any) -> str | None:
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0:
         return None
     return f"{name} must be a finite number above 0, not {value!r}"
+
+
+def require_part(policy: str, fraction: Any, total_steps: Any) -> None:
+    """Raise ConfigError unless they are a part of a training, and its length or None."""
+    problem = positive("fraction", fraction)
+    if problem is None and not _SMALLEST_PART <= fraction <= 1:
+        problem = f"fraction must be between 0.000001 and 1, not {fraction!r}"
+    require(policy, problem, None if total_steps is None else integer("total_steps", total_steps, minimum=1))
 
 
 def seconds_of(value: Any) -> Any:

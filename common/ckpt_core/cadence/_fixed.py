@@ -19,8 +19,8 @@ from ckpt_core.validation import (
     instances,
     integer,
     integers,
-    positive,
     require,
+    require_part,
     seconds_of,
     take_duration,
     text,
@@ -28,7 +28,6 @@ from ckpt_core.validation import (
 
 Deadline: TypeAlias = float | str | timedelta | datetime | Callable[[], float | None]
 _UNCATCHABLE = frozenset({"SIGKILL", "SIGSTOP"})
-_SMALLEST_FRACTION = Fraction(1, 1_000_000)
 
 
 def decide(policy: SavePolicy, context: CadenceContext) -> str | None:
@@ -129,11 +128,7 @@ class EveryFraction(_Agreed):
     total_steps: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        problem = positive("fraction", self.fraction)
-        if problem is None and not _SMALLEST_FRACTION <= self.fraction <= 1:
-            problem = f"fraction must be between 0.000001 and 1, not {self.fraction!r}"
-        total = None if self.total_steps is None else integer("total_steps", self.total_steps, minimum=1)
-        require("EveryFraction", problem, total)
+        require_part("EveryFraction", self.fraction, self.total_steps)
 
     def decide(self, context: CadenceContext) -> str | None:
         total = context.total_steps if self.total_steps is None else self.total_steps

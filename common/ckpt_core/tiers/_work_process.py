@@ -104,6 +104,23 @@ class WorkProcess:
                 raise  # of `stop`
             raise EndedError(self._end_text()) from error
 
+    def do(self, task: object, stop: Callable[[], None]) -> None:
+        """Do a task of which only the end matters.
+
+        Raises:
+            CheckpointError: from `stop`, of the task, or the process is not there; the next task starts one.
+            OSError: of the task.
+        """
+        try:
+            for reply in self.replies(task, stop):
+                if isinstance(reply, Exception):
+                    raise reply
+                if reply is None:
+                    return
+        except EndedError as error:
+            self.close()
+            raise CheckpointError(f"its process {error}") from error
+
     def close(self) -> None:
         """Kill the process, also in the middle of a task; the next task starts one."""
         with self._guard:

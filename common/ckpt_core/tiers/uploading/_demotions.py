@@ -7,11 +7,10 @@ from functools import partial
 from typing import Final
 
 from ckpt_core.crew import give_way
-from ckpt_core.errors import CheckpointError
 from ckpt_core.options import SignManifest
 from ckpt_core.root import Demoter
 from ckpt_core.storage import LocalStorage, Storage, is_in_bucket
-from ckpt_core.tiers import DemotionTerms, EndedError, WorkProcess
+from ckpt_core.tiers import DemotionTerms, WorkProcess
 from ckpt_core.types import CheckpointInfo
 from ckpt_core.validation import imported
 
@@ -48,16 +47,8 @@ def demoter_of(
             give_way()
         if process is None:
             write(storage, info, dtype)
-            return
-        try:
-            for reply in process.replies((info, dtype), stop):
-                if isinstance(reply, Exception):
-                    raise reply
-                if reply is None:
-                    return
-        except EndedError as error:
-            process.close()
-            raise CheckpointError(f"its process {error}") from error
+        else:
+            process.do((info, dtype), stop)
 
     close = (lambda: None) if process is None else process.close
     return Demoter(storage, draft=draft, size=partial(size, storage), close=close, sign=sign)

@@ -237,12 +237,16 @@ class TierThread:
 
     def _meet(self, work: Callable[[], Rows]) -> Sequence[Rows]:
         """Work, and wait until every disk has; return or raise what came of it."""
-        found: Rows | BaseException
-        try:
-            found = work()
-        except BaseException as error:  # noqa: BLE001 - raised on every rank
-            found = error
-        return self._channel.commit_barrier(f"{self._words}/sent", found, list, deadline_seconds=_FOREVER)
+        return self._channel.commit_barrier(
+            f"{self._words}/sent", _outcome(work), list, deadline_seconds=_FOREVER
+        )
+
+
+def _outcome(work: Callable[[], Rows]) -> Rows | BaseException:
+    try:
+        return work()
+    except Exception as error:  # noqa: BLE001 - raised on every rank
+        return error
 
 
 @final

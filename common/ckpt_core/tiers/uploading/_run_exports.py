@@ -24,7 +24,7 @@ from ckpt_core.options import CheckpointOptions, Export
 from ckpt_core.retention import best_by
 from ckpt_core.root import Job
 from ckpt_core.storage import LocalStorage, ObjectStorage, open_storage
-from ckpt_core.tiers import EndedError, ExportTerms, WorkProcess
+from ckpt_core.tiers import ExportTerms, WorkProcess
 from ckpt_core.tiers.uploading._due import DueRule, SaveNumber
 from ckpt_core.tiers.uploading._line import DueCheckpoint, UploadLine
 from ckpt_core.types import CheckpointInfo
@@ -91,16 +91,10 @@ class ExportThread:
         url = self.export.url
         try:
             with self._job.telemetry.span("export", step=info.step, name=info.name, to=url):
-                for reply in self._process.replies(info, self._raise_if_left):
-                    if isinstance(reply, Exception):
-                        raise reply
-                    if reply is None:
-                        break
-        except (CheckpointError, OSError, EndedError) as error:
-            if ended := isinstance(error, EndedError):
-                self._process.close()
+                self._process.do(info, self._raise_if_left)
+        except (CheckpointError, OSError) as error:
             if not self._left.is_set():
-                what = f"its process {error}" if ended else failure_text(error)
+                what = failure_text(error)
                 _logger.error("step %d was not exported to %s: %s", info.step, url, what)  # noqa: TRY400
         else:
             self._last = info.save_id
