@@ -9,7 +9,6 @@ from ckpt_core.tiers._compressing import (
     ShareTerms,
     choose_codecs,
     compress_share,
-    fixed,
     view_again,
     view_begun,
     view_of,
@@ -21,7 +20,7 @@ from ckpt_core.tiers._reading import Reading
 from ckpt_core.tiers._tier import Asked, FurtherTier, Tier, ask, open_tiers, read_through
 from ckpt_core.tiers._tiers_file import TierRecord, Uploading, read_tiers, write_tiers
 from ckpt_core.tiers._union import Held, RunCatalog, TierCopy, United, unite
-from ckpt_core.tiers._work_process import EndedError, WorkProcess
+from ckpt_core.tiers._work_process import WorkProcess
 
 __all__ = [
     "Asked",
@@ -29,7 +28,6 @@ __all__ = [
     "CopyProcess",
     "CopyTerms",
     "DemotionTerms",
-    "EndedError",
     "ExportTerms",
     "FurtherTier",
     "Gain",
@@ -48,7 +46,6 @@ __all__ = [
     "choose_codecs",
     "compress_share",
     "copy_checkpoint",
-    "fixed",
     "open_tiers",
     "read_exports",
     "read_through",
