@@ -26,7 +26,7 @@ from ckpt_core.errors import (
 from ckpt_core.formats.checksums import Checksum, checksum, crc32, crc32_value
 from ckpt_core.formats.chunks import ChunkTable, FileChunks
 from ckpt_core.formats.consistency import check_metadata
-from ckpt_core.formats.dcp_metadata import Index, Tensor, item_bytes, read_index
+from ckpt_core.formats.dcp_metadata import StoredMetadata, Tensor, item_bytes, read_index
 from ckpt_core.names import MANIFEST, MARKER, METADATA, chunks_name, data_rank, twin_name
 from ckpt_core.storage import ForeignFileError, Storage, read_small
 from ckpt_core.types import ChunkEntry, FileEntry
@@ -356,7 +356,7 @@ def index_failures(path: str, sizes: Mapping[str, int], read: Callable[[str], by
 _Rows: TypeAlias = Mapping[tuple[str, str, tuple[int, ...] | None], tuple[int, int]]
 
 
-def _table_failures(part: str, index: Index, read: Callable[[str], bytes]) -> list[FileFailure]:
+def _table_failures(part: str, index: StoredMetadata, read: Callable[[str], bytes]) -> list[FileFailure]:
     tables: dict[str, _Rows] = {}
     for key, place in index.storage_data.items():
         path = part + place.relative_path

@@ -70,7 +70,7 @@ class Place(metaclass=Sealed):
     transform_descriptors: list[str] | None = None
 
 
-class Index(metaclass=Sealed):
+class StoredMetadata(metaclass=Sealed):
     """Stand-in for `Metadata`."""
 
     state_dict_metadata: dict[str, Tensor | Value]
@@ -110,7 +110,7 @@ _PLANNER: Final = "torch.distributed.checkpoint.planner"
 _MEGATRON: Final = "megatron.core.dist_checkpointing.strategies.torch"
 _KINDS_OF_ITEMS: Final = frozenset({"TENSOR", "SHARD", "BYTE_IO"})
 _ALLOWED: Final[dict[tuple[str, str], Any]] = {
-    (_DCP, "Metadata"): Index,
+    (_DCP, "Metadata"): StoredMetadata,
     (_DCP, "TensorStorageMetadata"): Tensor,
     (_DCP, "BytesStorageMetadata"): Value,
     (_DCP, "ChunkStorageMetadata"): Chunk,
@@ -122,7 +122,7 @@ _ALLOWED: Final[dict[tuple[str, str], Any]] = {
     **{(_PLANNER, name): _Ignored for name in ("SavePlan", "WriteItem", "TensorWriteData")},
     (_PLANNER, "WriteItemType"): _IgnoredKind,
     (_MEGATRON, "MCoreSavePlan"): _Ignored,
-    (_MEGATRON, "MCoreMetadata"): Index,
+    (_MEGATRON, "MCoreMetadata"): StoredMetadata,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): Place,
     ("torch.serialization", "_get_layout"): str,
     ("torch", "Size"): tuple,
@@ -153,7 +153,7 @@ def item_bytes(dtype: str) -> int:
     return max(1, int(found[1]) // 8) if found and found[1] else 1
 
 
-def read_index(content: bytes, path: str) -> Index:
+def read_index(content: bytes, path: str) -> StoredMetadata:
     """Read a `.metadata` file, and check the types of all values."""
     with reading(path):
         return _checked(read_pickle(content, _find))
@@ -175,8 +175,8 @@ def reading(path: str) -> Generator[None]:
             gc.enable()
 
 
-def _checked(index: Any) -> Index:
-    if type(index) is not Index or type(index.storage_data) is not dict:
+def _checked(index: Any) -> StoredMetadata:
+    if type(index) is not StoredMetadata or type(index.storage_data) is not dict:
         raise TypeError("not a DCP metadata object with storage data")
     _expect(index.state_dict_metadata, dict, "the state dict's metadata")
     for name, entry in index.state_dict_metadata.items():

@@ -16,7 +16,7 @@ from typing import Any, Final, NoReturn, final
 from ckpt_core.errors import CheckpointError, UnsafeCheckpointError
 
 _RUN: Final = re.compile(
-    rb"(?:[N\x88\x89()\]}aesubRtQ\x81\x85\x86\x87\x93\x94]|[Khq\x80].|M..|[Jj].{4}|G.{8}|\x95.{8}"
+    rb"(?:[N\x88\x89()\]}1aesubRtQ\x81\x85\x86\x87\x93\x94]|[Khq\x80].|M..|[Jj].{4}|G.{8}|\x95.{8}"
     rb"|I[-0-9]{1,20}\n|c[^\n]{1,1000}\n[^\n]{1,1000}\n)*+",
     re.DOTALL,
 )
