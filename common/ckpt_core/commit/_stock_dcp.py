@@ -20,8 +20,9 @@ from ckpt_core.errors import (
     IncompatibleCheckpointError,
     UnsafeCheckpointError,
 )
-from ckpt_core.formats.dcp_metadata import Tensor, item_bytes, read_index
+from ckpt_core.formats.dcp_metadata import item_bytes
 from ckpt_core.formats.extensions import plain_entry
+from ckpt_core.formats.index import decode
 from ckpt_core.formats.legacy import verify_small
 from ckpt_core.formats.zips import ZipError, read_directory, verify_records
 from ckpt_core.names import DATA_SUFFIX, METADATA, can_count
@@ -81,7 +82,7 @@ def verify_part(
     prefix = f"{part}/" if part else ""
     chunks = defaultdict[str, list[_StockChunk]](list)
     try:
-        index = read_index(read_small(storage, f"{prefix}{METADATA}"), METADATA)
+        index = decode(read_small(storage, f"{prefix}{METADATA}"), METADATA)
     except FileNotFoundError:
         problem = "missing: the save did not end, DCP cannot load this"
         return [FileFailure(path=METADATA, problem=problem)]
@@ -89,14 +90,10 @@ def verify_part(
         return list(error.failures)
     except UnsafeCheckpointError as error:
         return [FileFailure(path=METADATA, problem=str(error))]
-    for key, place in index.storage_data.items():
-        entry = index.state_dict_metadata.get(key.fqn)
-        most_bytes = BIGGEST_SMALL_FILE
-        if isinstance(entry, Tensor):
-            most_bytes = prod(entry.size) * item_bytes(entry.properties.dtype)
-        transforms = tuple(place.transform_descriptors or ())
-        chunk = _StockChunk(place.offset, place.length, key.fqn, transforms, most_bytes)
-        chunks[place.relative_path].append(chunk)
+    sizes = {name: prod(entry.size) * item_bytes(entry.dtype) for name, entry in index.tensors()}
+    for name, _, file, offset, length, transforms in index.rows():
+        most_bytes = sizes.get(name, BIGGEST_SMALL_FILE)
+        chunks[file].append(_StockChunk(offset, length, name, tuple(transforms or ()), most_bytes))
     return [
         FileFailure(path=path, problem=why)
         for path in sorted(chunks)

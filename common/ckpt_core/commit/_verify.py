@@ -25,8 +25,9 @@ from ckpt_core.errors import (
 )
 from ckpt_core.formats.checksums import Checksum, checksum, crc32, crc32_value
 from ckpt_core.formats.chunks import ChunkTable, FileChunks
-from ckpt_core.formats.consistency import check_metadata
-from ckpt_core.formats.dcp_metadata import StoredMetadata, Tensor, item_bytes, read_index
+from ckpt_core.formats.consistency import check
+from ckpt_core.formats.dcp_metadata import item_bytes
+from ckpt_core.formats.index import Index, decode
 from ckpt_core.names import MANIFEST, MARKER, METADATA, chunks_name, data_rank, twin_name
 from ckpt_core.storage import ForeignFileError, Storage, read_small
 from ckpt_core.types import ChunkEntry, FileEntry
@@ -321,16 +322,15 @@ class TensorEntry:
 
 
 def list_tensors(content: bytes, source: str) -> list[TensorEntry]:
-    """List every tensor of a `.metadata`, in its order; errors as by `read_index`."""
+    """List every tensor of a `.metadata`, in its order; errors as by `decode`."""
     return [
         TensorEntry(
             name=name,
             shape=entry.size,
-            dtype=entry.properties.dtype,
-            size_bytes=math.prod(entry.size) * item_bytes(entry.properties.dtype),
+            dtype=entry.dtype,
+            size_bytes=math.prod(entry.size) * item_bytes(entry.dtype),
         )
-        for name, entry in read_index(content, source).state_dict_metadata.items()
-        if isinstance(entry, Tensor)
+        for name, entry in decode(content, source).tensors()
     ]
 
 
@@ -344,8 +344,8 @@ def index_failures(path: str, sizes: Mapping[str, int], read: Callable[[str], by
         return sizes[part + data]
 
     try:
-        index = read_index(read(path), path)
-        check_metadata(index, path, size)
+        index = decode(read(path), path)
+        check(index, path, size)
     except CorruptCheckpointError as error:
         return list(error.failures)
     except UnsafeCheckpointError as error:
@@ -356,16 +356,14 @@ def index_failures(path: str, sizes: Mapping[str, int], read: Callable[[str], by
 _Rows: TypeAlias = Mapping[tuple[str, str, tuple[int, ...] | None], tuple[int, int]]
 
 
-def _table_failures(part: str, index: StoredMetadata, read: Callable[[str], bytes]) -> list[FileFailure]:
+def _table_failures(part: str, index: Index, read: Callable[[str], bytes]) -> list[FileFailure]:
     tables: dict[str, _Rows] = {}
-    for key, place in index.storage_data.items():
-        path = part + place.relative_path
+    for key, start, file, offset, length, _ in index.rows():
+        path = part + file
         rank = data_rank(path)
         if rank is None:
             return [
-                FileFailure(
-                    path=path, problem=f"holds {key.fqn!r:.200}, but no rank writes a file of that name"
-                )
+                FileFailure(path=path, problem=f"holds {key!r:.200}, but no rank writes a file of that name")
             ]
         name = chunks_name(rank)
         try:
@@ -375,8 +373,8 @@ def _table_failures(part: str, index: StoredMetadata, read: Callable[[str], byte
             return [FileFailure(path=name, problem=str(error))]
         except FileNotFoundError:
             return [FileFailure(path=name, problem="missing")]
-        if tables[name].get((path, key.fqn, key.offset)) != (place.offset, place.length):
-            return [FileFailure(path=path, problem=f"{key.fqn!r:.200} is at another place than {name} says")]
+        if tables[name].get((path, key, start)) != (offset, length):
+            return [FileFailure(path=path, problem=f"{key!r:.200} is at another place than {name} says")]
     return []
 
 

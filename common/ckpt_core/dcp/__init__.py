@@ -5,10 +5,10 @@ from ckpt_core.dcp._dedup import Meshes, Replicas
 from ckpt_core.dcp._fingerprints import Fingerprints, sample
 from ckpt_core.dcp._image import Image, ImageLayout, ShardSpec, spec_of
 from ckpt_core.dcp._leaves import Leaves, is_expanded
-from ckpt_core.dcp._metadata import encode_metadata, entries, load_metadata, places_in
+from ckpt_core.dcp._metadata import encode_metadata, entries, load_metadata, metadata_of, places_in
 from ckpt_core.dcp._plan import Decision, GroupNames, Part, WriteTask, decide, held_by_this_rank, kept_name
 from ckpt_core.dcp._reader import check_stock, load_chunk, load_plain, load_value, read_linked, without_pickle
-from ckpt_core.dcp._tensor_reads import TensorRead, TensorTarget, boxes_of_range, bytes_of
+from ckpt_core.dcp._tensor_reads import Cut, Cuts, TensorRead, TensorTarget, boxes_of_range, bytes_of
 from ckpt_core.dcp._torch_zip import (
     TensorForm,
     build_archive,
@@ -24,6 +24,8 @@ from ckpt_core.formats.consistency import check_metadata
 __all__ = [
     "ChunkLocation",
     "ChunkLocator",
+    "Cut",
+    "Cuts",
     "Decision",
     "Fingerprints",
     "GroupNames",
@@ -56,6 +58,7 @@ __all__ = [
     "load_metadata",
     "load_plain",
     "load_value",
+    "metadata_of",
     "pickled_state",
     "places_in",
     "read_linked",

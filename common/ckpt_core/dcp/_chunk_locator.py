@@ -14,7 +14,7 @@ from typing import Final, TypeAlias, final
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from ckpt_core._torch_internals import StorageInfo
+from ckpt_core.dcp._metadata import StoredPlaces
 from ckpt_core.dcp._torch_zip import legacy_payload, read_record, tensor_pickle
 from ckpt_core.errors import CorruptCheckpointError, FileFailure
 from ckpt_core.formats.chunks import ChunkTable, FileChunks
@@ -82,7 +82,7 @@ _BYTE_ORDER: Final = sys.byteorder.encode()
 
 
 @final
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class ChunkLocation:
     """One stored entry: a tensor chunk, or a byte entry.
 
@@ -141,7 +141,7 @@ class ChunkLocator:
         self._directory = directory
         self._read_table = read_table
         self._read_at = read_at
-        self._shapes: dict[str, dict[torch.Size, torch.Size]] = {}
+        self._shapes: dict[int, dict[torch.Size, torch.Size]] = {}
         self._rows: dict[str, _Rows] = {}
 
     def find(self, indices: Iterable[MetadataIndex]) -> dict[MetadataIndex, ChunkLocation]:
@@ -152,29 +152,31 @@ class ChunkLocator:
         """
         by_file: defaultdict[str, list[tuple[MetadataIndex, ChunkLocation]]] = defaultdict(list)
         found: dict[MetadataIndex, ChunkLocation] = {}
-        for index in indices:
-            info: StorageInfo = self._metadata.storage_data[index]
+        wanted, storage = list(indices), self._metadata.storage_data
+        infos = (
+            storage.take(wanted) if isinstance(storage, StoredPlaces) else map(storage.__getitem__, wanted)
+        )
+        for index, info in zip(wanted, infos, strict=True):
             path = f"{self._part}/{info.relative_path}" if self._part else info.relative_path
             dtype, shape = self._form(index)
-            place = ChunkLocation(
+            found[index] = place = ChunkLocation(
                 path=path,
                 key=index.fqn,
                 offset=info.offset,
                 size_bytes=info.length,
                 dtype=dtype,
                 shape=shape,
-                transforms=tuple(info.transform_descriptors or ()),
             )
-            if place.transforms:
-                found[index] = replace(place, reason=f"it was written through {', '.join(place.transforms)}")
+            if info.transform_descriptors:
+                place.transforms = tuple(info.transform_descriptors)
+                place.reason = f"it was written through {', '.join(place.transforms)}"
             else:
                 by_file[path].append((index, place))
         for path, entries in by_file.items():
             if self._read_at is None:
                 chunks, rows, table = self._table(path, entries[0][0].fqn)
                 for index, place in entries:
-                    row = rows.get((index.fqn, index.offset))
-                    found[index] = self._by_table(place, chunks, row, table)
+                    self._take(place, chunks, rows.get((index.fqn, index.offset)), table)
                 continue
             entries.sort(key=lambda entry: entry[1].offset)
             ends = [(place.offset, place.offset + place.size_bytes) for _, place in entries]
@@ -190,9 +192,9 @@ class ChunkLocator:
         entry = self._metadata.state_dict_metadata[index.fqn]
         if not isinstance(entry, TensorStorageMetadata):
             return None, None
-        shapes = self._shapes.get(index.fqn)
+        shapes = self._shapes.get(id(entry.chunks))  # tensors that are cut alike share them
         if shapes is None:
-            shapes = self._shapes[index.fqn] = {chunk.offsets: chunk.sizes for chunk in entry.chunks}
+            shapes = self._shapes[id(entry.chunks)] = {each.offsets: each.sizes for each in entry.chunks}
         if index.offset is None:
             raise KeyError(index)
         return entry.properties.dtype, shapes[index.offset]
@@ -224,9 +226,8 @@ class ChunkLocator:
             }
         return chunks, rows, name
 
-    def _by_table(
-        self, place: ChunkLocation, chunks: FileChunks, row: int | None, table: str
-    ) -> ChunkLocation:
+    def _take(self, place: ChunkLocation, chunks: FileChunks, row: int | None, table: str) -> None:
+        """Add to a location what the chunk table says."""
         if row is None:
             raise self._corrupt(place.path, place.key, f"is in .metadata but not in {table}")
         columns = chunks.columns
@@ -248,9 +249,10 @@ class ChunkLocator:
         if problem:
             raise self._corrupt(place.path, place.key, f"{problem} (as {table} has it)")
         if place.form is not None and columns.dtype[row] is None:
-            return replace(place, wrapped=True)
+            place.wrapped = True
+            return
         payload_at, payload_bytes = columns.payload_offset[row], columns.payload_bytes[row]
-        payload = Payload(
+        place.payload = Payload(
             path=place.path,
             key=place.key,
             offset=place.offset if payload_at is None else payload_at,
@@ -259,7 +261,6 @@ class ChunkLocator:
             block_bytes=chunks.block_bytes,
             block_crcs=chunks.block_crcs[chunks.first_blocks[row] : chunks.first_blocks[row + 1]],
         )
-        return replace(place, payload=payload)
 
     def _by_zip(self, place: ChunkLocation, read_at: ReadAt) -> ChunkLocation:
         if place.form is None:

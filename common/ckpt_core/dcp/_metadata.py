@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, cast
+from functools import cached_property
+from itertools import repeat
+from typing import Any, Final, final
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint import SavePlan
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -23,8 +23,9 @@ from torch.distributed.checkpoint.planner import WriteItemType
 
 from ckpt_core._torch_internals import StorageInfo, layout_named
 from ckpt_core.formats.chunks import ChunkTable
-from ckpt_core.formats.consistency import ImpossibleError, check_chunks
-from ckpt_core.formats.dcp_metadata import Tensor, Value, read_index, reading
+from ckpt_core.formats.consistency import ImpossibleError, check_boxes
+from ckpt_core.formats.dcp_metadata import reading
+from ckpt_core.formats.index import Boxes, Index, Ints, Places, TensorIn, boxes_of, decode, encode, index_of
 from ckpt_core.types import SavedEntries, SavedTensor
 
 _MOST_LISTED: Final = 5
@@ -46,7 +47,8 @@ def describe(plans: Sequence[SavePlan]) -> Metadata:
     for name, entry in entries.items():
         if isinstance(entry, TensorStorageMetadata):
             try:
-                check_chunks(name, entry.size, entry.chunks)
+                chunks = [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
+                check_boxes(name, entry.size, boxes_of(name, entry.size, chunks))
             except ImpossibleError as error:
                 problems.append(str(error))
     if problems:
@@ -86,34 +88,7 @@ def _add(plan: SavePlan, entries: dict[str, Any]) -> str | None:
 
 def encode_metadata(metadata: Metadata, places: Mapping[MetadataIndex, StorageInfo]) -> bytes:
     """Encode `.metadata`, with `places` as DCP's storage data."""
-    same: dict[Any, Any] = {}  # of equal values one object: a pickle refers to it where it comes again
-
-    def one(value: Any) -> Any:
-        return same.setdefault(value, value)
-
-    def entry_of(entry: Any) -> Any:
-        if not isinstance(entry, TensorStorageMetadata):
-            return entry
-        state: Any = cast("Any", entry.properties).__getstate__()
-        properties = same.setdefault(state, entry.properties)
-        chunks = [ChunkStorageMetadata(one(chunk.offsets), one(chunk.sizes)) for chunk in entry.chunks]
-        return TensorStorageMetadata(properties, one(entry.size), chunks)
-
-    def index_of(index: MetadataIndex) -> MetadataIndex:
-        found = MetadataIndex(one(index.fqn))
-        if index.offset is not None:
-            object.__setattr__(found, "offset", one(index.offset))  # its constructor would make another
-        return found
-
-    return pickle.dumps(
-        replace(
-            metadata,
-            state_dict_metadata={one(key): entry_of(e) for key, e in metadata.state_dict_metadata.items()},
-            storage_data={index_of(index): place for index, place in places.items()},
-            storage_meta=StorageMeta(),
-            version=CURRENT_DCP_VERSION,
-        )
-    )
+    return b"".join(encode(index_of(replace(metadata, storage_data=places))))
 
 
 def places_in(table: ChunkTable, part: str) -> Iterator[tuple[MetadataIndex, StorageInfo]]:
@@ -134,38 +109,112 @@ def load_metadata(content: bytes, path: str) -> Metadata:
 
     Nothing in it is executed, and its types are checked; `check_metadata` checks its values.
     """
-    index = read_index(content, path)
+    return metadata_of(decode(content, path), path)
+
+
+def metadata_of(index: Index, path: str) -> Metadata:
+    """Return an index as DCP's objects: of equal entries one, places when they are asked for.
+
+    Raises:
+        CorruptCheckpointError: torch has no such dtype or layout, or cannot hold a shape.
+    """
     with reading(path):
+        chunks = {id(each): _chunks(each) for each in index.boxes}
+        entries = {id(None): BytesStorageMetadata()} | {
+            id(each): TensorStorageMetadata(_properties(each), torch.Size(each.size), chunks[id(each.boxes)])
+            for each in {id(each): each for each in index.entries}.values()
+            if each is not None
+        }
+        named = zip(index.names, index.paths, strict=True)
         found = Metadata(
-            {name: _entry(entry) for name, entry in index.state_dict_metadata.items()},
-            index.planner_data,
-            {
-                MetadataIndex(
-                    key.fqn, None if key.offset is None else torch.Size(key.offset), key.index
-                ): StorageInfo(place.relative_path, place.offset, place.length, place.transform_descriptors)
-                for key, place in index.storage_data.items()
-            },
+            dict(zip(index.names, map(entries.__getitem__, map(id, index.entries)), strict=True)),
+            {name: path for name, path in named if path is not None},
+            StoredPlaces(index),
         )
         vars(found)["mcore_data"] = index.mcore_data  # where Megatron-Core itself puts it
         return found
 
 
-def _entry(entry: Tensor | Value) -> TensorStorageMetadata | BytesStorageMetadata:
-    if isinstance(entry, Value):
-        return BytesStorageMetadata()
-    found = entry.properties
-    dtype = getattr(torch, found.dtype)
+def _chunks(boxes: Boxes) -> list[ChunkStorageMetadata]:
+    sides = zip(boxes.starts.tolist(), boxes.sizes.tolist(), strict=True)
+    return [ChunkStorageMetadata(torch.Size(start), torch.Size(size)) for start, size in sides]
+
+
+def _properties(tensor: TensorIn) -> TensorProperties:
+    name, layout, requires_grad, memory_format, pin_memory = tensor.properties
+    dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"torch has no dtype {found.dtype!r:.80}")
-    properties = TensorProperties(
-        dtype,
-        layout_named(found.layout),
-        bool(found.requires_grad),
-        _MEMORY_FORMATS[found.memory_format],
-        bool(found.pin_memory),
+        raise TypeError(f"torch has no dtype {name!r:.80}")
+    return TensorProperties(
+        dtype, layout_named(layout), requires_grad, _MEMORY_FORMATS[memory_format], pin_memory
     )
-    chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks]
-    return TensorStorageMetadata(properties, torch.Size(entry.size), chunks)
+
+
+@final
+class StoredPlaces(Mapping[MetadataIndex, StorageInfo]):
+    """DCP's storage data as columns; an object is made when it is asked for."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+
+        self._boxes: dict[int, dict[tuple[int, ...], int]] = {}
+
+    @cached_property
+    def _places(self) -> Places:
+        return self._index.stored()
+
+    @cached_property
+    def _firsts(self) -> list[int]:
+        return [int(each) for each in self._index.firsts()]
+
+    @cached_property
+    def _names(self) -> dict[str, int]:
+        return {name: number for number, name in enumerate(self._index.names)}
+
+    @cached_property
+    def _sorted(self) -> tuple[Ints, Ints]:
+        """Numbers of the stored chunks over all entries, in order, and their rows."""
+        numbers = self._index.firsts()[self._places.name] + np.maximum(self._places.box, 0)
+        order = np.argsort(numbers, kind="stable")
+        return numbers[order], order
+
+    def __len__(self) -> int:
+        return len(self._places.name)
+
+    def __iter__(self) -> Iterator[MetadataIndex]:
+        return (MetadataIndex(name, start) for name, start, *_ in self._index.rows())
+
+    def __getitem__(self, key: MetadataIndex) -> StorageInfo:
+        return self.take([key])[0]
+
+    def take(self, keys: Sequence[MetadataIndex]) -> list[StorageInfo]:
+        """Return where these are; KeyError if one is nowhere."""
+        places, firsts = self._places, self._firsts
+        wanted = np.array([firsts[self._names[key.fqn]] + self._box(key) for key in keys], np.int64)
+        numbers, order = self._sorted
+        at = np.searchsorted(numbers, wanted)
+        if not np.array_equal(numbers[np.minimum(at, len(numbers) - 1)], wanted):
+            raise KeyError(next(key for key in keys if key not in set(self)))
+        rows = order[at]
+        columns = [each[rows].tolist() for each in (places.file, places.offset, places.length)]
+        transforms = places.transforms
+        of_rows = repeat(None) if transforms is None else [transforms[row] for row in rows.tolist()]
+        return [
+            StorageInfo(places.files[file], offset, length, each)
+            for file, offset, length, each in zip(*columns, of_rows, strict=False)
+        ]
+
+    def _box(self, key: MetadataIndex) -> int:
+        entry = self._index.entries[self._names[key.fqn]]
+        if entry is None or key.offset is None:
+            if (entry is None) != (key.offset is None):
+                raise KeyError(key)
+            return 0
+        boxes = entry.boxes
+        if id(boxes) not in self._boxes:
+            rows = list(enumerate(map(tuple, boxes.starts.tolist())))
+            self._boxes[id(boxes)] = {start: row for row, start in reversed(rows)}
+        return self._boxes[id(boxes)][tuple(key.offset)]
 
 
 def entries(metadata: Metadata) -> SavedEntries:

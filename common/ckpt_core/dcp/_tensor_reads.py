@@ -6,11 +6,16 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Final, TypeAlias, final
+from typing import Any, Final, NamedTuple, TypeAlias, final
 
+import numpy as np
 import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.tensor import DTensor
 
+from ckpt_core._torch_internals import PLAIN, chunks_of
 from ckpt_core.devices import DeviceFetch
+from ckpt_core.formats.index import Ints
 from ckpt_core.reading import REQUEST_BYTES, Payload, RangeRead
 
 Box: TypeAlias = tuple[tuple[int, int], ...]
@@ -18,6 +23,57 @@ Box: TypeAlias = tuple[tuple[int, int], ...]
 
 Place: TypeAlias = Callable[[torch.Tensor, torch.Tensor], object]
 """Copies into its first argument, a part of a live tensor, from its second."""
+
+
+class Cut(NamedTuple):
+    """A part of a stored chunk, which begins at `chunk`, and its place in a live one."""
+
+    chunk: torch.Size
+    storage_offsets: tuple[int, ...]
+    dest_offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+@final
+class Cuts:
+    """What stored and live chunks have in common; of equal ones it is computed once."""
+
+    def __init__(self) -> None:
+        self._stored: dict[int, tuple[Sequence[ChunkStorageMetadata], Ints, Ints]] = {}
+        self._found: dict[tuple[int, torch.Size, torch.Size], list[Cut]] = {}
+        self._placed: dict[Any, list[ChunkStorageMetadata]] = {}
+
+    def of(self, chunks: Sequence[ChunkStorageMetadata], offsets: torch.Size, sizes: torch.Size) -> list[Cut]:
+        """Cut a live chunk, which has elements, along the stored ones."""
+        key = id(chunks), offsets, sizes
+        if key not in self._found:
+            if key[0] not in self._stored:
+                shape = len(chunks), len(sizes)
+                sides = [each.offsets for each in chunks], [each.sizes for each in chunks]
+                starts, extents = (np.array(side, np.int64).reshape(shape) for side in sides)
+                self._stored[key[0]] = chunks, starts, starts + extents
+            _, starts, stops = self._stored[key[0]]
+            own = np.array(offsets, np.int64)
+            low, high = np.maximum(starts, own), np.minimum(stops, own + np.array(sizes, np.int64))
+            rows = np.flatnonzero((low < high).all(axis=1))
+            low, high, starts = low[rows], high[rows], starts[rows]
+            columns = (map(tuple, each.tolist()) for each in (low - starts, low - own, high - low))
+            self._found[key] = list(map(Cut, (chunks[row].offsets for row in rows.tolist()), *columns))
+        return self._found[key]
+
+    def live(self, value: Any) -> list[ChunkStorageMetadata]:
+        """Return the chunks of a live tensor that this rank holds."""
+        if type(value) in PLAIN:
+            key: Any = value.shape
+        elif isinstance(value, DTensor):
+            if value.device_mesh.get_coordinate() is None:
+                return []
+            key = value.device_mesh, value.placements, value.shape
+        else:
+            return chunks_of(value)
+        if key not in self._placed:
+            self._placed[key] = chunks_of(value)
+        return self._placed[key]
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
@@ -67,6 +123,8 @@ class TensorTarget:
         """Start and stop of the part's bytes in the payload; equal if the part is empty."""
         if not self.tensor.numel():
             return 0, 0
+        if self.tensor.shape == self.shape:
+            return 0, self.tensor.numel() * self.dtype.itemsize
         strides = _strides(self.shape)
         first = sum(offset * stride for offset, stride in zip(self.offsets, strides, strict=True))
         reach = sum((n - 1) * stride for n, stride in zip(self.tensor.shape, strides, strict=True))

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from typing import Any, Final, TypeAlias, final
 
 import torch
-from torch.distributed.checkpoint.planner import ReadItem
 from typing_extensions import override
 
 from ckpt_core._torch_internals import inner_tensors, is_wrapped, same_bytes
+from ckpt_core.dcp._tensor_reads import Cut
 from ckpt_core.dcp._torch_zip import TensorPickler, build_archive, rebuilding
 
 _MOST_NAMED: Final = 3
@@ -82,7 +82,7 @@ class WrapMismatchError(ValueError):
 
 
 def fillings(
-    live: torch.Tensor, pieces: Sequence[tuple[torch.Tensor, ReadItem]]
+    live: torch.Tensor, pieces: Sequence[tuple[torch.Tensor, Cut]]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return copies of plain tensors, target and source, that restore `live`.
 

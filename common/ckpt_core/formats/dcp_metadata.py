@@ -1,6 +1,6 @@
 """DCP's `.metadata`, a pickle, read without torch and without running code.
 
-`read_index` checks the types of all values, `consistency.check_metadata` the values.
+`read_stored` checks the types of all values, `consistency.check` the values.
 """
 
 from __future__ import annotations
@@ -153,34 +153,51 @@ def item_bytes(dtype: str) -> int:
     return max(1, int(found[1]) // 8) if found and found[1] else 1
 
 
-def read_index(content: bytes, path: str) -> StoredMetadata:
-    """Read a `.metadata` file, and check the types of all values."""
-    with reading(path):
-        return _checked(read_pickle(content, _find))
+class ImpossibleError(ValueError):
+    """What `.metadata` says of a tensor or file cannot be."""
+
+
+def read_stored(content: bytes, memo: dict[int, Any] | None = None) -> StoredMetadata:
+    """Read a `.metadata` file, in `reading`, and check the types of all values.
+
+    `memo` receives what the pickle has kept, by number.
+    """
+    return _checked(read_pickle(content, _find, memo=memo))
 
 
 @contextmanager
-def reading(path: str) -> Generator[None]:
-    """Name the file in errors; pause the garbage collector, which would traverse all."""
+def collector_paused() -> Generator[None]:
+    """Pause the garbage collector, which would traverse again and again what is made here."""
     paused = gc.isenabled()
     gc.disable()
     try:
         yield
-    except UnsafeCheckpointError as error:
-        raise UnsafeCheckpointError(f"{path}: {error}") from error
-    except Exception as error:  # unchecked values raise nearly anything; the error names file and cause
-        raise damage(path, f"cannot be read: {type(error).__name__}: {error!s:.500}") from error
     finally:
         if paused:
             gc.enable()
+
+
+@contextmanager
+def reading(path: str) -> Generator[None]:
+    """Name the file in errors; the garbage collector is paused."""
+    try:
+        with collector_paused():
+            yield
+    except UnsafeCheckpointError as error:
+        raise UnsafeCheckpointError(f"{path}: {error}") from error
+    except ImpossibleError as error:
+        raise damage(path, f"says what cannot be: {error}") from error
+    except Exception as error:  # unchecked values raise nearly anything; the error names file and cause
+        raise damage(path, f"cannot be read: {type(error).__name__}: {error!s:.500}") from error
 
 
 def _checked(index: Any) -> StoredMetadata:
     if type(index) is not StoredMetadata or type(index.storage_data) is not dict:
         raise TypeError("not a DCP metadata object with storage data")
     _expect(index.state_dict_metadata, dict, "the state dict's metadata")
-    for name, entry in index.state_dict_metadata.items():
+    for name in index.state_dict_metadata:
         _expect(name, str, "a name")
+    for entry in {id(entry): entry for entry in index.state_dict_metadata.values()}.values():
         if type(entry) is Tensor:
             _check_tensor(entry)
         else:
@@ -244,10 +261,15 @@ def _check_place(key: Any, place: Any) -> None:
         _expect(number, int, "the place of a chunk")
         if not 0 <= number <= MAX_COUNT:
             raise ValueError(f"impossible offset or length in {place.relative_path!r:.80}")
-    if place.transform_descriptors is not None:
-        _expect(place.transform_descriptors, list, "stream extensions")
-        if not {str}.issuperset(map(type, place.transform_descriptors)):
-            raise TypeError(f"stream extensions in {place.relative_path!r:.80} that are not names")
+    check_extensions(place.transform_descriptors)
+
+
+def check_extensions(transforms: Any) -> None:
+    """Raise TypeError unless these are stream extensions of DCP, or None."""
+    if transforms is not None:
+        _expect(transforms, list, "stream extensions")
+        if not {str}.issuperset(map(type, transforms)):
+            raise TypeError("stream extensions that are not names")
 
 
 def _check_lengths(lengths: Any) -> None:

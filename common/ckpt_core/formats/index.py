@@ -8,13 +8,18 @@ so that numpy writes and reads all of them at once.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from io import BytesIO
+from itertools import accumulate, product, repeat
 from typing import Any, Final, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
+
+from ckpt_core.formats.codec import MAX_COUNT
+from ckpt_core.formats.codec import relative_paths as check_paths
+from ckpt_core.formats.dcp_metadata import ImpossibleError, check_extensions, read_stored, reading
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 Numbers: TypeAlias = npt.NDArray[np.int32]
@@ -47,6 +52,11 @@ class TensorIn:
     properties: Properties
     size: tuple[int, ...]
     boxes: Boxes
+
+    @property
+    def dtype(self) -> str:
+        """Torch's name of its dtype."""
+        return self.properties[0]
 
 
 @final
@@ -82,12 +92,46 @@ class Index:
         names: DCP's, each once.
         entries: of tensors; None for a byte entry. Equal ones are one object.
         paths: in the nested state dict; None where DCP's `planner_data` has none.
+        mcore_data: of Megatron-Core: what it tells of tensors that it stored in others, by name.
     """
 
     names: list[str]
     entries: Sequence[TensorIn | None]
     paths: Sequence[Path | None]
     places: Places | None = None
+    mcore_data: Any = None
+
+    def stored(self) -> Places:
+        """Return the places; ValueError if it has none yet."""
+        if self.places is None:
+            raise ValueError("an index of a plan, without places")
+        return self.places
+
+    @property
+    def boxes(self) -> list[Boxes]:
+        """The distinct boxes of its tensors."""
+        return list({id(each.boxes): each.boxes for each in self.entries if each is not None}.values())
+
+    def tensors(self) -> Iterator[tuple[str, TensorIn]]:
+        """Yield name and entry of each tensor."""
+        return ((name, each) for name, each in zip(self.names, self.entries, strict=True) if each is not None)
+
+    def firsts(self) -> Ints:
+        """Return where the chunks of each entry begin, in order of entries; a byte entry is one."""
+        return np.cumsum([0, *(1 if each is None else len(each.boxes) for each in self.entries)])
+
+    def rows(self) -> Iterator[tuple[str, tuple[int, ...] | None, str, int, int, Sequence[str] | None]]:
+        """Yield name, start, file, offset, length and stream extensions of each stored chunk."""
+        places = self.stored()
+        starts = {id(each): list(map(tuple, each.starts.tolist())) for each in self.boxes}
+        own = [None if each is None else starts[id(each.boxes)] for each in self.entries]
+        columns = (places.name, places.box, places.file, places.offset, places.length)
+        transforms = repeat(None) if places.transforms is None else places.transforms
+        for name, box, file, offset, length, extensions in zip(
+            *(each.tolist() for each in columns), transforms, strict=False
+        ):
+            start = own[name]
+            yield self.names[name], start and start[box], places.files[file], offset, length, extensions
 
 
 def _text(value: str) -> bytes:
@@ -132,39 +176,45 @@ _STORAGE_META: Final = b"".join(
         _text("version") + _text("1.0.0"),  # DCP's `CURRENT_DCP_VERSION`
     )
 )
+_OPEN: Final = _text("storage_data") + b"}("
 _END: Final = b"uub."
+_MEMORY_FORMATS: Final = ["torch.contiguous_format", "torch.channels_last", "torch.preserve_format"]
 
-_Field: TypeAlias = "bytes | tuple[int, npt.NDArray[Any]]"
+_Field: TypeAlias = "bytes | tuple[str, npt.NDArray[Any]]"
 _BLOCK: Final = 1 << 16
 
 
+def _width(field: _Field) -> int:
+    return len(field) if isinstance(field, bytes) else int(field[0][-1])
+
+
+def _spans(fields: Sequence[_Field]) -> Iterator[tuple[int, _Field]]:
+    """Yield where each field begins in the record, and the field."""
+    return zip(accumulate(map(_width, fields), initial=0), fields, strict=False)
+
+
 def _filled(fields: Sequence[_Field], rows: int) -> Iterator[memoryview]:
-    """Yield records of constant bytes and of columns: (bytes of a value, values)."""
-    width = sum(len(each) if isinstance(each, bytes) else each[0] for each in fields)
+    """Yield records of constant bytes and of columns: (numpy's name of a type, values)."""
     for first in range(0, rows, _BLOCK):
         last = min(rows, first + _BLOCK)
-        records, at = np.empty((last - first, width), np.uint8), 0
-        for each in fields:
+        records = np.empty((last - first, sum(map(_width, fields))), np.uint8)
+        for at, each in _spans(fields):
             if isinstance(each, bytes):
-                size, values = len(each), np.frombuffer(each, np.uint8)
+                values = np.frombuffer(each, np.uint8)
             else:
-                size = each[0]
-                values = (
-                    np.ascontiguousarray(each[1][first:last], "<i8").view(np.uint8).reshape(-1, 8)[:, :size]
-                )
-            records[:, at : at + size] = values
-            at += size
+                values = each[1][first:last].astype(each[0]).view(np.uint8).reshape(-1, _width(each))
+            records[:, at : at + _width(each)] = values
         content: Any = records  # the types of numpy 1 do not declare it as a buffer
         yield memoryview(content).cast("B")
 
 
 def _get(numbers: Ints) -> list[_Field]:
     """Return the fields of a reference to the memo."""
-    return [b"j", (4, numbers)]
+    return [b"j", ("<u4", numbers)]
 
 
 def _int(values: Ints, *, wide: bool) -> list[_Field]:
-    return [b"\x8a\x08", (8, values)] if wide else [b"J", (4, values)]
+    return [b"\x8a\x08", ("<i8", values)] if wide else [b"J", ("<i4", values)]
 
 
 def _is_wide(values: Ints) -> bool:
@@ -187,9 +237,7 @@ def encode(index: Index) -> Iterator[bytes | memoryview]:
     Raises:
         ValueError: the index has no places.
     """
-    if index.places is None:
-        raise ValueError("an index without places")
-    yield from _Encoder(index, index.places).encode()
+    yield from _Encoder(index, index.stored()).encode()
 
 
 @final
@@ -199,9 +247,8 @@ class _Encoder:
     def __init__(self, index: Index, places: Places) -> None:
         self._index, self._places = index, places
         self._kept = len(_CONSTANTS)
-        tensors = {id(each): each for each in index.entries if each is not None}
-        self._tensors = list(tensors.values())
-        self._boxes = list({id(each.boxes): each.boxes for each in self._tensors}.values())
+        self._tensors = list({id(each): each for each in index.entries if each is not None}.values())
+        self._boxes = index.boxes
 
     def _keep(self, count: int) -> Ints:
         """Return the numbers in the memo of the next values."""
@@ -220,7 +267,7 @@ class _Encoder:
         yield b"1" + _GET["Metadata"] + b")\x81}(" + _text("state_dict_metadata") + b"}("
         yield from _filled([*_get(names), *_get(entries)], len(names))
         yield b"u" + _text("planner_data") + b"j" + paths.to_bytes(4, "little") + _STORAGE_META
-        yield _text("storage_data") + b"}("
+        yield _OPEN
         yield from self._records(names, starts, files, transforms)
         yield _END
 
@@ -305,18 +352,24 @@ class _Encoder:
         for begin in range(0, len(places.name), _BLOCK):
             own = slice(begin, begin + _BLOCK)
             name, box = places.name[own], places.box[own]
-            key = _object(
-                "Key", fqn=_get(names[name]), offset=_get(offsets[np.where(box < 0, -1, first[name] + box)])
-            )
-            attributes = {
-                "relative_path": _get(files[places.file[own]]),
-                "offset": _int(places.offset[own], wide=wide[0]),
-                "length": _int(places.length[own], wide=wide[1]),
-            }
-            if transforms is not None:
-                attributes["transform_descriptors"] = _get(transforms[own])
-            record = [*key, *_object("Place", **attributes)]
-            yield from _filled(record, len(name))
+            columns = [
+                names[name],
+                offsets[np.where(box < 0, -1, first[name] + box)],
+                files[places.file[own]],
+                places.offset[own],
+                places.length[own],
+                *([] if transforms is None else [transforms[own]]),
+            ]
+            yield from _filled(_record(columns, wide), len(name))
+
+
+def _record(columns: Sequence[Ints], wide: Sequence[bool]) -> list[_Field]:
+    """Return the fields of a key and its place, in the order of the columns."""
+    name, start, file, offset, length, *more = columns
+    extension = {"transform_descriptors": _get(more[0])} if more else {}
+    offset_, length_ = _int(offset, wide=wide[0]), _int(length, wide=wide[1])
+    place = _object("Place", relative_path=_get(file), offset=offset_, length=length_, **extension)
+    return [*_object("Key", fqn=_get(name), offset=_get(start)), *place]
 
 
 def _properties(properties: Properties) -> bytes:
@@ -339,3 +392,196 @@ def _ints(values: Iterable[Any]) -> Ints:
 
 def _joined(arrays: Sequence[Ints]) -> Ints:
     return np.concatenate([np.empty(0, np.int64), *arrays])
+
+
+def _records_in(content: bytes) -> tuple[int, list[npt.NDArray[Any]]] | None:
+    """Find the records that end a pickle of `encode`: where they begin, and their columns."""
+    if not content.endswith(_END):
+        return None
+    nothing = np.empty(0, np.int64)
+    for columns, *wide in product((5, 6), (False, True), (False, True)):
+        fields = _record([nothing] * columns, wide)
+        records = _matching(content, fields)
+        begin = len(content) - len(_END) - records.size
+        if len(records) and content.endswith(_OPEN, 0, begin):
+            spans = [(at, each[0]) for at, each in _spans(fields) if not isinstance(each, bytes)]
+            return begin, [
+                np.ascontiguousarray(records[:, at : at + int(kind[-1])]).view(kind).reshape(-1)
+                for at, kind in spans
+            ]
+    return None
+
+
+def _matching(content: bytes, fields: Sequence[_Field]) -> npt.NDArray[np.uint8]:
+    """Return the last bytes as records, as far back as the constant ones of each are right."""
+    width, most = sum(map(_width, fields)), len(content) - len(_END)
+    rows = most // width
+    records = np.frombuffer(content, np.uint8, rows * width, most - rows * width).reshape(rows, width)
+    constants = {
+        at + n: byte for at, each in _spans(fields) if isinstance(each, bytes) for n, byte in enumerate(each)
+    }
+    for last in range(rows, 0, -_BLOCK):
+        block = records[max(0, last - _BLOCK) : last]
+        right = np.ones(len(block), bool)
+        for at, byte in constants.items():
+            right &= block[:, at] == byte
+        wrong = np.flatnonzero(~right)
+        if len(wrong):
+            return records[last - len(block) + wrong[-1] + 1 :]
+    return records
+
+
+def decode(content: bytes, path: str) -> Index:
+    """Read a `.metadata`; of what `encode` wrote, the records by columns.
+
+    Nothing is executed, and types are checked; `consistency.check` checks the values.
+
+    Raises:
+        CorruptCheckpointError: it is none, or a place is of nothing that it describes.
+        UnsafeCheckpointError: it asks for what no metadata needs.
+    """
+    with reading(path):
+        found = _records_in(content)
+        if found is None:
+            return index_of(read_stored(content))
+        memo: dict[int, Any] = {}
+        return _Columns(read_stored(content[: found[0]] + _END, memo)).with_records(found[1], memo)
+
+
+def index_of(stored: Any) -> Index:
+    """Return the columns of DCP's `Metadata`, or of what stands for it.
+
+    Raises:
+        ImpossibleError: a place is of nothing that is described, or a chunk has other dimensions.
+    """
+    return _Columns(stored).with_places(stored.storage_data or {})
+
+
+def boxes_of(name: str, size: Sequence[int], chunks: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Boxes:
+    """Return starts and sizes of a tensor's chunks as columns.
+
+    Raises:
+        ImpossibleError: one has other dimensions than the tensor.
+    """
+    if any(not len(start) == len(sizes) == len(size) for start, sizes in chunks):
+        raise ImpossibleError(f"a chunk of {name!r:.200} has other dimensions than its shape {tuple(size)}")
+    sides = ([each[side] for each in chunks] for side in (0, 1))
+    return Boxes(*(np.array(each, np.int64).reshape(len(chunks), len(size)) for each in sides))
+
+
+@final
+class _Columns:
+    """Maker of an index from objects, of which equal ones become one."""
+
+    def __init__(self, stored: Any) -> None:
+        self._equal: dict[Any, Any] = {}
+        self._starts: dict[tuple[int, ...] | None, int] = {None: 0}
+        self._rows: dict[tuple[int, int], int] = {}
+        described, paths = stored.state_dict_metadata, stored.planner_data or {}
+        self._numbers = {name: number for number, name in enumerate(described)}
+        known: dict[int, TensorIn | None] = {}
+        for name, each in described.items():
+            if id(each) not in known:
+                known[id(each)] = self._tensor(name, each) if hasattr(each, "chunks") else None
+        self._index = Index(
+            list(described),
+            [known[id(each)] for each in described.values()],
+            list(map(paths.get, described)),
+            mcore_data=vars(stored).get("mcore_data"),
+        )
+        boxes = {id(each): number for number, each in enumerate(self._index.boxes, 1)}
+        self._boxes = [0 if each is None else boxes[id(each.boxes)] for each in self._index.entries]
+        self._rows[0, 0] = -1  # of a byte entry
+        for number, each in enumerate(self._index.boxes, 1):
+            for row, start in enumerate(map(tuple, each.starts.tolist())):
+                self._rows.setdefault((number, self._starts.setdefault(start, len(self._starts))), row)
+
+    def _tensor(self, name: str, entry: Any) -> TensorIn:
+        size, form = tuple(entry.size), entry.properties
+        chunks = tuple((tuple(each.offsets), tuple(each.sizes)) for each in entry.chunks)
+        boxes = self._equal.get((len(size), chunks))
+        if boxes is None:
+            boxes = self._equal[len(size), chunks] = boxes_of(name, size, chunks)
+        memory = form.memory_format
+        properties = (
+            str(form.dtype).removeprefix("torch."),
+            str(form.layout),
+            bool(form.requires_grad),
+            memory if memory in range(3) else _MEMORY_FORMATS.index(str(memory)),
+            bool(form.pin_memory),
+        )
+        made: TensorIn = self._equal.setdefault(
+            (properties, size, id(boxes)), TensorIn(properties, size, boxes)
+        )
+        return made
+
+    def with_places(self, storage: Mapping[Any, Any]) -> Index:
+        """Return the index with DCP's storage data."""
+        rows: list[tuple[int, ...]] = []
+        files: dict[str, int] = {}
+        for key, place in storage.items():
+            name = self._numbers.get(key.fqn, -1)
+            start = self._starts.get(None if key.offset is None else tuple(key.offset), -1)
+            box = self._rows.get((self._boxes[name], start)) if name >= 0 else None
+            if box is None:
+                raise _undescribed(key.fqn)
+            file = files.setdefault(place.relative_path, len(files))
+            rows.append((name, box, file, place.offset, place.length))
+        columns = np.array(rows, np.int64).reshape(-1, 5).T
+        transforms = [each.transform_descriptors for each in storage.values()]
+        name, box, file = columns[:3].astype(np.int32)
+        offset, length = columns[3:]
+        known = transforms if any(transforms) else None
+        places = Places(name, box, file, list(files), offset, length, known)
+        return replace(self._index, places=places)
+
+    def with_records(self, columns: Sequence[npt.NDArray[Any]], memo: Mapping[int, Any]) -> Index:
+        """Return the index with the columns of records, which refer to the memo.
+
+        Raises:
+            ImpossibleError: a place is of nothing that is described.
+            Exception: a reference is to nothing, or to what it cannot be.
+        """
+        numbers, starts = (np.full(max(memo) + 1, -1, np.int32) for _ in range(2))
+        for number, value in memo.items():
+            if type(value) is str:
+                numbers[number] = self._numbers.get(value, -1)
+            elif value is None or type(value) is tuple:
+                starts[number] = self._starts.get(value, -1)
+        name, start = numbers[columns[0]], starts[columns[1]]
+        order = np.array(sorted((*key, row) for key, row in self._rows.items()), np.int64).T
+        known = order[0] * len(self._starts) + order[1]
+        own = np.array(self._boxes, np.int64)[name] * len(self._starts) + start
+        at = np.minimum(np.searchsorted(known, own), len(known) - 1)
+        wrong = np.flatnonzero((name < 0) | (start < 0) | (known[at] != own))
+        if len(wrong):
+            raise _undescribed(memo[int(columns[0][wrong[0]])])
+        used = np.flatnonzero(np.bincount(columns[2]))
+        files = [memo[number] for number in used.tolist()]
+        of_file = np.zeros(len(numbers), np.int32)
+        of_file[used] = np.arange(len(used))
+        transforms = [memo[number] for number in columns[5].tolist()] if len(columns) > 5 else None
+        offset, length = (each.astype(np.int64) for each in columns[3:5])
+        box, file = order[2][at].astype(np.int32), of_file[columns[2]]
+        places = Places(name, box, file, files, offset, length, transforms)
+        _check_places(places, self._index)
+        return replace(self._index, places=places)
+
+
+def _check_places(places: Places, index: Index) -> None:
+    """Check types and ranges, as of places that are objects."""
+    check_paths(places.files)
+    for column in (places.offset, places.length):
+        wrong = np.flatnonzero((column < 0) | (column > MAX_COUNT))
+        if len(wrong):
+            path = places.files[places.file[wrong[0]]]
+            raise ValueError(f"impossible offset or length in {path!r:.80}")
+    for each in {id(each): each for each in places.transforms or ()}.values():
+        check_extensions(each)
+    rows = index.firsts()[places.name] + np.maximum(places.box, 0)
+    if not np.diff(np.sort(rows)).all():
+        raise ValueError("a chunk is in two places")
+
+
+def _undescribed(name: object) -> ImpossibleError:
+    return ImpossibleError(f"{name!r:.200} has a place but is not described")

@@ -31,7 +31,11 @@ class PickleError(ValueError):
 
 
 def read_pickle(
-    content: bytes, find: Callable[[str, str], Any], persistent: Callable[[Any], Any] | None = None
+    content: bytes,
+    find: Callable[[str, str], Any],
+    persistent: Callable[[Any], Any] | None = None,
+    *,
+    memo: dict[int, Any] | None = None,
 ) -> Any:
     """Unpickle what names only what `find` returns; it runs no other code.
 
@@ -39,6 +43,7 @@ def read_pickle(
         content: a pickle of protocol 2 or later.
         find: (module, name) -> what stands for it. It is an immutable or `Sealed` class, or a value.
         persistent: persistent id -> what stands for it; None refuses all.
+        memo: receives what the pickle has kept, by number.
 
     Raises:
         PickleError: it is damaged, or holds opcodes that pickles of plain data do not have.
@@ -46,11 +51,15 @@ def read_pickle(
     """
     try:
         _check_opcodes(content)
-        return _Unpickler(content, find, persistent).load()
+        unpickler: Any = _Unpickler(content, find, persistent)
+        found = unpickler.load()
+        if memo is not None:
+            memo.update(unpickler.memo.copy())
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle raises nearly anything
         raise PickleError(f"{type(error).__name__}: {error!s:.500}") from error
+    return found
 
 
 def _check_opcodes(content: bytes) -> None:

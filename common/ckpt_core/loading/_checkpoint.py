@@ -22,8 +22,8 @@ from ckpt_core.dcp import (
     checked_zip,
     entries,
     load_chunk,
-    load_metadata,
     load_value,
+    metadata_of,
     value_entry,
 )
 from ckpt_core.errors import (
@@ -33,7 +33,10 @@ from ckpt_core.errors import (
     IncompatibleCheckpointError,
 )
 from ckpt_core.formats.checksums import crc32
+from ckpt_core.formats.consistency import check
+from ckpt_core.formats.dcp_metadata import collector_paused
 from ckpt_core.formats.extensions import plain_entry
+from ckpt_core.formats.index import decode
 from ckpt_core.formats.zips import ZipError
 from ckpt_core.loading._committed_files import CommittedFiles
 from ckpt_core.loading._selection import Selection
@@ -128,8 +131,6 @@ class CheckpointPart:
                 index = MetadataIndex(key)
                 listed = load_value(self.read_entry(self.find([index])[index]), key, allow_pickle=False)
                 values[key] = [new.get(each, each) for each in listed]
-        for index, info in (self.metadata.storage_data or {}).items():
-            found.storage_data[MetadataIndex(keys[index.fqn], index.offset)] = info
         return replace(
             self, metadata=found, _original={name: key for key, name in keys.items()}, _values=values
         )
@@ -228,6 +229,7 @@ class OpenCheckpoint:
     drops_kept: bool = False
 
 
+@collector_paused()
 def open_checkpoint(  # noqa: PLR0913 - what a request says, but without its class, which stands above
     storage: Storage,
     directory: str,
@@ -333,8 +335,9 @@ def _part(storage: Storage, files: CommittedFiles, part: str, *, allow_pickle: b
     """Open a part: its metadata, which is checked, and the places of its entries."""
     prefix = f"{part}/" if part else ""
     name = f"{files.url}/{prefix}{METADATA}"
-    metadata = load_metadata(files.read(f"{prefix}{METADATA}"), name)
-    check_metadata(metadata, name, lambda data: files.size(f"{prefix}{data}"))
+    index = decode(files.read(f"{prefix}{METADATA}"), name)
+    check(index, name, lambda data: files.size(f"{prefix}{data}"))
+    metadata = metadata_of(index, name)
     places: Locator = ChunkLocator(
         metadata,
         part=part,
@@ -411,7 +414,7 @@ def _beside(
         metadata=Metadata(
             beside.metadata.state_dict_metadata | found.state_dict_metadata,
             beside.metadata.planner_data | found.planner_data,
-            beside.metadata.storage_data | found.storage_data,
+            {**beside.metadata.storage_data, **found.storage_data},
         ),
         _places=LayoutLocator(layout, places),
     )

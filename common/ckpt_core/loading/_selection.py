@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, final
 
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata
 
 from ckpt_core.errors import ConfigError
 from ckpt_core.state import State, StateSource, TrainState, as_source
@@ -119,11 +119,7 @@ class Selection:
                 names[key]: entry for key, entry in metadata.state_dict_metadata.items() if key in names
             },
             planner_data=new_paths,
-            storage_data={
-                MetadataIndex(names[index.fqn], index.offset, index.index): info
-                for index, info in (metadata.storage_data or {}).items()
-                if index.fqn in names
-            },
+            storage_data=None,  # a `CheckpointPart` finds places by the names in the checkpoint
         )
         return narrowed, {name: key for key, name in names.items()}
 

@@ -9,15 +9,15 @@ from types import MappingProxyType
 from typing import Any, TypeAlias, cast, final
 
 import torch
-from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.utils import find_tensor_shard
 
 from ckpt_core._torch_internals import ShardedTensor, is_wrapped, own_part
 from ckpt_core.coordination import Coordinator
 from ckpt_core.dcp import (
     ChunkLocation,
+    Cut,
+    Cuts,
     Leaves,
     TensorRead,
     TensorTarget,
@@ -29,6 +29,7 @@ from ckpt_core.dcp import (
     load_value,
 )
 from ckpt_core.errors import IncompatibleCheckpointError, first_of
+from ckpt_core.formats.dcp_metadata import collector_paused
 from ckpt_core.loading._checkpoint import CheckpointPart
 from ckpt_core.loading._selection import Selection
 from ckpt_core.types import SavedEntries, SavedState, StateDict
@@ -176,7 +177,7 @@ class _Rebuilt:
 
     name: str
     live: torch.Tensor
-    chunks: list[tuple[Callable[[], torch.Tensor], ReadItem]]
+    chunks: list[tuple[Callable[[], torch.Tensor], Cut]]
     wrapped: bool = False
 
     def copies(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -213,11 +214,14 @@ class PartLoad:
         self.paths: dict[str, tuple[str | int, ...]] = leaves.by_name()
         self.entries: dict[str, Any] = dict(zip(self.paths, leaves.values, strict=True))
         self._rebuilt: list[_Rebuilt] = []
+        self._wrapped: dict[MetadataIndex, _Rebuilt] = {}
         self._kept: set[str] = set()
 
     def leave_tied(self) -> None:
         """Exclude what the checkpoint lacks if it has another name of the same tensor."""
         saved = self._metadata.state_dict_metadata
+        if self.entries.keys() <= saved.keys():
+            return
         own = {
             key: _memory(value)
             for key, value in self.entries.items()
@@ -253,52 +257,67 @@ class PartLoad:
             self.paths[own] = self.paths[key]
             self._kept.add(own)
 
+    @collector_paused()
     def plan(self, contents: CheckpointPart, selection: Selection) -> None:
         """Locate the chunks to read, and read the plain values.
 
         Raises:
             UnsafeCheckpointError: a value can be rebuilt by pickle only, which is not allowed.
         """
-        items = create_default_local_load_plan(self.entries, self._metadata).items
-        places = contents.find({item.storage_index for item in items})
-        wrapped: dict[MetadataIndex, _Rebuilt] = {}
-        for item in items:
-            place = places[item.storage_index]
-            if item.type == LoadItemType.BYTE_IO:
-                key = item.dest_index.fqn
-                value = load_value(contents.read_entry(place), key, allow_pickle=self._allow_pickle)
-                path = self.paths[key]
-                lists_parameters = "param_groups" in path and path[-1] == "params"
-                container = _container(self.target, path)
-                container[path[-1]] = selection.renamed(value) if lists_parameters else value
-            else:
-                self._plan_tensor(item, place, contents, wrapped)
-        self._rebuilt += wrapped.values()
+        saved, cuts = self._metadata.state_dict_metadata, Cuts()
+        wanted: list[tuple[MetadataIndex, MetadataIndex, Cut]] = []  # stored, live
+        values: list[MetadataIndex] = []
+        for key, value in self.entries.items():
+            entry = saved[key]
+            if not isinstance(entry, TensorStorageMetadata):
+                values.append(MetadataIndex(key))
+                continue
+            for live in cuts.live(value):
+                index = MetadataIndex(key, live.offsets)
+                found = cuts.of(entry.chunks, live.offsets, live.sizes)
+                wanted += [(MetadataIndex(key, cut.chunk), index, cut) for cut in found]
+        places = contents.find([*values, *dict.fromkeys(stored for stored, _, _ in wanted)])
+        for index in values:
+            self._read_value(index, contents, places[index], selection)
+        for stored, index, cut in wanted:
+            self._plan_tensor(index, cut, places[stored], contents)
+
+    def _read_value(
+        self, index: MetadataIndex, contents: CheckpointPart, place: ChunkLocation, selection: Selection
+    ) -> None:
+        key = index.fqn
+        value = load_value(contents.read_entry(place), key, allow_pickle=self._allow_pickle)
+        path = self.paths[key]
+        lists_parameters = "param_groups" in path and path[-1] == "params"
+        container = _container(self.target, path)
+        container[path[-1]] = selection.renamed(value) if lists_parameters else value
 
     def _plan_tensor(
         self,
-        item: ReadItem,
+        live: MetadataIndex,
+        cut: Cut,
         place: ChunkLocation,
         contents: CheckpointPart,
-        wrapped: dict[MetadataIndex, _Rebuilt],
     ) -> None:
-        key = item.dest_index.fqn
+        key, value = live.fqn, self.entries[live.fqn]
         name = f"{self._part}/{key}"
-        own = own_part(self.entries[key])
-        chunk = partial(contents.read_chunk, place), item
+        own = own_part(value)
+        chunk = partial(contents.read_chunk, place), cut
         if is_wrapped(own) != place.wrapped:
             known: Paths = self._metadata.planner_data or {}
             self.unlike[tuple(known.get(key, (key,)))] = place.wrapped
         elif place.wrapped:
-            wrapped.setdefault(item.dest_index, _Rebuilt(name, own, [], wrapped=True)).chunks.append(chunk)
+            if live not in self._wrapped:
+                self._wrapped[live] = _Rebuilt(name, own, [], wrapped=True)
+                self._rebuilt.append(self._wrapped[live])
+            self._wrapped[live].chunks.append(chunk)
             return
-        target = find_tensor_shard(self.entries[key], item.dest_index).detach()
-        target = _narrowed(target, item.dest_offsets, item.lengths)
+        target = _narrowed(find_tensor_shard(value, live).detach(), cut.dest_offsets, cut.lengths)
         if place.payload is None or place.form is None:
             self._rebuilt.append(_Rebuilt(name, target, [chunk]))
         else:
             dtype, shape = place.form
-            part = TensorTarget(shape=shape, dtype=dtype, offsets=tuple(item.storage_offsets), tensor=target)
+            part = TensorTarget(shape=shape, dtype=dtype, offsets=cut.storage_offsets, tensor=target)
             self.reads.append(TensorRead(name=name, payload=place.payload, target=part))
 
     def common(self) -> Iterator[tuple[str, Any]]:

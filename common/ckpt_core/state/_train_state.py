@@ -150,7 +150,9 @@ class DictState(StateSource):
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
         entries, tree = saved.sharded.get(_PART, {}), dict[str, Any]()
         for path, _, _, value in _entries(self._mapping):
-            if isinstance(value, nn.Module):
+            if isinstance(value, torch.Tensor):
+                put(tree, path, value)
+            elif isinstance(value, nn.Module):
                 # Its own names, without those of other stages of a pipeline.
                 live = value.state_dict()
                 found = {at: entry for at, entry in under(entries, *path).items() if at[0] in live}
@@ -159,21 +161,23 @@ class DictState(StateSource):
             elif is_stateful(value):
                 put(tree, path, item_target(value, under(entries, *path)))
             else:
-                put(tree, path, value if isinstance(value, torch.Tensor) else None)
+                put(tree, path, None)
         return {_PART: tree}
 
     def begin(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Callable[[], None]:
         for path, _, _, value in _entries(self._mapping):
-            check_kind(value, get(loaded.get(_PART), path), fit=fit_of(saved))
+            if not isinstance(value, torch.Tensor):
+                check_kind(value, get(loaded.get(_PART), path), fit=fit_of(saved))
         return lambda: None
 
     def apply(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> list[str]:
         del saved
         tree = loaded.get(_PART, {})
         for path, container, key, value in list(_entries(self._mapping)):
+            if isinstance(value, torch.Tensor):
+                continue
             outer, new = get(tree, path[:-1]), get(tree, path)
-            lacks = outer is None or (isinstance(outer, Mapping) and path[-1] not in outer)
-            if lacks or isinstance(value, torch.Tensor):
+            if outer is None or (isinstance(outer, Mapping) and path[-1] not in outer):
                 continue
             if is_stateful(value):
                 load_item(".".join(map(str, path)), value, {} if new is None else new, of_tree=True)
@@ -236,7 +240,7 @@ def _entries(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any, Any, Any]
         _refuse_doubles(value)
     for key, each in list(value.items() if is_mapping else enumerate(value)):
         at = (*path, str(key) if is_mapping else key)
-        if is_leaf(each):
+        if isinstance(each, torch.Tensor) or is_leaf(each):
             yield at, value, key, each
         else:
             yield from _entries(each, at)

@@ -265,6 +265,7 @@ def test_another_byte_order_is_not_read_raw(tmp_path):
 def test_an_entry_behind_a_stream_extension_is_to_be_read_whole(stock_root):
     metadata = metadata_of(stock_root)
     index = MetadataIndex("large", (0,))
+    metadata.storage_data = dict(metadata.storage_data)
     metadata.storage_data[index].transform_descriptors = ["stream.zstd/1"]
     place = ChunkLocator(metadata, directory="root/x", read_at=read_at(stock_root)).find([index])[index]
     assert place.payload is None
