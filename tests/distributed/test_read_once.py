@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed as dist
+from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.serialization import set_crc32_options
 
 from ckpt_core import CheckpointManager, LoadError
 from ckpt_core.storage import LocalStorage, RangeReader
@@ -247,3 +249,42 @@ def test_what_one_rank_holds_alone_keeps_no_others_from_reading_once(root):
 @pytest.mark.slow
 def test_ranks_that_do_not_hold_the_same_each_read_for_themselves(root):
     assert run_ranks(differing_job, 3, str(root / "ddp")) == [True] * 3
+
+
+THEIRS = {
+    "one without a checksum": {"a": 8, "b": 0.03},
+    "several with one checksum each": {"a": 5, "b": 10, "c": 5},
+}
+
+
+def theirs(name: str) -> dict[str, torch.Tensor]:
+    return {
+        key: torch.arange(int(size * (1 << 18)), dtype=torch.float32) for key, size in THEIRS[name].items()
+    }
+
+
+def balance_job(root: str) -> list[tuple[int, bool]]:
+    found: list[tuple[int, bool]] = []
+    for name in THEIRS:
+        storage, live = (
+            Counting(Path(root)),
+            {key: torch.zeros_like(each) for key, each in theirs(name).items()},
+        )
+        with CheckpointManager(storage, verify="off") as checkpoints:
+            checkpoints.load(live, name=name)
+        found.append((storage.asked, all(torch.equal(live[key], each) for key, each in theirs(name).items())))
+    return found
+
+
+def test_what_one_process_saved_is_read_by_all_ranks_in_equal_shares(tmp_path):
+    for name in THEIRS:
+        set_crc32_options(compute_crc32="without" not in name)
+        try:
+            dcp.save(theirs(name), checkpoint_id=tmp_path / name, no_dist=True)
+        finally:
+            set_crc32_options(compute_crc32=True)
+    of_ranks = run_ranks(balance_job, 2, str(tmp_path))
+    for shares in zip(*of_ranks, strict=True):
+        assert all(right for _, right in shares)
+        least, most = sorted(asked for asked, _ in shares)
+        assert most <= 1.05 * least

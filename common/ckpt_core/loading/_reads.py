@@ -7,10 +7,12 @@ Every rank computes shares and order by itself; one number from each shows wheth
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import cycle
+from itertools import accumulate, cycle
+from operator import itemgetter
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -214,18 +216,24 @@ def alike(value: Any, world_size: int) -> tuple[int, ...]:
 
 
 def dealt(members: tuple[int, ...], reads: Sequence[TensorRead]) -> Iterator[Bucket]:
-    """Divide reads among the members, in runs of about equal size, in buckets."""
-    total = sum(read.target.byte_range[1] - read.target.byte_range[0] for read in reads)
-    done = 0
+    """Divide reads among the members by bytes, in buckets.
+
+    What only one rank can verify, as it has one checksum, goes to the rank with the least so far, the largest
+    first; everything else in runs that fill what room is left.
+    """
     runs: dict[int, list[Cell]] = {rank: [] for rank in members}
-    for read in sorted(reads, key=_identity):
-        cells = list(_cells(read))
-        # What has one checksum only can be verified by one rank only.
-        for together in [[each] for each in cells] if read.payload.block_crcs else [cells]:
-            size = sum(stop - start for _, start, stop in together)
-            if size:
-                runs[members[(2 * done + size) * len(members) // (2 * total)]] += together
-            done += size
+    loads = dict.fromkeys(members, 0)
+    units = [(_size(unit), unit) for read in sorted(reads, key=_identity) for unit in _units(read)]
+    for size, unit in sorted(units, key=itemgetter(0), reverse=True):
+        if size > REQUEST_BYTES:
+            owner = min(members, key=loads.__getitem__)
+            runs[owner] += unit
+            loads[owner] += size
+    rest = [(size, unit) for size, unit in units if 0 < size <= REQUEST_BYTES]
+    ends, done = list(accumulate(_room(list(loads.values()), sum(size for size, _ in rest)))), 0
+    for size, unit in rest:
+        runs[members[min(bisect_right(ends, done + size / 2), len(members) - 1)]] += unit
+        done += size
     for owner, run in runs.items():
         number, filled, cells = 0, 0, list[Cell]()
         for cell in run:
@@ -236,6 +244,25 @@ def dealt(members: tuple[int, ...], reads: Sequence[TensorRead]) -> Iterator[Buc
             filled += _aligned(cell)
         if cells:
             yield Bucket(number, members, owner, cells)
+
+
+def _room(loads: Sequence[int], rest: int) -> list[float]:
+    """Return how much of the rest each may take so that all have as equal loads as can be."""
+    level, lowest = 0.0, sorted(loads)
+    for count, load in enumerate(lowest, 1):
+        if count == 1 or level > load:
+            level = (rest + sum(lowest[:count])) / count
+    return [max(0.0, level - load) for load in loads]
+
+
+def _units(read: TensorRead) -> list[list[Cell]]:
+    """Return the cells of a read, in lists that one rank has to read."""
+    cells = list(_cells(read))
+    return [[each] for each in cells] if read.payload.block_crcs or read.payload.crc32 is None else [cells]
+
+
+def _size(cells: Sequence[Cell]) -> int:
+    return sum(stop - start for _, start, stop in cells)
 
 
 def _cells(read: TensorRead) -> Iterator[Cell]:

@@ -20,14 +20,14 @@ sizes = st.lists(st.integers(0, 20 * MIB), min_size=1, max_size=20)
 groups = st.lists(st.integers(0, 20), min_size=2, max_size=9, unique=True).map(sorted).map(tuple)
 
 
-def read(number: int, size: int, *, start: int = 0, blocks: bool = True) -> TensorRead:
+def read(number: int, size: int, *, start: int = 0, blocks: bool = True, whole: bool = True) -> TensorRead:
     """All of a payload from `start` on, into a tensor that takes no memory before it is written to."""
     payload = Payload(
         path=f"__{number % 3}_0.distcp",
         key=f"t{number}",
         offset=number * 100 * MIB,
         size_bytes=size,
-        crc32=None if blocks else 1,
+        crc32=None if blocks or not whole else 1,
         block_crcs=(0,) * -(-size // MIB) if blocks else (),
     )
     tensor = torch.empty(size - start, dtype=torch.uint8)
@@ -73,6 +73,31 @@ def test_members_read_about_the_same_number_of_bytes_each(sizes, members):
     for bucket in dealt(members, [read(n, size) for n, size in enumerate(sizes)]):
         shares[bucket.owner] += sum(cell.stop - cell.start for cell in bucket.cells)
     assert all(abs(share - sum(sizes) / len(members)) <= REQUEST_BYTES for share in shares.values())
+
+
+@given(sizes, groups, st.sets(st.integers(0, 19)))
+def test_what_one_rank_must_verify_is_balanced_as_well_as_it_can_be(sizes, members, whole):
+    reads = [read(n, size, blocks=n not in whole) for n, size in enumerate(sizes)]
+    shares = dict.fromkeys(members, 0)
+    for bucket in dealt(members, reads):
+        shares[bucket.owner] += sum(cell.stop - cell.start for cell in bucket.cells)
+    largest = max((size for n, size in enumerate(sizes) if n in whole), default=0)
+    mean = sum(sizes) / len(members)
+    assert sum(shares.values()) == sum(sizes)
+    assert max(shares.values()) <= max(mean * 4 / 3, mean + largest * (1 - 1 / len(members))) + REQUEST_BYTES
+
+
+def test_the_largest_tensors_go_to_different_ranks_and_the_rest_fills_up():
+    reads = [read(n, size * MIB, blocks=n > 1) for n, size in enumerate((20, 8, 4, 4, 4))]
+    shares = {0: 0, 1: 0}
+    for bucket in dealt((0, 1), reads):
+        shares[bucket.owner] += sum(cell.stop - cell.start for cell in bucket.cells)
+    assert shares == {0: 20 * MIB, 1: 20 * MIB}
+
+
+def test_a_large_tensor_without_a_checksum_is_read_by_all():
+    owners = {bucket.owner for bucket in dealt((0, 1), [read(0, 8 * MIB, blocks=False, whole=False)])}
+    assert owners == {0, 1}
 
 
 @given(st.data())
