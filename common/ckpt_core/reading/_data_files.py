@@ -7,15 +7,17 @@ import sys
 import threading
 from bisect import bisect_right, insort
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Final, Protocol, final
 
 from ckpt_core.reading._requests import MAX_TAKE_BYTES, REQUEST_BYTES
-from ckpt_core.storage import ALIGNMENT, RangeReader, SpreadReader, Storage
+from ckpt_core.storage import ALIGNMENT, MappedReader, RangeReader, SpreadReader, Storage
 
 _LARGE_BYTES: Final = MAX_TAKE_BYTES + 2 * REQUEST_BYTES + ALIGNMENT
 _LARGE_BUFFERS: Final = 4
 _SLAB_BYTES: Final = 64 << 20
+_MAPPED_BYTES: Final = 256 << 10
+"""From this size on it is quicker to look at bytes where they lie than to copy them into a cache."""
 _MAX_OPEN: Final = 128
 """With more files, each is closed when a pass has finished with it, to save descriptors."""
 
@@ -156,6 +158,21 @@ class DataFile:
                 else:
                     part[:] = content
                 offset = stop
+
+    @contextmanager
+    def mapped(self, offset: int, size_bytes: int) -> Generator[memoryview | None]:
+        """Lend bytes where they lie in memory, read only; None if they must be read."""
+        reader = None
+        if size_bytes >= _MAPPED_BYTES and self._memory is None:
+            with suppress(OSError):  # raised by the read
+                reader = self._open()
+        if not isinstance(reader, MappedReader):
+            yield None
+            return
+        with reader.mapped(offset, size_bytes) as view:
+            if view is not None:
+                self._open(asked_bytes=size_bytes)
+            yield view
 
     def close(self) -> None:
         """Close the file."""

@@ -72,7 +72,7 @@ class Engine:
         self._threads = threads or (min(_LOCAL_THREADS, _cpus()) if is_near else _REMOTE_THREADS)
         self._limits = MEMORY_LIMITS if self._rereads else NETWORK_LIMITS
         self._files = DataFiles(storage, directory, keep_bytes)
-        self._buffers = Buffers(self._limits.verified_bytes)
+        self._buffers = Buffers(self._limits.buffered_bytes)
         # Checksums from pass 1 of the steps of pieces that are too large for a buffer.
         self._steps: dict[tuple[str, int, int], int] = {}
         self._has_verified = False
@@ -203,6 +203,13 @@ class Engine:
 
     def _check(self, report: _VerifyReport, request: Request, file: DataFile) -> None:
         """Serve one request of the first pass: record damage, raise any other error."""
+        with file.mapped(request.start, request.stop - request.start) as view:
+            # What differs is read, as what cannot be looked at.
+            if view is None or self._changed(request, view, lambda piece: piece.crc32):
+                for part in request.parts(self._limits.buffered_bytes):
+                    self._check_read(report, part, file)
+
+    def _check_read(self, report: _VerifyReport, request: Request, file: DataFile) -> None:
         if request.path in report.missing:
             return
         size = request.stop - request.start
@@ -231,7 +238,7 @@ class Engine:
         """Read each piece by itself, so that readable ones are not reported."""
         if len(request.orders) > 1:
             for order in request.orders:
-                self._check(report, Request(request.path, order.start, order.stop, [order]), file)
+                self._check_read(report, Request(request.path, order.start, order.stop, [order]), file)
         elif isinstance(error, OSError):
             report.add(request.orders[0].pieces[0], "unreadable", f"cannot be read: {error}")
         else:
@@ -294,19 +301,26 @@ class Engine:
         changed: list[tuple[Piece, int]] = []
         for _ in range(_TRIES):
             file.read(request.start, buffers)
-            changed = []
-            for order in request.orders:
-                memory, at = (order.into, order.start) if request.direct else (buffers[0], request.start)
-                for piece in order.pieces:
-                    assert memory is not None
-                    found = crc32(memory[piece.file_start - at : piece.file_stop - at])
-                    known = expected(piece)
-                    if known is None:
-                        self._steps[piece.identity] = found
-                    elif found != known:
-                        changed.append((piece, found))
+            changed = self._changed(request, buffers[0], expected)
             if not changed:
                 break
+        return changed
+
+    def _changed(
+        self, request: Request, content: memoryview, expected: Callable[[Piece], int | None]
+    ) -> list[tuple[Piece, int]]:
+        """Compare `content`, or where a direct request was read to."""
+        changed: list[tuple[Piece, int]] = []
+        for order in request.orders:
+            memory, at = (order.into, order.start) if request.direct else (content, request.start)
+            for piece in order.pieces:
+                assert memory is not None
+                found = crc32(memory[piece.file_start - at : piece.file_stop - at])
+                known = expected(piece)
+                if known is None:
+                    self._steps[piece.identity] = found
+                elif found != known:
+                    changed.append((piece, found))
         return changed
 
     def _verify_twins(

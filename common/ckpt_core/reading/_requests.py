@@ -101,7 +101,9 @@ class Limits(NamedTuple):
     copied_bytes: int
     """Ranges up to this length share a request and are copied; longer ones are read directly into place."""
     verified_bytes: int
-    """Largest request of the verify pass."""
+    """Largest request of the verify pass, looked at where it lies."""
+    buffered_bytes: int
+    """Largest request of the verify pass that is read."""
     direct_bytes: int
     """Longest range that is read directly into place by one request."""
     spread_bytes: int
@@ -111,7 +113,8 @@ class Limits(NamedTuple):
 MEMORY_LIMITS: Final = Limits(
     gap_bytes=16 << 10,
     copied_bytes=64 << 10,
-    verified_bytes=REQUEST_BYTES,
+    verified_bytes=16 << 20,
+    buffered_bytes=REQUEST_BYTES,
     direct_bytes=16 << 20,
     spread_bytes=0,
 )
@@ -120,6 +123,7 @@ NETWORK_LIMITS: Final = Limits(
     gap_bytes=64 << 10,
     copied_bytes=0,
     verified_bytes=_NETWORK_REQUEST_BYTES,
+    buffered_bytes=_NETWORK_REQUEST_BYTES,
     direct_bytes=_NETWORK_REQUEST_BYTES,
     spread_bytes=16 << 20,
 )
@@ -189,6 +193,11 @@ class Request(NamedTuple):
     stop: int
     orders: Sequence[Order]
     direct: bool = False
+
+    def parts(self, most_bytes: int) -> Iterable[Request]:
+        """Cut it between orders, to at most so many bytes."""
+        fits = self.stop - self.start <= most_bytes
+        return [self] if fits else _joined(self.path, self.orders, self.stop, most_bytes)
 
     @property
     def places(self) -> list[memoryview]:

@@ -3,6 +3,7 @@
 from ckpt_core.storage._base import (
     ALIGNMENT,
     Lock,
+    MappedReader,
     RangeReader,
     Space,
     SpreadReader,
@@ -35,6 +36,7 @@ __all__ = [
     "LayeredStorage",
     "LocalStorage",
     "Lock",
+    "MappedReader",
     "MemoryStorage",
     "ObjectStorage",
     "Pace",

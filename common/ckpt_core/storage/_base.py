@@ -90,6 +90,15 @@ class SpreadReader(RangeReader, Protocol):
         """Fill the buffers one after another from `offset` on; same errors as `read_into`."""
 
 
+@runtime_checkable
+class MappedReader(RangeReader, Protocol):
+    """A file whose bytes can be looked at without a copy."""
+
+    def mapped(self, offset: int, size_bytes: int) -> AbstractContextManager[memoryview | None]:
+        """Lend bytes, read only, until the exit; None if they must be read. Raises nothing."""
+        ...
+
+
 class Storage(ABC):
     """A store of bytes under keys.
 

@@ -10,6 +10,7 @@ import pytest
 
 from ckpt_core.reading import Engine, Payload, RangeRead
 from ckpt_core.storage import LocalStorage, MemoryStorage
+from ckpt_core.storage.local import _paths
 from ckpt_core.testing import Fault, FaultyStorage
 from tests.unit.reading.payloads import MIB, STORAGES, DataFile, descriptors, make_storage, whole
 
@@ -37,6 +38,23 @@ def file(request) -> DataFile:
 def test_what_was_saved_is_found_whole(tmp_path, kind, threads, file):
     file.put(storage := make_storage(kind, tmp_path))
     assert problems(storage, map(whole, file.payloads), threads=threads) == []
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_page_cache_is_verified_without_a_copy(tmp_path, monkeypatch, damaged):
+    """What differs is copied, to be compared once more; the names are those of any storage."""
+    file = DataFile("0.distcp", [9 * MIB + 77, 20 * MIB], block_bytes=MIB)
+    file.put(storage := LocalStorage(tmp_path), file.flipped(200) if damaged else None)
+    real, copied = os.preadv, []
+
+    def preadv(descriptor, buffers, offset):
+        copied.append(offset)
+        return real(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    found = problems(storage, map(whole, file.payloads))
+    assert bool(copied) == bool(found) == damaged
+    assert all(f"'0.distcp@100': bytes 100 to {100 + MIB} of the file differ" in each for each in found)
 
 
 @pytest.mark.parametrize("where", [0.0, 0.3, 0.77, 1.0])
@@ -162,6 +180,8 @@ def test_a_block_that_cannot_be_read_is_told_and_its_neighbours_are_not(tmp_path
         return real(descriptor, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", preadv)
+    # A page of a bad block cannot be mapped; the kernel says no more than that.
+    monkeypatch.setattr(_paths._libc, "madvise", lambda *_: -1)
     (problem,) = problems(storage, map(whole, file.payloads))
     assert problem.startswith(
         f"0.distcp: tensor '0.distcp@100': bytes {100 + MIB} to {100 + 2 * MIB} of the file cannot be read: "

@@ -45,6 +45,37 @@ def test_an_error_of_the_device_names_the_file(tmp_path, monkeypatch):
     assert caught.value.errno == errno.EIO
 
 
+def test_bytes_are_lent_where_they_lie(tmp_path):
+    content = bytes(range(256)) * 100
+    (tmp_path / "a").write_bytes(content)
+    with LocalStorage(tmp_path).open_ranges("a") as reader:
+        with reader.mapped(4_099, 9_000) as lent, reader.mapped(0, 7) as other:
+            assert lent == content[4_099:13_099]
+            assert other == content[:7]
+            assert lent.readonly
+        with pytest.raises(ValueError, match="released"):
+            lent[0]
+
+
+def test_a_file_cannot_be_cut_off_while_its_bytes_are_lent(tmp_path):
+    """Whoever tries waits; a page that went away would end the process that looks at it."""
+    (tmp_path / "a").write_bytes(bytes(10_000))
+    with LocalStorage(tmp_path).open_ranges("a") as reader:
+        with reader.mapped(0, 9_000) as lent:
+            with pytest.raises(BlockingIOError):  # an open that may wait does, and `truncate`
+                os.open(tmp_path / "a", os.O_WRONLY | os.O_TRUNC | os.O_NONBLOCK)
+            assert lent == bytes(9_000)
+            with reader.mapped(0, 9_000) as second:
+                assert second is None  # so that the other one does not wait for ever
+        with (tmp_path / "a").open("r+b") as stream, reader.mapped(0, 9_000) as lent:
+            assert lent is None
+            stream.truncate(5_000)
+        with reader.mapped(0, 9_000) as lent:
+            assert lent is None
+        with reader.mapped(0, 5_000) as lent:
+            assert lent == bytes(5_000)
+
+
 def test_a_stream_serves_any_storage_in_turns(tmp_path):
     """The default for storages that have nothing better."""
     (tmp_path / "a").write_bytes(bytes(range(256)) * 100)

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
+import mmap
 import os
 import secrets
 import shutil
+import signal
 import stat
 import sys
 from collections.abc import Generator, Sequence
@@ -27,7 +30,14 @@ _AT_FDCWD: Final = -100
 _NOREPLACE: Final = 1
 _EXCHANGE: Final = 2
 _ON_ERROR: Final = "onexc" if sys.version_info >= (3, 12) else "onerror"  # 3.14 drops this one
-_renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+_POPULATE_READ: Final = 22  # since Linux 5.14; Python's mmap does not know it
+_FAILED: Final = ctypes.c_void_p(-1).value
+_libc = ctypes.CDLL(None, use_errno=True)
+_renameat2 = getattr(_libc, "renameat2", None)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 def path_below(root: Path, parts: Sequence[str]) -> Path:
@@ -108,6 +118,39 @@ class LocalRanges:
                 raise ends_early(self._where, end, min(offset, os.fstat(self._descriptor).st_size))
             offset += count
             buffer = buffer[count:]
+
+    @contextmanager
+    def mapped(self, offset: int, size_bytes: int) -> Generator[memoryview | None]:
+        """Lend bytes where they lie in the page cache; None where only `read_into` is safe.
+
+        To look at a page that is not there any more would end the process. So all are read first, which tells
+        of a bad device, and a lease makes whoever would shorten the file wait (for 45 s, unless the system
+        says otherwise). Network and FUSE filesystems, and files of other users, have no leases.
+        """
+        skew = offset % mmap.PAGESIZE
+        length, start, own, view = skew + size_bytes, None, -1, None
+        try:
+            # AttributeError: a system without leases.
+            with suppress(OSError, AttributeError):
+                # A lease is of an opened file: other threads have their own.
+                own = os.open(f"/proc/self/fd/{self._descriptor}", os.O_RDONLY)
+                fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGURG)  # whose default is nothing, unlike SIGIO's
+                fcntl.fcntl(own, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+                start = _libc.mmap(None, length, mmap.PROT_READ, mmap.MAP_SHARED, own, offset - skew)
+                is_there = start != _FAILED and not _libc.madvise(start, length, _POPULATE_READ)
+                if is_there and fcntl.fcntl(own, fcntl.F_GETLEASE) == fcntl.F_RDLCK:
+                    pages = (ctypes.c_char * length).from_address(start)
+                    view = memoryview(pages).cast("B").toreadonly()[skew:]
+            yield view
+        finally:
+            if view is not None:
+                view.release()
+            if start not in {None, _FAILED}:
+                _libc.munmap(start, length)
+            if own != -1:
+                with suppress(OSError):  # there may be none
+                    fcntl.fcntl(own, fcntl.F_SETLEASE, fcntl.F_UNLCK)  # a forked child may keep the file
+                os.close(own)
 
 
 def sync_directory(path: Path) -> None:
