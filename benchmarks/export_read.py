@@ -1,7 +1,7 @@
 """`python -m benchmarks.export_read`: a folder of Hugging Face weights into a model that FSDP2 has sharded.
 
-One Llama in float32, written by `save_pretrained`. In turns, in the same processes, after a round that is not
-counted, from a warm page cache, until the sharded model holds its weights on every rank:
+One Llama, written by `save_pretrained`. In turns, in the same processes, after a round that is not counted,
+until the sharded model holds its weights in float32 on every rank:
 
 - ours: the model on the meta device, `fully_shard`, `to_empty`, `CheckpointManager.load(source=...)`;
 - stock: `from_pretrained` on every rank, then `fully_shard`.
@@ -25,7 +25,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks.export import layers_of, model_of
-from benchmarks.loading.pages import Traffic, warm
+from benchmarks.loading.pages import Traffic, bring_to
 from benchmarks.timing import Spread
 from ckpt_core import CheckpointManager, TrainState
 from tests.kit.ranks import run_ranks
@@ -38,10 +38,18 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--shard-mib", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ranks", default="2,4")
+    parser.add_argument("--pages", choices=["warm", "cold"], default="warm", help="of the folder")
+    parser.add_argument("--bf16", action="store_true", help="the folder is in bf16, the model in float32")
     parser.add_argument("--root", type=Path, default=None, help="where to write; a temporary directory")
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="bench-", dir=given.root) as folder:
-        order = {"folder": folder, "layers": layers_of(given.gib), "shard": given.shard_mib << 20}
+        order = {
+            "folder": folder,
+            "layers": layers_of(given.gib),
+            "shard": given.shard_mib << 20,
+            "pages": given.pages,
+            "stored": torch.bfloat16 if given.bf16 else torch.float32,
+        }
         size = run_ranks(prepare, 1, order, timeout_seconds=600)[0]
         for ranks in map(int, given.ranks.split(",")):
             of_ranks = run_ranks(measured, ranks, order, given.rounds, timeout_seconds=600)
@@ -61,7 +69,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def prepare(order: Mapping[str, Any]) -> int:
     """Write the folder; return its size in bytes."""
-    model_of(order).save_pretrained(Path(order["folder"]) / "hf", max_shard_size=order["shard"])
+    model = model_of(order).to(order["stored"])
+    model.save_pretrained(Path(order["folder"]) / "hf", max_shard_size=order["shard"])
     return sum(path.stat().st_size for path in (Path(order["folder"]) / "hf").iterdir())
 
 
@@ -71,7 +80,9 @@ def measured(order: Mapping[str, Any], rounds: int) -> dict[str, list[tuple[floa
     for number in range(rounds + 1):
         for name, contender in CONTENDERS.items():
             act = contender(order)
-            warm((Path(order["folder"]) / "hf").glob("*.safetensors"))
+            torch.distributed.barrier()
+            if not torch.distributed.get_rank():
+                bring_to(order["pages"], (Path(order["folder"]) / "hf").glob("*.safetensors"))
             torch.distributed.barrier()
             asked, cpu, began = Traffic.now(), time.process_time(), time.perf_counter()
             model = act()
@@ -93,7 +104,7 @@ def ours(order: Mapping[str, Any]) -> Callable[[], object]:
         model = _sharded(model)
         model.to_empty(device="cpu")
         with CheckpointManager(folder / "run") as manager:
-            manager.load(TrainState(model=model), source=folder / "hf", items=["model"])
+            manager.load(TrainState(model=model), source=folder / "hf", items=["model"], cast=True)
         return model
 
     return load
@@ -104,7 +115,8 @@ def stock(order: Mapping[str, Any]) -> Callable[[], object]:
     from transformers import LlamaForCausalLM
 
     def load() -> object:
-        return _sharded(LlamaForCausalLM.from_pretrained(Path(order["folder"]) / "hf"))
+        folder = Path(order["folder"]) / "hf"
+        return _sharded(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32))
 
     return load
 
