@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import IO, Any, final
 from unittest import mock
 
@@ -185,7 +186,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     dtype = torch.bfloat16 if options.bf16 else torch.float32
     make = partial(Trained, *([Experts] if options.experts else []), dtype=dtype)
     found: dict[str, Any] = {}
-    measuring = mock.patch("ckpt_core.tiers._compressing.time.perf_counter", CLOCK)
+    measuring = mock.patch.multiple(
+        "ckpt_core.tiers._compressing", time=SimpleNamespace(perf_counter=CLOCK), cpus=lambda: 1
+    )
     with measuring, one_thread(), TemporaryDirectory(prefix="bench-") as directory:
         print(in_words(machine_facts(Path(directory), torch.device("cpu"))))
         trained = make()

@@ -26,6 +26,13 @@ _GIVING_WAY: Final = 10
 """A nice value: a tenth of a processor that a thread of the training wants, too."""
 
 
+def cpus() -> int:
+    """Return how many processors this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def run_all(
     work: Callable[[Task], None], tasks: Sequence[Task], threads: int, *, name: str = "ckpt-read"
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final, Self, final
 
-from ckpt_core.crew import run_all
+from ckpt_core.crew import cpus, run_all
 from ckpt_core.errors import CorruptCheckpointError, FileFailure
 from ckpt_core.formats.checksums import combine_crc32, crc32
 from ckpt_core.formats.codec import damage
@@ -69,7 +68,7 @@ class Engine:
         is_near = storage.rereads_from_memory
         self._rereads = is_near and not once  # else `on_arrival` is heeded there, too
         self._reads_in_place = storage.reads_in_place and not is_near
-        self._threads = threads or (min(_LOCAL_THREADS, _cpus()) if is_near else _REMOTE_THREADS)
+        self._threads = threads or (min(_LOCAL_THREADS, cpus()) if is_near else _REMOTE_THREADS)
         self._limits = MEMORY_LIMITS if self._rereads else NETWORK_LIMITS
         self._files = DataFiles(storage, directory, keep_bytes)
         self._buffers = Buffers(self._limits.buffered_bytes)
@@ -410,9 +409,3 @@ class _VerifyReport:
 def _few(names: Sequence[str]) -> str:
     rest = len(names) - _MAX_NAMED
     return ", ".join(names[:_MAX_NAMED]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def _cpus() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -29,9 +29,9 @@ from ckpt_core.commit import (
     read_entry,
     read_manifest,
 )
-from ckpt_core.crew import run_all
+from ckpt_core.crew import cpus, run_all
 from ckpt_core.errors import CheckpointError, ConfigError
-from ckpt_core.formats.checksums import Checksum, checksum
+from ckpt_core.formats.checksums import Checksum, checksum, crc32
 from ckpt_core.formats.chunks import BLOCK_BYTES, ChunkTable, FileChunks
 from ckpt_core.formats.dcp_metadata import item_bytes
 from ckpt_core.formats.frames import (
@@ -65,7 +65,7 @@ Rows: TypeAlias = Mapping[str, Sequence[Any]]
 """Of compressed files, as plain values: path -> size, checksum, and the columns of the frames."""
 
 _SMALL_BYTES: Final = 64 << 10  # what smaller entries save is less than their frames cost
-_SAMPLE_BYTES: Final = 128 << 10
+_SAMPLE_BYTES: Final = 64 << 10
 _SAMPLED: Final = 3
 _FEW: Final = 32
 _MANY_BYTES: Final = 256 << 20
@@ -302,15 +302,13 @@ def _blocks(codec: int, start: int, stop: int) -> Iterable[tuple[int, int]]:
     return ((codec, min(BLOCK_BYTES, stop - at)) for at in range(start, stop, BLOCK_BYTES))
 
 
-def _samples(
-    ranges: RangeReader, start: int, stop: int, most_bytes: int = _SAMPLE_BYTES
-) -> Sequence[memoryview]:
+def _samples(ranges: RangeReader, start: int, stop: int) -> Sequence[memoryview]:
     """Read the begin of the first, the middle and the last block."""
     last = max(0, (stop - start - 1) // BLOCK_BYTES)
     samples: list[memoryview] = []
     for block in sorted({0, last // 2, last}):
         begin = start + block * BLOCK_BYTES
-        samples.append(memoryview(bytearray(min(most_bytes, stop - begin))))
+        samples.append(memoryview(bytearray(min(_SAMPLE_BYTES, stop - begin))))
         ranges.read_into(begin, samples[-1])
     return samples
 
@@ -418,25 +416,28 @@ def choose_codecs(
     write_rate: float,
     cores: float,
     passes: int = 1,
+    reading: float = 0.0,
 ) -> dict[str, str]:
     """Choose the codec of each class of tensors.
 
-    The model is a pipeline: cores compress while the place is written to, so that all of it takes as long as
-    the slower of both, max(sum(size / rate) / cores, sum(size / ratio) / write_rate). Passes before that one,
-    as to know sizes, come in addition. No other choice takes less by that; of those that take as much, the
-    one that stores the fewest bytes.
+    The model is a pipeline: cores read and compress while the place is written to, so that all of it takes as
+    long as the slower of both, max((reading + sum(size / rate)) / cores, sum(size / ratio) / write_rate).
+    Passes before that one, as to know sizes, come in addition, if anything is compressed. No other choice
+    takes less by that; of those that take as much, the one that stores the fewest bytes.
 
     Args:
         sizes: bytes of each class.
         measured: class -> codec -> what it makes of it; what a class lacks cannot be chosen for it.
         write_rate: stored bytes that the place takes in a second.
         cores: that compress.
-        passes: how often all is compressed; the last time while it is written.
+        passes: how often all is read and compressed; the last time while it is written.
+        reading: seconds in which one core reads all of it, and compares it.
 
     Returns:
         The codec of each class, or `NONE`.
     """
-    # Of the classes so far: every choice that another one does not beat in both seconds and bytes.
+    # Of the classes so far: every choice that another one does not beat in both seconds and bytes. The first
+    # compresses nothing.
     front: list[tuple[float, float, dict[str, str]]] = [(0.0, 0.0, {})]
     for kind, size in sizes.items():
         codecs = {NONE: Gain(1.0, math.inf), **measured.get(kind, {})}
@@ -451,9 +452,9 @@ def choose_codecs(
                 front.append(option)
 
     def cost(option: tuple[float, float, dict[str, str]]) -> tuple[float, float]:
-        compressing, stored = option[0] / cores, option[1]
-        again = (passes - 1) * compressing
-        return (again + max(compressing, stored / write_rate), stored)
+        working, stored = (reading + option[0]) / cores, option[1]
+        again = (passes - 1) * working if option[0] else 0.0
+        return (again + max(working, stored / write_rate), stored)
 
     return min(front, key=cost)[2]
 
@@ -469,7 +470,7 @@ def auto(
     """Return the choice that is at a place soonest, as samples show.
 
     A class of tensors is what has one dtype, the same first and last part of its name, and is of experts or
-    not; a block of its largest tensors, of up to three, is compressed in every way.
+    not; a few parts of its largest tensors are compressed in every way.
 
     Args:
         source: the root, in which the checkpoint is plain.
@@ -490,18 +491,23 @@ def auto(
             if chunk.size_bytes >= _SMALL_BYTES:
                 classes[_class_of(chunk)].append(chunk)
     sizes = {kind: sum(each.size_bytes for each in found) for kind, found in classes.items()}
+    total, seconds, sampled = sum(sizes.values()), 0.0, 0
     gains: dict[str, dict[str, Gain]] = {}
     for kind, found in classes.items():
         stop()
-        if sizes[kind] >= sum(sizes.values()) // _FEW:  # else to look at it takes longer than it could save
-            largest = sorted(found, key=attrgetter("size_bytes"))[-_SAMPLED:]
-            gains[kind] = _gains(source, name, largest if sizes[kind] > _MANY_BYTES else largest[-1:])
+        if sizes[kind] < total // _FEW:
+            continue  # to look at it takes longer than it could save
+        largest = sorted(found, key=attrgetter("size_bytes"))[-_SAMPLED:]
+        content, took = _sample(source, name, largest if sizes[kind] > _MANY_BYTES else largest[-1:])
+        seconds, sampled = seconds + took, sampled + len(content)
+        gains[kind] = {codec: _gain(_number(codec, largest[-1]), content) for codec in ("zstd", "planes")}
     codecs = choose_codecs(
         sizes,
         gains,
         write_rate=write_rate,
-        cores=1,  # the rates are of all of them
+        cores=min(_THREADS, cpus()),
         passes=_PASSES,
+        reading=total * seconds / max(1, sampled),
     )
     choices = {kind: fixed(codec) for kind, codec in codecs.items() if codec != NONE}
     if not choices:
@@ -519,19 +525,22 @@ def _class_of(chunk: ChunkEntry) -> str:
     return f"{names[0]} {names[-1]} {chunk.dtype} {'experts' in names}"
 
 
-def _gains(source: Storage, name: str, sampled: Sequence[ChunkEntry]) -> dict[str, Gain]:
-    """Measure every codec on a block of each, on as many threads as later."""
-    blocks: list[memoryview] = []
+def _sample(source: Storage, name: str, sampled: Sequence[ChunkEntry]) -> tuple[bytes, float]:
+    """Read parts of tensors; return seconds, too, in which they were read and compared."""
+    parts, seconds = list[memoryview](), 0.0
     for chunk in sampled:
         with source.open_ranges(f"{name}/{chunk.path}") as ranges:
-            blocks.append(_samples(ranges, *_payload(chunk), BLOCK_BYTES)[-1])
-    size, gains = sum(map(len, blocks)), dict[str, Gain]()
-    for codec in ("zstd", "planes"):
-        begun, number = time.perf_counter(), _number(codec, sampled[0])
-        frames = [(number, len(block)) for block in blocks]
-        stored = sum(map(len, _each_compressed(frames, memoryview(b"".join(blocks)))))
-        gains[codec] = Gain(size / stored, size / max(1e-9, time.perf_counter() - begun))
-    return gains
+            begun = time.perf_counter()
+            parts += _samples(ranges, *_payload(chunk))
+            crc32(parts[-1])
+            seconds += time.perf_counter() - begun
+    return b"".join(parts), seconds
+
+
+def _gain(codec: int, content: bytes) -> Gain:
+    begun = time.perf_counter()
+    stored = len(compress(codec, content))
+    return Gain(len(content) / stored, len(content) / max(1e-9, time.perf_counter() - begun))
 
 
 def write_rate(target: Storage, size_bytes: int) -> float:
@@ -544,7 +553,7 @@ def write_rate(target: Storage, size_bytes: int) -> float:
     Raises:
         OSError: it cannot be written.
     """
-    content = os.urandom(max(_SMALL_BYTES, min(_PROBE_BYTES, size_bytes // 64)))
+    content = os.urandom(_SMALL_BYTES) * max(1, min(_PROBE_BYTES, size_bytes // 64) // _SMALL_BYTES)
     keys = [probe_name(secrets.token_hex(4), number) for number in range(_THREADS)]
     begun = time.perf_counter()
     try:
