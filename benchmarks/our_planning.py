@@ -4,34 +4,61 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, final
 
-import torch
+import numpy as np
 
-from benchmarks.planning import Planning, PlanningCost, Workload
-from benchmarks.stock_planning import COLUMNS, ROWS, Clock, local_plan
+from benchmarks.planning import GROUPS, VALUES, Held, Planning, PlanningCost, Workload, held, state_bytes
+from benchmarks.stock_planning import Clock
 from ckpt_core.commit import begin
 from ckpt_core.coordination import Solo
-from ckpt_core.dcp import ImageLayout
-from ckpt_core.formats.chunks import ChunkColumns, TableEntry
+from ckpt_core.dcp import LocalPlan, Outline
+from ckpt_core.formats.chunks import TableEntry
 from ckpt_core.messages import decode, encode
 from ckpt_core.names import chunks_name, data_name, rank_name
 from ckpt_core.options import CheckpointOptions
 from ckpt_core.root import Job, Ownership, Pruner
 from ckpt_core.saving import SaveRequest, SaveThread
-from ckpt_core.saving._plan_cache import Offer, PlanCache, _Proposal
-from ckpt_core.saving._reports import RankReport, ReportCache
+from ckpt_core.saving._plan_cache import Offer, PlanCache, Proposal, _RankPlan
+from ckpt_core.saving._reports import Findings, RankReport, ReportCache, chosen
 from ckpt_core.saving._save import Means, Save
 from ckpt_core.storage import LocalStorage
 from ckpt_core.telemetry import Telemetry
 from ckpt_core.types import FileEntry
 
-_ALL_REDUCE_BYTES = 5 * 8
-_BYTES_PER_ITEM = 4400
+_ALL_REDUCE_BYTES = 7 * 8
+_BYTES_PER_ITEM = 250
+_FRAME_BYTES = 832
+
+
+def proposal_of(workload: Workload, rank: int) -> Proposal:
+    """What a rank with these tensors would propose."""
+    kinds: dict[tuple[object, ...], int] = {}
+    boxes: list[int] = []
+    own = list(held(workload, rank))
+    kind_of: list[int] = []
+    for each in own:
+        kind = (each.dtype, "torch.strided", False, 0, False), each.shape, each.mesh, True
+        # A mesh has one pair of placements for each shape, but for every other one with TP.
+        key = *kind, each.sizes
+        if key not in kinds:
+            boxes += [*each.start, *each.sizes]
+        kind_of.append(kinds.setdefault(key, len(kinds)))
+    values = [(*GROUPS, 0, name) for name in VALUES]
+    outline = Outline(
+        paths=[*(each.path for each in own), *values],
+        leaf=np.arange(len(own) + len(values), dtype=np.int32).tobytes(),
+        kind=np.array([*kind_of, *[-1] * len(values)], np.int32).tobytes(),
+        kinds=[key[:4] for key in kinds],
+    )
+    trained = tuple(each.path[1] for each in own if each.path[0] == "model")
+    return Proposal.of(
+        {"": LocalPlan(outline=outline, boxes=np.array(boxes, np.int64).tobytes())},
+        Offer(files=frozenset({rank_name(rank)}), groups={"": {GROUPS: [trained]}}),
+    )
 
 
 @final
@@ -51,11 +78,7 @@ class OurPlanning(Planning):
         pruner = Pruner(self._storage, options, ownership=ownership, telemetry=job.telemetry)
         self._means = Means(job, SaveThread(1800.0), options, ownership=ownership, pruner=pruner)
         self._saves = 0
-
-    @cached_property
-    def _layout(self) -> ImageLayout:
-        plan = local_plan(self.workload, 0)
-        return ImageLayout([(item.index, torch.bfloat16, (ROWS, COLUMNS)) for item in plan.items])
+        self._tasks: Sequence[_RankPlan] = ()
 
     def memory_bytes(self) -> int:
         """All ranks' plans at once."""
@@ -78,19 +101,15 @@ class OurPlanning(Planning):
 
     def _agree(self, clock: Clock) -> tuple[int, int]:
         """What ranks propose and what they are told, in bytes."""
-        gathered, proposals = 0, []
-        for rank in range(self.workload.world_size):
-            plan = replace(local_plan(self.workload, rank), storage_data=None)
-            proposal = _Proposal(plans={"": plan}, offer=Offer(files=frozenset({rank_name(rank)})))
-            content = encode(proposal)
+        gathered, proposals = 0, list[Proposal]()
+        for rank in self._ranks():
+            content = encode(proposal_of(self.workload, rank))
             gathered += len(content)
             with clock:
                 proposals.append(decode(content))
         with clock:
-            shares = self._plans._decide(proposals)
-        del proposals
-        with clock:
-            scattered = sum(len(encode(share)) for share in shares)
+            self._tasks = self._plans._decide(proposals)
+            scattered = sum(len(encode(task)) for task in self._tasks)
         return gathered, scattered
 
     def _begin(self, clock: Clock) -> Save:
@@ -107,6 +126,8 @@ class OurPlanning(Planning):
             created=1.0,
             files={},
             metadata=self._plans.metadata,
+            replicas=self._plans.replicas,
+            generation=1,
             items={"model": "sharded"},
         )
 
@@ -124,39 +145,49 @@ class OurPlanning(Planning):
         return range(self.workload.world_size)
 
     def _report(self, rank: int, directory: Path) -> RankReport:
-        """What a rank would report: that of a first save has the table, later ones do not."""
-        entries = [self._table_entry(rank)]
-        data = FileEntry(
-            path=data_name(rank, 0), size_bytes=self._layout.size_bytes, checksum="crc32:12345678"
-        )
-        small = [
-            FileEntry(path=name, size_bytes=9_000, checksum="crc32:87654321")
-            for name in (rank_name(rank), chunks_name(rank))
-        ]
-        for entry in (data, *small):
-            with open(directory / entry.path, "xb") as file:
-                os.truncate(file.fileno(), entry.size_bytes)
+        """What a rank would report: that of a first save has lengths, later ones do not."""
+        own = list(held(self.workload, rank))
+        entries = self._table_entries(rank, own)
+        files = [(entry.path, entry.size_bytes) for entry in entries]
+        files += [(name, 9_000) for name in (rank_name(rank), chunks_name(rank))]
+        for path, size in files:
+            with open(directory / path, "xb") as file:
+                os.truncate(file.fileno(), size)
         memory = ReportCache()
         if self._saves > 1:
             memory.report((), entries)
             memory.committed()
-        return memory.report((data, *small), entries)
+        report = memory.report(
+            [FileEntry(path=path, size_bytes=size, checksum="crc32:12345678") for path, size in files],
+            entries,
+        )
+        groups = self._tasks[rank].parts[""].replicas
+        turn = self._saves - 1
+        evidence = {
+            group: bytes(4 + 4 * len(chosen(turn, len(places) // 4))) for group, places in groups.items()
+        }
+        return replace(report, evidence=Findings(turn, {"": evidence}, {}))
 
-    def _table_entry(self, rank: int) -> TableEntry:
-        slots = self._layout.slots
-        columns = ChunkColumns(
-            key=[slot.index.fqn for slot in slots],
-            shard_offsets=[[ROWS * rank, 0]] * len(slots),
-            offset=[slot.start for slot in slots],
-            size_bytes=[slot.end - slot.start for slot in slots],
-            payload_offset=[slot.payload for slot in slots],
-            payload_bytes=[slot.payload_bytes for slot in slots],
-            dtype=["bfloat16"] * len(slots),
-        )
-        return TableEntry(
-            path=data_name(rank, 0),
-            size_bytes=self._layout.size_bytes,
-            num_chunks=len(slots),
-            columns=columns.encode(),
-            crcs=bytes(4 * len(slots)),
-        )
+    def _table_entries(self, rank: int, own: Sequence[Held]) -> list[TableEntry]:
+        """The data files of a rank: of tensors, and of plain values if it writes some."""
+        task = self._tasks[rank].parts[""]
+        places = task.places(len(own) + len(VALUES))
+        tensors = [_FRAME_BYTES + state_bytes(own[at].sizes, own[at].dtype) for at in places if at < len(own)]
+        tensors += [
+            _FRAME_BYTES + state_bytes((rows, *own[at].sizes[1:]), own[at].dtype)
+            for at, _, rows in task.blocks
+        ]
+        return [
+            TableEntry(
+                path=data_name(rank, number),
+                size_bytes=sum(lengths),
+                num_chunks=len(lengths),
+                columns=b"",
+                crcs=b"",
+                lengths=np.array(lengths, np.int64).tobytes(),
+            )
+            for number, lengths in enumerate(
+                (tensors, [192] * (len(places) + len(task.blocks) - len(tensors)))
+            )
+            if lengths
+        ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, final
 
@@ -16,9 +15,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from benchmarks.planning import Planning, PlanningCost, Workload
+from benchmarks.planning import Planning, PlanningCost, Workload, held
 
-ROWS, COLUMNS = 8, 1024
 _BYTES_PER_ITEM = 4400  # plans, final plans, results and metadata of one shard, measured by peak memory
 
 
@@ -143,35 +141,27 @@ def _received(messages: Iterable[Any], clock: Clock) -> tuple[int, list[Any]]:
 
 
 def local_plan(workload: Workload, rank: int) -> SavePlan:
-    """The plan of one rank of `world_size`, as of DTensors in Shard(0); made without any of them."""
-    whole = torch.Size([ROWS * workload.world_size, COLUMNS])
-    offsets, sizes = torch.Size([ROWS * rank, 0]), torch.Size([ROWS, COLUMNS])
-    data = TensorWriteData(
-        chunk=ChunkStorageMetadata(offsets=offsets, sizes=sizes),
-        properties=TensorProperties(dtype=torch.bfloat16),
-        size=whole,
-    )
-    names = [f"model.layers.{index // 10}.block.{index % 10}.weight" for index in range(workload.tensors)]
-    items = [
-        WriteItem(index=MetadataIndex(name, offsets), type=WriteItemType.SHARD, tensor_data=_own(data))
-        for name in names
-    ]
-    mappings = {name: ("model", name.removeprefix("model.")) for name in names}
-    return SavePlan(items, planner_data=mappings, storage_data=_StoragePrefix(f"__{rank}_"))
+    """The plan of one rank, as of DTensors; made without any of them.
 
-
-def _own(data: TensorWriteData) -> TensorWriteData:
-    """Every tensor has its own description; pickle would send a shared one only once."""
-    return replace(
-        data,
-        chunk=replace(data.chunk, offsets=torch.Size(data.chunk.offsets), sizes=torch.Size(data.chunk.sizes)),
-        properties=replace(data.properties),
-        size=torch.Size(data.size),
-    )
+    Every tensor has its own description; pickle would send a shared one only once.
+    """
+    items: list[WriteItem] = []
+    paths: dict[str, tuple[str, ...]] = {}
+    for each in held(workload, rank):
+        name, offsets = ".".join(each.path), torch.Size(each.start)
+        paths[name] = each.path
+        data = TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets=torch.Size(each.start), sizes=torch.Size(each.sizes)),
+            properties=TensorProperties(dtype=getattr(torch, each.dtype)),
+            size=torch.Size(each.shape),
+        )
+        kind = WriteItemType.TENSOR if each.mesh is None else WriteItemType.SHARD
+        items.append(WriteItem(index=MetadataIndex(name, offsets), type=kind, tensor_data=data))
+    return SavePlan(items, planner_data=paths, storage_data=_StoragePrefix(f"__{rank}_"))
 
 
 def _results(rank: int, plan: SavePlan) -> Sequence[WriteResult]:
-    size = ROWS * COLUMNS * 2
+    size = 1 << 14
     return [
         WriteResult(
             index=item.index,

@@ -1,12 +1,22 @@
 """Staged state to bytes and back, in the format of torch.distributed.checkpoint."""
 
 from ckpt_core.dcp._chunk_locator import ChunkLocation, ChunkLocator
-from ckpt_core.dcp._dedup import Meshes, Replicas
+from ckpt_core.dcp._decide import (
+    Decision,
+    GroupNames,
+    LocalPlan,
+    Outline,
+    PlannedIndex,
+    Replicas,
+    WriteTask,
+    decide,
+    kept_name,
+)
 from ckpt_core.dcp._fingerprints import Fingerprints, sample
 from ckpt_core.dcp._image import Image, ImageLayout, ShardSpec, spec_of
 from ckpt_core.dcp._leaves import Leaves, is_expanded
 from ckpt_core.dcp._metadata import encode_metadata, entries, load_metadata, metadata_of, places_in
-from ckpt_core.dcp._plan import Decision, GroupNames, Part, WriteTask, decide, held_by_this_rank, kept_name
+from ckpt_core.dcp._plan import Part, held_by_this_rank
 from ckpt_core.dcp._reader import check_stock, load_chunk, load_plain, load_value, read_linked, without_pickle
 from ckpt_core.dcp._tensor_reads import Cut, Cuts, TensorRead, TensorTarget, boxes_of_range, bytes_of
 from ckpt_core.dcp._torch_zip import (
@@ -32,8 +42,10 @@ __all__ = [
     "Image",
     "ImageLayout",
     "Leaves",
-    "Meshes",
+    "LocalPlan",
+    "Outline",
     "Part",
+    "PlannedIndex",
     "Replicas",
     "ShardSpec",
     "TensorForm",

@@ -273,6 +273,7 @@ class Image:
             columns=layout.columns,
             crcs=crcs.tobytes(),
             block_crcs=np.array(self._block_crcs, dtype="<u4").tobytes(),
+            lengths=np.diff(layout.spans).tobytes(),
         )
 
 

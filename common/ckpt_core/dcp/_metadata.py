@@ -6,11 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import repeat
-from typing import Any, Final, final
+from typing import Final, final
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint import SavePlan
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -19,71 +18,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import WriteItemType
 
 from ckpt_core._torch_internals import StorageInfo, layout_named
 from ckpt_core.formats.chunks import ChunkTable
-from ckpt_core.formats.consistency import ImpossibleError, check_boxes
 from ckpt_core.formats.dcp_metadata import reading
-from ckpt_core.formats.index import Boxes, Index, Ints, Places, TensorIn, boxes_of, decode, encode, index_of
+from ckpt_core.formats.index import Boxes, Index, Ints, Places, TensorIn, decode, encode, index_of
 from ckpt_core.types import SavedEntries, SavedTensor
 
-_MOST_LISTED: Final = 5
 # By the value of torch's `_MEM_FORMAT_ENCODING`.
 _MEMORY_FORMATS: Final = {0: torch.contiguous_format, 1: torch.channels_last, 2: torch.preserve_format}
-
-
-def describe(plans: Sequence[SavePlan]) -> Metadata:
-    """Build the metadata of plans in which every chunk is written once.
-
-    The result equals that of DCP's own planner, which takes a hundred microseconds per shard: at thousands of
-    ranks, most of an hour.
-
-    Raises:
-        ValueError: shards of a tensor overlap, leave holes, exceed its bounds, or differ in dtype or shape.
-    """
-    entries: dict[str, Any] = {}
-    problems = [problem for plan in plans if (problem := _add(plan, entries)) is not None]
-    for name, entry in entries.items():
-        if isinstance(entry, TensorStorageMetadata):
-            try:
-                chunks = [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
-                check_boxes(name, entry.size, boxes_of(name, entry.size, chunks))
-            except ImpossibleError as error:
-                problems.append(str(error))
-    if problems:
-        more = f", and {len(problems) - _MOST_LISTED} more" if len(problems) > _MOST_LISTED else ""
-        raise ValueError(f"the shards do not make up the state: {'; '.join(problems[:_MOST_LISTED])}{more}")
-    paths: dict[str, Any] = {}
-    for plan in reversed(plans):
-        paths |= plan.planner_data or {}
-    return Metadata(state_dict_metadata=entries, planner_data=paths)
-
-
-def _add(plan: SavePlan, entries: dict[str, Any]) -> str | None:
-    """Add the items of a plan; describe the first that contradicts an entry, if any."""
-    byte_io = WriteItemType.BYTE_IO
-    for item in plan.items:
-        name, data = item.index.fqn, item.tensor_data
-        if item.type == byte_io or data is None:
-            if isinstance(entries.setdefault(name, BytesStorageMetadata()), TensorStorageMetadata):
-                return f"{name} is a plain value on one rank and a tensor on another"
-            continue
-        entry = entries.get(name)
-        if entry is None:
-            properties, size = data.properties, data.size
-            entry = entries[name] = TensorStorageMetadata(properties=properties, size=size, chunks=[])
-        elif not (
-            isinstance(entry, TensorStorageMetadata)
-            and entry.size == data.size
-            and entry.properties.dtype == data.properties.dtype
-        ):
-            tensor = isinstance(entry, TensorStorageMetadata)
-            other = f"{entry.properties.dtype} {tuple(entry.size)}" if tensor else "a plain value"
-            own = f"{data.properties.dtype} {tuple(data.size)}"
-            return f"{name} is {own} on one rank and {other} on another"
-        entry.chunks.append(data.chunk)
-    return None
 
 
 def encode_metadata(metadata: Metadata, places: Mapping[MetadataIndex, StorageInfo]) -> bytes:

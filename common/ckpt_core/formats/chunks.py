@@ -64,6 +64,7 @@ class TableEntry:
 
     Attributes:
         columns: the result of `ChunkColumns.encode`.
+        lengths: of the chunks, which follow one another in the file, int64.
         crcs: one CRC-32 per chunk, little-endian uint32.
         block_crcs: CRC-32s of the blocks of payloads larger than `BLOCK_BYTES`, chunk after chunk, likewise.
     """
@@ -74,6 +75,7 @@ class TableEntry:
     columns: bytes
     crcs: bytes
     block_crcs: bytes = b""
+    lengths: bytes = b""
 
     def encode(self) -> bytes:
         """Encode this entry for the table."""

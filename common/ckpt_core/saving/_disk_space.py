@@ -17,12 +17,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, final
 
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+import numpy as np
 
 from ckpt_core.commit import Catalog, on_present_line, read_notes, replaced
+from ckpt_core.dcp import PlannedIndex
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError, NoRoomError
 from ckpt_core.formats.chunks import BLOCK_BYTES
+from ckpt_core.formats.dcp_metadata import item_bytes
+from ckpt_core.formats.index import Index
 from ckpt_core.options import CheckpointOptions, Headroom, bytes_text
 from ckpt_core.retention import Abandoned, KeepAll, RetentionPolicy, as_it_is, plan_prune
 from ckpt_core.root import Ownership, Pruner
@@ -93,7 +96,9 @@ class DiskSpace:
         self._planned = (0, 0)
         self._saved = (0, 0, 0)
 
-    def predict(self, metadata: Mapping[str, Metadata], generation: int, extra: SpaceNeeded) -> SpaceNeeded:
+    def predict(
+        self, metadata: Mapping[str, PlannedIndex], generation: int, extra: SpaceNeeded
+    ) -> SpaceNeeded:
         """Predict the space of a save by the plans of that `generation`.
 
         `extra` is what all ranks write at most beside planned tensors.
@@ -106,7 +111,7 @@ class DiskSpace:
             growth = max(0, copies * (extra.size_bytes - saved_extra))
             return SpaceNeeded(saved_bytes + growth + rest, files)
         if self._planned[0] != generation:
-            self._planned = generation, sum(map(_part_bytes, metadata.values()))
+            self._planned = generation, sum(_part_bytes(part.index) for part in metadata.values())
         return SpaceNeeded(copies * (self._planned[1] + extra.size_bytes) + rest, files)
 
     def record(self, info: CheckpointInfo, generation: int, extra: SpaceNeeded) -> None:
@@ -228,18 +233,18 @@ def droppable(
     return [info for info in drop if info.name in gone_before or info.step not in stays]
 
 
-def _part_bytes(metadata: Metadata) -> int:
+def _part_bytes(index: Index) -> int:
+    known = {id(None): (_ENTRY_BYTES, 1)}
+    for entry in index.entries:
+        if entry is not None and id(entry) not in known:
+            payload = entry.boxes.sizes.prod(axis=1) * item_bytes(entry.properties[0])
+            frame = np.where(payload < BLOCK_BYTES, _SMALL_FRAME_BYTES, _FRAME_BYTES + _PAGE) + _TABLE_BYTES
+            total = int((payload + frame + (payload * _BLOCK_CRC).astype(np.int64)).sum())
+            known[id(entry)] = total, len(entry.boxes)
     total = 0
-    for key, entry in metadata.state_dict_metadata.items():
-        name_bytes = 2 * len(key)
-        if not isinstance(entry, TensorStorageMetadata):
-            total += _ENTRY_BYTES + name_bytes
-            continue
-        item = entry.properties.dtype.itemsize
-        for chunk in entry.chunks:
-            payload = chunk.sizes.numel() * item
-            frame = _SMALL_FRAME_BYTES if payload < BLOCK_BYTES else _FRAME_BYTES + _PAGE
-            total += payload + frame + _TABLE_BYTES + name_bytes + int(payload * _BLOCK_CRC)
+    for name, entry in zip(index.names, index.entries, strict=True):
+        size, chunks = known[id(entry)]
+        total += size + 2 * len(name) * chunks
     return total
 
 

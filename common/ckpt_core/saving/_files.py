@@ -82,7 +82,12 @@ class RankFiles:
             crcs = np.array(list(map(crc32, values.values())), dtype="<u4").tobytes()
             self.tables.append(
                 TableEntry(
-                    path=path, size_bytes=len(content), num_chunks=len(values), columns=columns, crcs=crcs
+                    path=path,
+                    size_bytes=len(content),
+                    num_chunks=len(values),
+                    columns=columns,
+                    crcs=crcs,
+                    lengths=np.array(list(map(len, values.values())), np.int64).tobytes(),
                 )
             )
 

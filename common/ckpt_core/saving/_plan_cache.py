@@ -6,17 +6,25 @@ names, dtypes, shapes and placements, which rarely change between two saves.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any, Final, Literal, TypeVar, final
 
-from torch.distributed.checkpoint import SavePlan
-from torch.distributed.checkpoint.metadata import Metadata
-
 from ckpt_core.coordination import Coordinator
-from ckpt_core.dcp import Decision, GroupNames, Meshes, Part, Replicas, WriteTask, decide
-from ckpt_core.messages import message
+from ckpt_core.dcp import (
+    Decision,
+    GroupNames,
+    LocalPlan,
+    Outline,
+    Part,
+    PlannedIndex,
+    Replicas,
+    WriteTask,
+    decide,
+)
+from ckpt_core.messages import decode, encode, message
 from ckpt_core.options import OnDivergence
 from ckpt_core.saving._reports import Evidence
 from ckpt_core.state import BufferKey
@@ -56,12 +64,31 @@ class Offer:
 
 @message
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Proposal:
-    """One rank's possible writes, and the meshes of its DTensors."""
+class Proposal:
+    """One rank's possible writes.
 
-    plans: dict[str, SavePlan]
-    offer: Offer
-    meshes: Mapping[str, Meshes] = field(default_factory=dict[str, Meshes])
+    Attributes:
+        common: outlines and offer but for `files`, compressed: most ranks send the same bytes.
+        boxes: part -> boxes of its `LocalPlan`, compressed.
+        files: names of the small files that it could write.
+    """
+
+    common: bytes
+    boxes: Mapping[str, bytes]
+    files: frozenset[str]
+
+    @classmethod
+    def of(cls, plans: Mapping[str, LocalPlan], offer: Offer) -> Proposal:
+        """Encode the plans of a rank by part."""
+        common = {part: plan.outline for part, plan in plans.items()}, replace(offer, files=frozenset())
+        return cls(
+            common=zlib.compress(encode(common)),
+            boxes={part: zlib.compress(plan.boxes) for part, plan in plans.items()},
+            files=offer.files,
+        )
+
+
+_Common = tuple[Mapping[str, Outline], Offer]
 
 
 @message
@@ -89,7 +116,7 @@ class PlanCache:
         shared: names of the shared items that this rank writes.
         replicas: part -> entries that several ranks hold; on the coordinator only.
         keeping: when this rank writes its rank-local buffers.
-        metadata: part -> DCP's metadata; on the coordinator only.
+        metadata: part -> its index; on the coordinator only.
         generation: the number of negotiations; the same on every rank.
     """
 
@@ -99,7 +126,7 @@ class PlanCache:
         self.shared: frozenset[str] = frozenset()
         self.replicas: Mapping[str, Sequence[Replicas]] = {}
         self.keeping = KeepOwn.NEVER
-        self.metadata: Mapping[str, Metadata] = {}
+        self.metadata: Mapping[str, PlannedIndex] = {}
         self.generation = 0
         self._on_divergence: OnDivergence = on_divergence
         self._offer = Offer()
@@ -159,24 +186,28 @@ class PlanCache:
         for part in self.parts.values():
             part.release()
 
-    def _propose(self) -> _Proposal | BaseException:
+    def _propose(self) -> Proposal | BaseException:
         try:
             plans = {name: part.local_plan() for name, part in self.parts.items()}
-            meshes = {name: part.meshes for name, part in self.parts.items()}
+            return Proposal.of(plans, self._offer)
         except Exception as error:  # noqa: BLE001 - the exchange carries it to every rank
             return error
-        return _Proposal(plans=plans, offer=self._offer, meshes=meshes)
 
-    def _decide(self, proposals: list[_Proposal]) -> list[_RankPlan]:
+    def _decide(self, proposals: list[Proposal]) -> list[_RankPlan]:
+        known: dict[bytes, _Common] = {}
+        for proposal in proposals:
+            if proposal.common not in known:
+                known[proposal.common] = decode(zlib.decompress(proposal.common))
+        commons = [known[proposal.common] for proposal in proposals]
         decided = {
-            part: _decide_part(part, proposals, self._on_divergence)
-            for part in sorted({part for proposal in proposals for part in proposal.plans})
+            part: _decide_part(part, proposals, commons, self._on_divergence)
+            for part in sorted({part for outlines, _ in known.values() for part in outlines})
         }
-        self.metadata = {part: decision.metadata for part, decision in decided.items()}
+        self.metadata = {part: decision.planned for part, decision in decided.items()}
         self.replicas = {part: decision.replicas for part, decision in decided.items()}
-        keepings = _keepings([proposal.offer.rank_local for proposal in proposals])
-        files = _lowest([proposal.offer.files for proposal in proposals])
-        shared = [proposal.offer.shared for proposal in proposals]
+        keepings = _keepings([offer.rank_local for _, offer in commons])
+        files = _lowest([proposal.files for proposal in proposals])
+        shared = [offer.shared for _, offer in commons]
         writers = shared if self._on_divergence == "keep-each" else _lowest(shared)
         return [
             _RankPlan(
@@ -196,13 +227,19 @@ _WRITTEN: Final[Mapping[OnDivergence, Literal["spread", "lowest", "kept"]]] = {
 }
 
 
-def _decide_part(part: str, proposals: Sequence[_Proposal], on_divergence: OnDivergence) -> Decision:
+def _decide_part(
+    part: str, proposals: Sequence[Proposal], commons: Sequence[_Common], on_divergence: OnDivergence
+) -> Decision:
+    nothing = LocalPlan()  # of a rank without the part, so that ranks and plans stay aligned
     return decide(
-        # A rank without the part has an empty plan, so that ranks and plans stay aligned.
-        [proposal.plans.get(part, SavePlan([], planner_data={})) for proposal in proposals],
-        {key for proposal in proposals for of_part, key in proposal.offer.rank_local if of_part == part},
-        meshes=[proposal.meshes.get(part, {}) for proposal in proposals],
-        groups=[proposal.offer.groups.get(part, {}) for proposal in proposals],
+        [
+            LocalPlan(outline=outlines[part], boxes=zlib.decompress(proposal.boxes[part]))
+            if part in outlines
+            else nothing
+            for proposal, (outlines, _) in zip(proposals, commons, strict=True)
+        ],
+        {key for keys in {offer.rank_local for _, offer in commons} for of, key in keys if of == part},
+        groups=[offer.groups.get(part, {}) for _, offer in commons],
         replicas=_WRITTEN[on_divergence],
     )
 

@@ -1,7 +1,7 @@
 """Reports of ranks to the coordinator: their files, and fingerprints of replicas.
 
-A rank sends its chunk table only when its layout has changed since the last commit. The coordinator keeps
-every rank's last table, and the bytes of `.metadata` made from them.
+A rank tells the lengths of its chunks only when they have changed since the last commit: names and boxes are
+those of the plan. The coordinator keeps every rank's last ones, and the bytes of `.metadata` made from them.
 
 Values of one name on several ranks must be equal. In the first save of a plan every rank takes a fingerprint
 of every byte of its replicas; in each later one, of a few elements of a few tensors, different ones in each
@@ -11,19 +11,22 @@ save. They travel with the report, and the coordinator compares them before it c
 from __future__ import annotations
 
 import mmap
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Final, TypeAlias, final
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias, final
 
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+import numpy as np
 
-from ckpt_core.dcp import Fingerprints, Part, Replicas, check_metadata, encode_metadata, places_in, sample
+from ckpt_core.dcp import Fingerprints, Part, PlannedIndex, Replicas, sample
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import OWN_NAMES, CorruptCheckpointError, DivergenceError, SaveError, first_of
-from ckpt_core.formats.checksums import CRC32, checksum
-from ckpt_core.formats.chunks import ChunkTable, TableEntry, encode_table
+from ckpt_core.formats.checksums import CRC32, Checksum
+from ckpt_core.formats.chunks import TableEntry
+from ckpt_core.formats.consistency import check
+from ckpt_core.formats.index import Index, Ints, encode
 from ckpt_core.messages import message
-from ckpt_core.names import METADATA, chunks_name
+from ckpt_core.names import METADATA, data_name
 from ckpt_core.options import OnDivergence
 from ckpt_core.storage import Pace
 from ckpt_core.types import FileEntry
@@ -133,8 +136,8 @@ def _differing(messages: Sequence[Findings], replicas: _Groups) -> Iterator[tupl
     for part, groups in replicas.items():
         for number, group in enumerate(groups):
             found = {rank: messages[rank].groups[part][number] for rank in group.ranks}
-            places = chosen(messages[group.ranks[0]].turn, len(group.items))
-            yield from _unlike(found, [group.items[place].index.fqn for place in places])
+            places = chosen(messages[group.ranks[0]].turn, len(group.names))
+            yield from _unlike(found, [group.names[place] for place in places])
     for name in dict.fromkeys(name for each in messages for name in each.shared):
         having = {rank: each.shared[name] for rank, each in enumerate(messages) if name in each.shared}
         first = next(iter(having.values()))
@@ -185,8 +188,8 @@ class RankReport:
     """One rank's message to the coordinator about the files that it wrote.
 
     Attributes:
-        table: the chunk table, with zeros for checksums; None if its layout is that of the last committed
-            report.
+        lengths: data file -> bytes of its chunks, int64, compressed; None if they are those of the last
+            committed report.
         evidence: fingerprints of the rank's replicas; None if they are not compared.
         place: the rank's root and machine.
         trained: see `trained_digests`.
@@ -194,7 +197,7 @@ class RankReport:
 
     files: Sequence[FileEntry] = ()
     num_chunks: int = 0
-    table: bytes | None = None
+    lengths: Mapping[str, bytes] | None = None
     evidence: Findings | None = None
     place: tuple[str, str] = ("", "")
     trained: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -203,25 +206,34 @@ class RankReport:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptContent:
-    """Content on a page boundary, as direct writes need it, with its checksum.
+    """Content in pieces on page boundaries, as direct writes need it, with its checksum.
 
     That of `.metadata` is kept from save to save: at thousands of ranks it takes hundreds of megabytes.
     """
 
-    memory: memoryview
+    pieces: Sequence[memoryview]
     checksum: str
 
     @classmethod
-    def of(cls, content: bytes, algorithm: str = CRC32) -> KeptContent:
+    def of(cls, content: Iterable[bytes | memoryview], algorithm: str = CRC32) -> KeptContent:
         """Keep a copy of `content`."""
-        kept = mmap.mmap(-1, max(1, len(content)))
-        kept.write(content)
-        return cls(memory=memoryview(kept)[: len(content)], checksum=checksum(content, algorithm))
+        running, kept, room = Checksum(algorithm), list[mmap.mmap](), 0
+        for each in content:
+            running.update(each)
+            rest = memoryview(each)
+            while rest:
+                if not room:
+                    kept.append(mmap.mmap(-1, _PIECE_BYTES))
+                    room = _PIECE_BYTES
+                room -= (taken := kept[-1].write(rest[:room]))
+                rest = rest[taken:]
+        pieces = [memoryview(each)[: each.tell()] for each in kept]
+        return cls(pieces=pieces, checksum=str(running))
 
-    def pieces(self) -> Iterator[memoryview]:
-        """Yield the content, in pieces for `Storage.write_pieces`."""
-        for start in range(0, len(self.memory), _PIECE_BYTES):
-            yield self.memory[start : start + _PIECE_BYTES]
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all pieces."""
+        return sum(map(len, self.pieces))
 
 
 @final
@@ -236,25 +248,20 @@ class ReportCache:
         self.algorithm = algorithm
         self._reported: _Layout | None = None
         self._pending: _Layout | None = None
-        self._tables: dict[int, bytes] = {}
-        self._metadata: dict[str, tuple[Metadata, KeptContent]] = {}
+        self._lengths: dict[int, Mapping[str, bytes]] = {}
+        self._metadata: dict[str, tuple[PlannedIndex, KeptContent]] = {}
+        self._sizes: Mapping[str, int] = {}
 
     def report(self, files: Iterable[FileEntry], entries: Sequence[TableEntry]) -> RankReport:
-        """Make the report of this rank's files; omit a chunk table that is already known."""
-        layout = tuple((entry.path, entry.columns) for entry in entries)
+        """Make the report of this rank's files; omit lengths that are already known."""
+        layout = tuple((entry.path, entry.lengths) for entry in entries)
         known = layout == self._reported
-        # Until the commit is known, it is uncertain whether the coordinator has kept the table.
+        # Until the commit is known, it is uncertain whether the coordinator has kept them.
         self._reported, self._pending = None, layout
         return RankReport(
             files=list(files),
             num_chunks=sum(entry.num_chunks for entry in entries),
-            # Random bits would be most of the compressed message.
-            table=None
-            if known
-            else encode_table(
-                replace(each, crcs=bytes(len(each.crcs)), block_crcs=bytes(len(each.block_crcs)))
-                for each in entries
-            ),
+            lengths=None if known else {path: zlib.compress(lengths) for path, lengths in layout},
         )
 
     def committed(self) -> None:
@@ -262,49 +269,48 @@ class ReportCache:
         self._reported, self._pending = self._pending, None
 
     def take(self, reports: Sequence[RankReport]) -> None:
-        """Keep the chunk tables of the reports, one per rank, in order. Coordinator only.
+        """Keep the lengths in the reports, one per rank, in order. Coordinator only.
 
         Raises:
-            SaveError: a rank has never sent its chunk table.
+            SaveError: a rank has never sent the lengths of its chunks.
         """
-        changed = {rank: report.table for rank, report in enumerate(reports) if report.table is not None}
+        changed = {rank: report.lengths for rank, report in enumerate(reports) if report.lengths is not None}
         if changed:
             self._metadata = {}
-        self._tables |= changed
-        unknown = [rank for rank in range(len(reports)) if rank not in self._tables]
+        self._lengths |= changed
+        unknown = [rank for rank in range(len(reports)) if rank not in self._lengths]
         if unknown:
             raise SaveError(
-                f"ranks {unknown} did not send their chunk tables, and the coordinator has none from before: "
-                "was it restarted alone? Restart all ranks together"
+                f"ranks {unknown} did not send the lengths of their chunks, and the coordinator has none of "
+                "before: was it restarted alone? Restart all ranks together"
             )
+        self._sizes = {entry.path: entry.size_bytes for report in reports for entry in report.files}
 
-    def metadata(self, plans: Mapping[str, Metadata]) -> dict[str, KeptContent]:
-        """Return the content of every part's `.metadata`, from the cache unless stale."""
+    def metadata(self, plans: Mapping[str, PlannedIndex]) -> dict[str, KeptContent]:
+        """Return the content of every part's `.metadata`, from the cache unless stale.
+
+        Raises:
+            SaveError: a load would report what the ranks have written as damaged.
+        """
         known = self._metadata
-        stale = [part for part, plan in plans.items() if part not in known or known[part][0] is not plan]
-        if stale:
-            tables = [
-                ChunkTable.from_bytes(self._tables[rank], source=chunks_name(rank))
-                for rank in sorted(self._tables)
-            ]
-            sizes = {path: each.size_bytes for table in tables for path, each in table.files.items()}
-            for part in stale:
-                places = dict(place for table in tables for place in places_in(table, part))
-                _check_loadable(plans[part], places, part, sizes)
-                content = KeptContent.of(encode_metadata(plans[part], places), self.algorithm)
-                known[part] = plans[part], content
+        for part, plan in plans.items():
+            if part not in known or known[part][0] is not plan:
+                known[part] = plan, KeptContent.of(encode(self._located(part, plan)), self.algorithm)
         return {part: known[part][1] for part in plans}
 
+    def _located(self, part: str, plan: PlannedIndex) -> Index:
+        prefix = f"{part}/" if part else ""
+        lengths = [
+            [_decoded(self._lengths[rank].get(f"{prefix}{data_name(rank, number)}")) for number in range(2)]
+            for rank in sorted(self._lengths)
+        ]
+        try:
+            index = plan.located(lengths)
+            check(index, METADATA, lambda path: self._sizes[f"{prefix}{path}"])
+        except (CorruptCheckpointError, ValueError) as error:
+            raise SaveError(f"the written files could not be loaded: {error}") from error
+        return index
 
-def _check_loadable(
-    plan: Metadata, places: Mapping[MetadataIndex, Any], part: str, sizes: Mapping[str, int]
-) -> None:
-    """Refuse to commit a checkpoint that a load would report as damaged."""
-    try:
-        check_metadata(
-            replace(plan, storage_data=places),
-            METADATA,
-            lambda path: sizes[f"{part}/{path}" if part else path],
-        )
-    except CorruptCheckpointError as error:
-        raise SaveError(f"the written files could not be loaded: {error}") from error
+
+def _decoded(lengths: bytes | None) -> Ints:
+    return np.frombuffer(b"" if lengths is None else zlib.decompress(lengths), np.int64)

@@ -12,12 +12,11 @@ from operator import itemgetter
 from typing import Any, cast, final
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
 
 from ckpt_core._version import __version__
 from ckpt_core.commit import ItemKind, Manifest, abandon, begin, commit, write_signature
 from ckpt_core.coordination import CommitChannel
-from ckpt_core.dcp import Replicas
+from ckpt_core.dcp import PlannedIndex, Replicas
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
     CheckpointError,
@@ -116,7 +115,7 @@ class Save(Task):
         working: the directory that it is written in; with the rest of its destination equal on every rank.
         created: when it was agreed on, Unix seconds on the coordinator's clock.
         files: name -> content of this rank's small files.
-        metadata: part -> DCP metadata; on the coordinator only, like `lineage` and `replicas`.
+        metadata: part -> its index; on the coordinator only, like `lineage` and `replicas`.
         local: this rank's rank-local buffers, and `keeping` when it writes them.
         error: why this rank could not stage; it reports the error at the commit barrier instead of files.
         extra: upper bounds of what all ranks write beside planned tensors.
@@ -133,7 +132,7 @@ class Save(Task):
     working: str
     created: float
     files: Mapping[str, bytes]
-    metadata: Mapping[str, Metadata]
+    metadata: Mapping[str, PlannedIndex]
     items: Mapping[str, str]
     local: RankBuffers = field(default_factory=lambda: RankBuffers({}))
     keeping: KeepOwn = KeepOwn.NEVER
@@ -402,11 +401,11 @@ class Save(Task):
         """Write DCP's index of every part, and its twin; return the entries."""
         files: list[FileEntry] = []
         for part, content in self.means.reports.metadata(self.metadata).items():
-            path, pieces = f"{part}/{METADATA}" if part else METADATA, content.pieces()
+            path, pieces = f"{part}/{METADATA}" if part else METADATA, iter(content.pieces)
             if self._twins is not None:
                 pieces = self._twins.follow(path, pieces)
             self._storage.write_pieces(f"{self.working}/{path}", pieces)
-            files.append(FileEntry(path=path, size_bytes=len(content.memory), checksum=content.checksum))
+            files.append(FileEntry(path=path, size_bytes=content.size_bytes, checksum=content.checksum))
         return files if self._twins is None else [*files, *self._twins.finish(files)]
 
     def _manifest(self, reports: Sequence[RankReport], indexes: Sequence[FileEntry]) -> Manifest:

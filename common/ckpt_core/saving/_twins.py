@@ -123,7 +123,7 @@ class TwinSession:
 
     def add(self, path: str, content: bytes) -> None:
         """Have the twin of a small file of this rank written."""
-        for _ in self.follow(path, KeptContent.of(content).pieces()):
+        for _ in self.follow(path, KeptContent.of([content]).pieces):
             pass
 
     def finish(

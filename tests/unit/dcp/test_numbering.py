@@ -23,9 +23,9 @@ def written(*ranks: list[dict[str, Any]]) -> dict[str, Any]:
             assert index.fqn not in found
             found[index.fqn] = rank
             assert value
-    assert found.keys() == decision.metadata.state_dict_metadata.keys()
-    paths = decision.metadata.planner_data
-    assert all(".".join(map(str, paths[name])) == name for name in found)
+    index = decision.planned.index
+    assert found.keys() == set(index.names)
+    assert [".".join(map(str, path)) for path in index.paths] == index.names
     return {name.removeprefix("optimizer.param_groups."): rank for name, rank in found.items()}
 
 

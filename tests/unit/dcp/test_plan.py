@@ -39,10 +39,11 @@ def plans_of(*trees: dict[str, Any]):
 def shared_out(trees: Sequence[dict[str, Any]], uneven: Collection[str] = ()) -> list[list[str]]:
     """What each rank is to write, by name."""
     plans = plans_of(*trees)
-    shares = [task.share for task in decide(plans, uneven).tasks]
+    found = zip(plans, decide(plans, uneven).tasks, strict=True)
     return [
-        sorted(plan.items[at].index.fqn for at in (range(len(plan.items)) if share is None else share))
-        for plan, share in zip(plans, shares, strict=True)
+        sorted(".".join(map(str, paths[at])) for at in task.places(len(paths)))
+        for plan, task in found
+        for paths in (plan.outline.paths,)
     ]
 
 
@@ -76,9 +77,9 @@ def test_replicas_are_written_once_and_shared_out():
 
 def test_entries_of_one_rank_only_are_kept_beside_those_of_all():
     trees = [{"a": torch.ones(1), "x": 1}, {"a": torch.ones(1), "y": 2}]
-    metadata = decide(plans_of(*trees)).metadata
-    assert sorted(metadata.state_dict_metadata) == ["a", "x", "y"]
-    assert metadata.planner_data == {"a": ("a",), "x": ("x",), "y": ("y",)}
+    index = decide(plans_of(*trees)).planned.index
+    assert index.names == ["a", "x", "y"]
+    assert index.paths == [("a",), ("x",), ("y",)]
     first, second = shared_out(trees)
     assert "x" in first
     assert "y" in second
@@ -100,8 +101,8 @@ def test_a_rank_that_writes_all_it_has_is_told_in_one_word():
 
 def test_the_paths_of_leaves_survive_the_choice_of_ranks():
     tree = {"deep": {"a.b": torch.ones(1)}}
-    metadata = decide(plans_of(tree, tree), {"deep.a.b"}).metadata
-    assert metadata.planner_data == {"deep.a.b": ("deep", "a.b")}
+    index = decide(plans_of(tree, tree), {"deep.a.b"}).planned.index
+    assert (index.names, index.paths) == (["deep.a.b"], [("deep", "a.b")])
 
 
 def test_an_accepted_plan_gives_live_tensors_and_serialised_values():

@@ -4,18 +4,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import DefaultSavePlanner
 
 from ckpt_core import CheckpointManager
-from ckpt_core.dcp import Part, decide
 from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.loading._targets import Misfits
 from ckpt_core.storage import MemoryStorage
 
 
 def metadata(tree: dict[str, Any]):
-    part = Part()
-    part.update(tree)
-    return decide([part.local_plan()]).metadata
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(tree, None, is_coordinator=True)
+    return planner.create_global_plan([planner.create_local_plan()])[1]
 
 
 SAVED = {

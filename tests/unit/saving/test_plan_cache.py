@@ -69,7 +69,7 @@ def test_changes_are_negotiated_again():
     plans, coordinator = PlanCache(), Counting()
     for tree in ({"w": torch.ones(3)}, {"w": torch.ones(4)}, {"w": torch.ones(4), "x": 1}):
         save(plans, coordinator, **tree)
-        assert set(plans.metadata[""].state_dict_metadata) == set(tree)
+        assert set(plans.metadata[""].index.names) == set(tree)
     assert coordinator.exchanges == plans.generation == 3
 
 

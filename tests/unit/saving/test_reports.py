@@ -1,17 +1,17 @@
 from __future__ import annotations
 
 import pickle
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata
 
 from ckpt_core.commit import Catalog, begin, verify
 from ckpt_core.coordination import Solo
-from ckpt_core.dcp import Part, decide
+from ckpt_core.dcp import Part, PlannedIndex, decide
 from ckpt_core.errors import SaveError
 from ckpt_core.formats.chunks import ChunkTable
 from ckpt_core.messages import decode, encode
@@ -42,13 +42,13 @@ class Job:
         self.means = [means(self.storage) for _ in self.states]
         self.stagers = [Stager(Arenas()) for _ in self.states]
         self.parts = [Part() for _ in self.states]
-        self.metadata: dict[str, Metadata] = {}
+        self.metadata: dict[str, PlannedIndex] = {}
         self.generation = 0
         self.step = 0
 
     def plan(self) -> None:
         decided = decide([part.local_plan() for part in self.parts])
-        self.metadata[""] = decided.metadata
+        self.metadata[""] = decided.planned
         for rank, (part, task) in enumerate(zip(self.parts, decided.tasks, strict=True)):
             part.accept(task, rank)
         self.generation += 1
@@ -117,7 +117,7 @@ def job(tmp_path) -> Job:
 
 
 def told(reports: list[RankReport]) -> list[bool]:
-    return [report.table is not None for report in reports]
+    return [report.lengths is not None for report in reports]
 
 
 def test_where_chunks_lie_is_told_once(job):
@@ -159,7 +159,7 @@ def test_metadata_is_written_as_the_same_bytes_until_the_layout_or_the_plan_chan
     first = job.memories[0].metadata(job.metadata)[""]
     job.save()
     assert job.memories[0].metadata(job.metadata)[""] is first
-    assert job.read(".metadata") == bytes(first.memory)
+    assert job.read(".metadata") == b"".join(first.pieces)
     job.states[1]["rank1.more"] = torch.ones(2)
     assert told(job.save()) == [False, True]
     assert "rank1.more" in pickle.loads(job.read(".metadata")).state_dict_metadata
@@ -167,10 +167,11 @@ def test_metadata_is_written_as_the_same_bytes_until_the_layout_or_the_plan_chan
 
 def test_a_plan_that_changed_alone_is_written_too(job):
     job.save()
-    metadata = job.metadata[""]
-    job.metadata = {"": replace(metadata, planner_data={"of": "another kind"})}
+    planned, paths = job.metadata[""], [("elsewhere", name) for name in job.metadata[""].index.names]
+    planned.index = replace(planned.index, paths=paths)
+    job.metadata = {"": copy(planned)}
     assert told(job.save()) == [False, False]
-    assert pickle.loads(job.read(".metadata")).planner_data == {"of": "another kind"}
+    assert list(pickle.loads(job.read(".metadata")).planner_data.values()) == paths
 
 
 def test_what_the_ranks_wrote_together_is_read_by_stock_dcp(job, tmp_path):
@@ -212,7 +213,7 @@ def test_a_coordinator_that_was_never_told_does_not_commit(job):
     job.save()
     saves, messages = job.write()
     job.means[0].reports = ReportCache()
-    with pytest.raises(SaveError, match=r"ranks \[0, 1\] did not send their chunk tables"):
+    with pytest.raises(SaveError, match=r"ranks \[0, 1\] did not send the lengths of their chunks"):
         saves[0].commit_files([decode(message) for message in messages])
     assert not job.storage.exists("step-000000002/COMMITTED")
 
@@ -223,7 +224,7 @@ def test_a_report_reads_back_as_it_was_sent():
     report = RankReport(
         files=[entry],
         num_chunks=7,
-        table=b"{}\n",
+        lengths={"__0_0.distcp": b"x"},
         evidence=findings,
         place=("/run", "node"),
         trained={"the model": "0f"},
