@@ -29,6 +29,8 @@ from ckpt_core.errors import ConfigError
 
 def check_kind(tensor: torch.Tensor, name: str) -> None:
     """Refuse a tensor whose value the checkpoint format cannot store bit for bit."""
+    if type(tensor) in PLAIN and _is_usual(tensor):
+        return
     for local in _local(tensor, name):
         wrapped = is_wrapped(local) and not local.is_nested
         for inner, plain in inner_tensors(local, name) if wrapped else [(name, local)]:
@@ -36,6 +38,26 @@ def check_kind(tensor: torch.Tensor, name: str) -> None:
                 raise ConfigError(f"{inner} is {problem}")
         if wrapped and (problem := problem_of(local)) is not None:
             raise ConfigError(f"{name} is {problem}")
+
+
+_USUAL: Final = frozenset(
+    {
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float64,
+        torch.int64,
+        torch.int32,
+        torch.uint8,
+        torch.bool,
+    }
+)
+
+
+def _is_usual(tensor: torch.Tensor) -> bool:
+    """Return whether a plain tensor is as nearly all are, for which no more is asked."""
+    usual = tensor.dtype in _USUAL and tensor.layout == torch.strided and not tensor.is_nested
+    return usual and not tensor.is_meta and tensor.is_contiguous() and tensor.untyped_storage().nbytes() > 0
 
 
 def _local(tensor: torch.Tensor, name: str) -> Iterator[torch.Tensor]:
@@ -158,7 +180,9 @@ class Leaves:
         """Return DCP's flattened names, each with its path, in order."""
         found: dict[str, tuple[str | int, ...]] = {}
         for text in self.paths:
-            path = tuple(int(key) if kind == _INDEX else key for kind, key in _STEPS.findall(text))
+            path: tuple[str | int, ...] = tuple(text.split(_KEY)[1:])
+            if _INDEX in text:
+                path = tuple(int(key) if kind == _INDEX else key for kind, key in _STEPS.findall(text))
             name = ".".join(map(str, path))
             if name in found:
                 raise ValueError(f"two entries of the state are called {name}")

@@ -182,8 +182,8 @@ class Part:
         under = [task.renamed.get(name, name) for name in items.names] if task.renamed else items.names
         slots: dict[int, int] = {}
         for place in task.places(len(items.leaves)):
-            slot, leaf = len(self.specs), items.leaves[place]
-            if self._write(place, under[leaf]) and items.kind_of[place] != _VALUE:
+            slot, leaf, kind = len(self.specs), items.leaves[place], items.kind_of[place]
+            if self._write(place, under[leaf]) and kind != _VALUE and task.replicas:
                 slots[place] = slot
         for place, *rows in task.blocks:
             self._write(place, under[items.leaves[place]], (rows[0], rows[1]))
