@@ -163,4 +163,6 @@ class Workers(Generic[Task]):
                 if not self._failures:
                     self._work(task)
             except BaseException as error:  # noqa: BLE001 - raised on the thread that asked
-                self._failures.append(error)
+                if not self._failures:  # each keeps what it failed with
+                    self._failures.append(error)
+            del task  # its memory may be waited for

@@ -7,10 +7,11 @@ passes the image to storage in large aligned pieces.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias, final
 
@@ -70,7 +71,7 @@ class ImageLayout:
         *,
         zip64_from: int = ZIP32_LIMIT,
     ) -> None:
-        self._zip64_from = zip64_from
+        self._zip64_from, self.piece_bytes = zip64_from, PIECE_BYTES
         self._frames: list[tuple[int, bytes]] = []
         slots: list[Slot] = []
         self.firsts: list[int] = []
@@ -85,7 +86,7 @@ class ImageLayout:
             slots += self._place(specs[place:end], record)
             place = end
         self.slots = tuple(slots)
-        self._wrapped = frozenset(records)
+        self.wrapped_indices = frozenset(records)
 
     def _place(self, specs: Sequence[ShardSpec], record: bytes | None) -> Iterator[Slot]:
         """Append the entry of one shard; yield the slots of its payloads."""
@@ -101,6 +102,7 @@ class ImageLayout:
                 offset=start,
                 zip64_from=self._zip64_from,
                 alignment=_ALIGNMENT_OF_SMALL if max(sizes) < _SMALL_BYTES else ALIGNMENT,
+                streamed=True,
             )
         self.size_bytes = start + archive.size_bytes
         at = start
@@ -122,10 +124,31 @@ class ImageLayout:
             at = payload + size
         self._frames.append((at, archive.frames[-1]))
 
-    def frame(self, memory: memoryview) -> None:
-        """Write the bytes around the payloads into `memory`, without the CRC-32 fields."""
-        for offset, content in self._frames:
-            memory[offset : offset + len(content)] = content
+    def frame(self, memory: memoryview, start: int = 0) -> None:
+        """Write the bytes around the payloads, without the CRC-32 fields.
+
+        `memory` is that of the file from `start` on.
+        """
+        first = max(0, bisect_right(self._frames, start, key=itemgetter(0)) - 1)
+        for offset, content in self._frames[first:]:
+            at = offset - start
+            if at >= len(memory):
+                break
+            part = content[max(0, -at) : len(memory) - at]
+            memory[max(0, at) : max(0, at) + len(part)] = part
+
+    def parts(self, number: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yield what a window on a piece holds: slot, range of its payload, place.
+
+        Of a small payload that begins there it is all.
+        """
+        end, first, last = self.batches[number]
+        start = number * self.piece_bytes
+        for place in range(max(0, first - 1), last):
+            begin, stop = self.payloads[place]
+            small = place >= first and stop - begin <= BLOCK_BYTES
+            if (from_ := max(begin, start)) < (to := stop if small else min(stop, end)):
+                yield place, from_ - begin, to - begin, from_ - start
 
     @cached_property
     def spans(self) -> Spans:
@@ -146,18 +169,16 @@ class ImageLayout:
 
     @cached_property
     def large(self) -> list[int]:
-        """The slots whose payload has a checksum for every block, in order."""
-        return [
-            place
-            for place, slot in enumerate(self.slots)
-            if slot.payload_bytes > BLOCK_BYTES and slot.index not in self._wrapped
-        ]
+        """The slots whose payload is larger than a block, in order."""
+        return [place for place, slot in enumerate(self.slots) if slot.payload_bytes > BLOCK_BYTES]
 
     @cached_property
     def batches(self) -> list[tuple[int, int, int]]:
         """For every piece of the file: its end, and its first and last (exclusive) slot."""
         starts = [slot.start for slot in self.slots]
-        ends = [*range(PIECE_BYTES, self.size_bytes, PIECE_BYTES), self.size_bytes] if starts else []
+        ends = (
+            [*range(self.piece_bytes, self.size_bytes, self.piece_bytes), self.size_bytes] if starts else []
+        )
         cuts = [0, *(bisect_left(starts, end) for end in ends)]
         return list(zip(ends, cuts[:-1], cuts[1:], strict=True))
 
@@ -165,7 +186,7 @@ class ImageLayout:
     def columns(self) -> bytes:
         """The shards as columns of a chunk table; a wrapped one has several payloads."""
         slots = [self.slots[first] for first in self.firsts]
-        plain = [slot.index not in self._wrapped for slot in slots]
+        plain = [slot.index not in self.wrapped_indices for slot in slots]
         pairs = list(zip(slots, plain, strict=True))
         offsets = [slot.index.offset for slot in slots]
         return ChunkColumns(
@@ -179,79 +200,145 @@ class ImageLayout:
         ).encode()
 
     @cached_property
+    def cuts(self) -> list[int]:
+        """Where wrapped shards begin and end in the file, in order."""
+        return sorted({cut for place in self.wrapped for cut in self.spans[place].tolist()})
+
+    @cached_property
+    def window_bytes(self) -> int:
+        """Whole pages that hold a piece, and the small entry that may begin at its end."""
+        small = (slot for slot in self.slots if slot.payload_bytes <= BLOCK_BYTES)
+        longest = max((slot.payload + slot.payload_bytes - slot.start for slot in small), default=0)
+        return self.piece_bytes + -(-longest // ALIGNMENT) * ALIGNMENT
+
+    @cached_property
     def wrapped(self) -> list[int]:
         """The positions of the wrapped shards among all shards."""
-        return [place for place, first in enumerate(self.firsts) if self.slots[first].index in self._wrapped]
+        return [
+            place
+            for place, first in enumerate(self.firsts)
+            if self.slots[first].index in self.wrapped_indices
+        ]
 
 
 @final
 class Image:
-    """A data file in memory.
+    """A data file in memory: all of it, or the windows on it that `window` gives.
 
-    That is uint8, contiguous, on the host, on a page boundary, and large enough.
+    All of it is uint8, contiguous, on the host, on a page boundary, and large enough. A window, by the number
+    of its piece, has the `window_bytes` of the layout. Its payloads are filled, and it may be used again when
+    nothing refers to it any more.
 
     Concurrency: `pieces` on one thread, which may wait for slots of `targets` that others fill.
     """
 
-    def __init__(self, layout: ImageLayout, memory: torch.Tensor) -> None:
+    def __init__(
+        self,
+        layout: ImageLayout,
+        memory: torch.Tensor | None = None,
+        window: Callable[[int], memoryview] | None = None,
+    ) -> None:
         self.layout = layout
-        array: Any = memory[: layout.size_bytes].numpy()
-        self._array: npt.NDArray[np.uint8] = array
-        self._bytes = memoryview(array)
-        layout.frame(self._bytes)
-        self.targets = tuple(
-            memory[slot.payload : slot.payload + slot.payload_bytes].view(slot.dtype).view(slot.shape)
-            for slot in layout.slots
-        )
+        self._window = window
+        self.targets: Sequence[torch.Tensor] = ()
         """The slots as tensors of their dtype and shape, in the order of the layout."""
-        self.chunk_crcs: list[int] = []
+        if memory is not None:
+            array: Any = memory[: layout.size_bytes].numpy()
+            self._bytes = memoryview(array)
+            layout.frame(self._bytes)
+            self.targets = tuple(
+                memory[slot.payload : slot.payload + slot.payload_bytes].view(slot.dtype).view(slot.shape)
+                for slot in layout.slots
+            )
+        self._begin()
+
+    def _begin(self) -> None:
+        self.chunk_crcs = [0] * len(self.layout.slots)
         """CRC-32 of every slot's payload; valid after `pieces` has ended."""
         self._block_crcs: list[int] = []
         self._file_crc = 0
+        # CRC-32 of the file up to the ends of wrapped archives; checksums whose fields lie in later pieces.
+        self._crcs_at = {0: 0}
+        self._due = np.empty(0, np.int64), np.empty(0, np.uint8)
 
     def pieces(self, wait_for: Callable[[int], None] | None = None) -> Generator[memoryview]:
         """Fill in the checksums and yield the file in pieces; a yielded piece is final.
 
-        `wait_for` blocks until slots 0 to n are filled; it is None if all are.
+        `wait_for` blocks until all is filled that lies in pieces 0 to n; it is None if all is.
         """
-        self.chunk_crcs, self._block_crcs, self._file_crc = [], [], 0
+        self._begin()
         start = 0
-        for end, first, last in self.layout.batches:
-            # A header may be in this piece and the end of its payload in a later one.
-            if first < last:
-                if wait_for is not None:
-                    wait_for(last - 1)
-                self._fill_in(first, last)
-            yield self._bytes[start:end]
+        for number, (end, first, last) in enumerate(self.layout.batches):
+            if wait_for is not None:
+                wait_for(number)
+            content = self._bytes[start:] if self._window is None else self._window(number)
+            if self._window is not None:
+                self.layout.frame(content[: end - start], start)
+            self._fill_in(content, start, end, range(first, last))
+            yield content[: end - start]
             start = end
 
-    def _fill_in(self, first: int, last: int) -> None:
-        """Fill in the checksums of slots `first` to `last` (exclusive); update the file's."""
-        layout, content, sums = self.layout, self._bytes, self.chunk_crcs
-        large = layout.large[bisect_left(layout.large, first) : bisect_left(layout.large, last)]
-        done = first
-        for place in large:
-            sums += [crc32(content[start:end]) for start, end in layout.payloads[done:place]]
-            sums.append(self._add_blocks(content[slice(*layout.payloads[place])]))
-            done = place + 1
-        sums += [crc32(content[start:end]) for start, end in layout.payloads[done:last]]
-        crcs = np.array(sums[first:last], dtype="<u4").view(np.uint8).reshape(-1, 1, 4)
-        self._array[layout.crc_places[first:last]] = crcs
-        position = layout.slots[first].start
-        for place in large:
-            start, end = layout.payloads[place]
-            running = crc32(content[position:start], self._file_crc)
-            self._file_crc = combine_crc32(running, sums[place], end - start)
-            position = end
-        self._file_crc = crc32(content[position : layout.slots[last - 1].end], self._file_crc)
+    def _fill_in(self, content: memoryview, start: int, end: int, begun: range) -> None:
+        """Fill in the checksums that lie in a piece; update the file's.
 
-    def _add_blocks(self, payload: memoryview) -> int:
-        """Add the checksums of a payload's blocks; return that of the payload."""
-        crc = 0
-        for start in range(0, len(payload), BLOCK_BYTES):
-            block = payload[start : start + BLOCK_BYTES]
-            self._block_crcs.append(crc32(block))
-            crc = combine_crc32(crc, self._block_crcs[-1], len(block))
+        `content` is the file from `start` on; the slots `begun` begin in the piece.
+        """
+        layout, sums = self.layout, self.chunk_crcs
+        first, last = (bisect_left(layout.large, place) for place in (max(0, begun.start - 1), begun.stop))
+        parts: list[tuple[int, int, int]] = []
+        known: list[int] = []
+        done = begun.start
+        for place in [*layout.large[first:last], begun.stop]:
+            known += range(done, place)
+            sums[done:place] = [crc32(content[a - start : b - start]) for a, b in layout.payloads[done:place]]
+            done = max(done, place + 1)
+            if place < begun.stop:
+                begin, stop = (min(max(each, start), end) for each in layout.payloads[place])
+                parts.append(
+                    (begin, stop, self._add_part(place, content[begin - start : stop - start], begin))
+                )
+                known += [place] * (begin < stop == layout.payloads[place][1])
+        self._enter(content, start, end, known)
+        position = start
+        for begin, stop, crc in parts:
+            self._add(content, start, position, begin)
+            self._file_crc = combine_crc32(self._file_crc, crc, stop - begin)
+            position = stop
+        self._add(content, start, position, end)
+
+    def _enter(self, content: memoryview, start: int, end: int, slots: Sequence[int]) -> None:
+        """Enter the checksums of slots into their fields; those of later pieces wait."""
+        crcs = np.array([self.chunk_crcs[place] for place in slots], dtype="<u4").view(np.uint8)
+        fields = self.layout.crc_places[slots]
+        places = np.concatenate([self._due[0], fields.ravel()])
+        values = np.concatenate([self._due[1], np.broadcast_to(crcs.reshape(-1, 1, 4), fields.shape).ravel()])
+        here = places < end
+        np.frombuffer(content, np.uint8)[places[here] - start] = values[here]
+        self._due = places[~here], values[~here]
+
+    def _add(self, content: memoryview, start: int, position: int, stop: int) -> None:
+        """Add the bytes around large payloads to the checksum of the file."""
+        cuts = self.layout.cuts
+        for cut in cuts[bisect_right(cuts, position) : bisect_right(cuts, stop)]:
+            self._file_crc = self._crcs_at[cut] = crc32(
+                content[position - start : cut - start], self._file_crc
+            )
+            position = cut
+        self._file_crc = crc32(content[position - start : stop - start], self._file_crc)
+
+    def _add_part(self, place: int, part: memoryview, offset: int) -> int:
+        """Add a part of a large payload, at `offset` of the file, to its checksums."""
+        slot, crc = self.layout.slots[place], 0
+        sums = [] if slot.index in self.layout.wrapped_indices else self._block_crcs
+        for at in range(-((offset - slot.payload) % BLOCK_BYTES), len(part), BLOCK_BYTES):
+            block = part[max(0, at) : at + BLOCK_BYTES]
+            of_block = crc32(block)
+            crc = combine_crc32(crc, of_block, len(block))
+            if at < 0 and sums:
+                sums[-1] = combine_crc32(sums[-1], of_block, len(block))
+            else:
+                sums.append(of_block)
+        self.chunk_crcs[place] = combine_crc32(self.chunk_crcs[place], crc, len(part))
         return crc
 
     def file_entry(self, path: str) -> FileEntry:
@@ -265,7 +352,8 @@ class Image:
             crcs = crcs[layout.firsts]
             for place in layout.wrapped:  # of the whole archive
                 start, end = layout.spans[place].tolist()
-                crcs[place] = crc32(self._bytes[start:end])
+                before = combine_crc32(self._crcs_at[start], 0, end - start)
+                crcs[place] = self._crcs_at[end] ^ before
         return TableEntry(
             path=path,
             size_bytes=layout.size_bytes,

@@ -116,24 +116,24 @@ def refuse_non_finite_loss(metrics: Mapping[str, float]) -> None:
         raise SaveError(f"the metric {LOSS!r} is {loss}, and reject_non_finite is on")
 
 
-def refuse_non_finite(images: Mapping[str, Image], ignored: Collection[tuple[str, str]]) -> None:
+def refuse_non_finite(staged: StagedParts, ignored: Collection[tuple[str, str]]) -> None:
     """Refuse a save of tensors with NaN or infinities. All copies must have been made.
 
     Those of the (part, key) `ignored` may have some: in module buffers they are usual, as in attention masks.
     """
-    _refuse(
-        [
-            slot.index.fqn
-            for part, image in images.items()
-            for slot, tensor in zip(image.layout.slots, image.targets, strict=True)
-            if (part, slot.index.fqn) not in ignored and not _is_finite(tensor)
-        ]
-    )
+    found = [
+        (part, slot.index.fqn)
+        for part, image in staged.images.items()
+        for slot, tensor in zip(image.layout.slots, image.targets, strict=False)  # in waves, of none
+        if (part, slot.index.fqn) not in ignored and not is_finite(tensor)
+    ]
+    found += [each for each in staged.non_finite if each not in ignored]
+    _refuse([name for _, name in dict.fromkeys(found)])
 
 
 def refuse_non_finite_in_files(tensors: Mapping[str, torch.Tensor]) -> None:
     """Refuse a save of files that hold weights with NaN or infinities."""
-    _refuse([name for name, tensor in tensors.items() if not _is_finite(own_part(tensor.detach()))])
+    _refuse([name for name, tensor in tensors.items() if not is_finite(own_part(tensor.detach()))])
 
 
 def _refuse(found: list[str]) -> None:
@@ -144,7 +144,8 @@ def _refuse(found: list[str]) -> None:
         )
 
 
-def _is_finite(tensor: torch.Tensor) -> bool:
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has neither NaN nor infinities."""
     values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     if not values.is_floating_point() or values.numel() == 0:
         return True

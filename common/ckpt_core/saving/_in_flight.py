@@ -211,6 +211,10 @@ class InFlightSaves:
         while self._undelivered:
             self._deliver(together=together)
 
+    def until_committed(self) -> None:
+        """Wait for the outcome of every save in flight, without its delivery."""
+        wait_for([handle.committed for handle in self._undelivered])
+
     def settle(self) -> None:
         """Wait for every save in flight, ahead of a mandatory one; only log failures."""
         self._thread.until_idle()

@@ -205,6 +205,7 @@ class Save(Task):
             )
             failed = save_error(self._storage.url, step, self._phase, error)
             reject(self.handle.staged, failed)
+            self.staged.stop()
             in_time = reject(self.handle.committed, failed)
         if not in_time:
             _logger.error("after the commit of step %d: %s", step, error)
@@ -279,7 +280,7 @@ class Save(Task):
             with self._span("save.write", size_bytes=self.staged.size_bytes):
                 report = self.write_files()
             if self.means.options.reject_non_finite:
-                refuse_non_finite(self.staged.images, self.buffers)
+                refuse_non_finite(self.staged, self.buffers)
         except Exception as caught:  # noqa: BLE001 - the commit barrier carries it to every rank
             if self._twins is not None:
                 self._twins.stop()  # before the staged copies are released
@@ -300,9 +301,9 @@ class Save(Task):
         with RankFiles(storage, self.working, rank, reports=reports, twins=twins) as written:
             for part, image in staged.images.items():
 
-                def filled(slot: int, part: str = part) -> None:
+                def filled(piece: int, part: str = part) -> None:
                     self._progress("writing the tensors")
-                    staged.wait_for(part, slot)
+                    staged.wait_for(part, piece)
 
                 written.write_image(part, image, filled)
                 self._progress(f"writing the values in {self.working}")

@@ -16,13 +16,21 @@ from ckpt_core.commit import working_name
 from ckpt_core.crew import run_with_timeout
 from ckpt_core.dcp import GroupNames
 from ckpt_core.disclosure import logger_of
-from ckpt_core.errors import CheckpointError, ConfigError, CoordinationError, SaveError
+from ckpt_core.errors import (
+    CheckpointError,
+    ConfigError,
+    CoordinationError,
+    SaveError,
+    StagingMemoryError,
+)
 from ckpt_core.names import SHARED, rank_name, shared_name
+from ckpt_core.options import bytes_text
 from ckpt_core.provenance import configuration_digest
 from ckpt_core.root import Job
 from ckpt_core.saving._checks import (
     LoadNotes,
     TrainedSlots,
+    is_finite,
     refuse_non_finite_in_files,
     refuse_non_finite_loss,
     trained_slots,
@@ -104,7 +112,7 @@ class Saver:
         self._trained: tuple[int, TrainedSlots] = (-1, {})
         self._stager = Stager(Arenas(means.options.arenas, means.options.staging_memory_bytes))
         self._asked = ""
-        self._warned = False
+        self._warned = self._told_of_waves = False
         self._entered = threading.Lock()
         self.in_flight = InFlightSaves(job.coordinator, means.thread, means.options)
         self.copies = StepGuard()
@@ -140,10 +148,9 @@ class Saver:
                 self._ownership.take()
                 self._warn_of_lost_nodes()
                 save = self._prepare(self._checked(request), state)
-            self._asked = request.name
-            self.optimizers = save.optimizers
-            self.copies.watch(save.staged.deferred, save.optimizers)
-            self.in_flight.start(save)
+                self._asked = request.name
+                self.optimizers = save.optimizers
+                self._begin(save)
         except SaveError:
             if self._options.on_error == "raise":
                 raise
@@ -153,6 +160,32 @@ class Saver:
             return save.handle
         finally:
             self._entered.release()
+
+    def _begin(self, save: Save) -> None:
+        """Begin to write; in waves, block until the last is copied, and tell it once."""
+        staged, options = save.staged, self._options
+        if staged.waves is None or staged.deferred is None:
+            self.copies.watch(staged.deferred, save.optimizers)
+            self.in_flight.start(save)
+            return
+        began = time.monotonic()
+        self.in_flight.start(save)
+        staged.deferred.wait()
+        if self._told_of_waves or save.handle.error is not None:
+            return
+        self._told_of_waves, held = True, self._stager.arenas.size_bytes
+        _logger.warning(
+            "step %d: this rank's copy of the state takes %s, and memory holds %s of it at a time: it is "
+            "saved in %d waves, and training waited %.3g s for all but the last to be written%s. "
+            "staging_memory='%d MiB' avoids that where the memory is there; so does a state over more ranks",
+            save.request.step,
+            bytes_text(staged.size_bytes),
+            bytes_text(held),
+            -(-staged.size_bytes // held),
+            time.monotonic() - began,
+            " in spite of staging='overlapped'" if options.staging == "overlapped" else "",
+            options.arenas * ((staged.size_bytes >> 20) + 1),
+        )
 
     def prewarm(self, state: State | CapturedState) -> int:
         """Plan and allocate the arenas ahead of the first save; return their bytes here.
@@ -175,7 +208,7 @@ class Saver:
         except CoordinationError as lost:
             raise save_error(self._job.storage.url, 0, "plan", lost) from lost
         try:
-            return self._stager.prewarm(plans.parts, plans.generation)
+            return self._stager.prewarm(plans.parts, plans.generation, self._job.storage.own.held_bytes)
         finally:
             plans.release()
 
@@ -380,9 +413,27 @@ class Saver:
         if plans.keeping is not KeepOwn.NEVER or self._coordinator.is_coordinator:
             save.local = RankBuffers(state.local)
         stable = state.stable if self._options.staging == "overlapped" and state.optimizers else None
-        save.staged = self._stager.stage(plans.parts, plans.generation, stable=stable)
+        save.staged = self._copy(stable)
         self._notes.log(state, plans, save.staged, self._job.storage.url)
         save.extra = self._extra(save.extra, save.staged)
+
+    def _copy(self, stable: Sequence[Any] | None) -> StagedParts:
+        """Copy this rank's share; in waves if there is no memory for it."""
+        parts, generation = self._plans.parts, self._plans.generation
+        try:
+            return self._stager.stage(parts, generation, stable=stable)
+        except StagingMemoryError:
+            self.in_flight.until_committed()  # their memory can be used
+        try:
+            return self._stager.stage(parts, generation, stable=stable)
+        except StagingMemoryError as refusal:
+            return self._stager.stage_in_waves(
+                parts,
+                generation,
+                refusal,
+                held_bytes=self._job.storage.own.held_bytes,
+                is_finite=is_finite if self._options.reject_non_finite else None,
+            )
 
     def _extra(self, of_rank: SpaceNeeded, staged: StagedParts) -> SpaceNeeded:
         """Add the staged plain values; those of other ranks are assumed to be alike."""

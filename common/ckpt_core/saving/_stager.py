@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import takewhile
-from typing import Any, TypeAlias, final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate, islice, takewhile
+from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -15,8 +16,18 @@ from torch.utils.hooks import RemovableHandle
 from ckpt_core._torch_internals import PLAIN, copy_all, inner_tensors, own_part
 from ckpt_core.dcp import Image, ImageLayout, Part
 from ckpt_core.devices import current_stream, has_streams, side_stream
-from ckpt_core.errors import ConfigError
-from ckpt_core.staging import Arena, Arenas, Copy, DeferredCopies, whole_pages
+from ckpt_core.errors import ConfigError, StagingMemoryError
+from ckpt_core.saving._handle import failed_in
+from ckpt_core.staging import (
+    LEAST_WINDOWS,
+    Arena,
+    Arenas,
+    Copy,
+    DeferredCopies,
+    Waves,
+    flat_parts,
+    whole_pages,
+)
 
 
 @final
@@ -77,18 +88,38 @@ class StagedParts:
         arena: the memory behind the images; None if nothing was staged.
         deferred: copies still to be made; until they are, the images are incomplete, and written files count
             only after its `finish` has returned.
+        waves: the memory of images that are never whole, whose `copies` are `deferred`.
+        non_finite: part and name of what is not finite, in waves that look for it.
     """
 
     images: Mapping[str, Image]
     values: Mapping[str, Mapping[MetadataIndex, bytes]]
     arena: Arena | None
     deferred: DeferredCopies | None = None
+    waves: Waves | None = None
+    non_finite: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
 
-    def wait_for(self, part: str, slot: int) -> None:
-        """Block until the slots of a part up to this one are filled."""
-        if self.deferred is not None:
-            before = takewhile(lambda each: each[0] != part, self.images.items())
-            self.deferred.wait_for(sum(len(image.layout.slots) for _, image in before) + slot)
+    def wait_for(self, part: str, piece: int) -> None:
+        """Block until all is filled that lies in the pieces of a part up to this one.
+
+        Raises:
+            SaveError: it will not be, because the copies of waves have failed.
+        """
+        if self.deferred is None:
+            return
+        before = [image.layout for _, image in takewhile(lambda each: each[0] != part, self.images.items())]
+        if self.waves is None:
+            last = self.images[part].layout.batches[piece][2] - 1
+            self.deferred.wait_for(sum(len(layout.slots) for layout in before) + last)
+            return
+        self.deferred.wait_for(sum(len(layout.batches) for layout in before) + piece)
+        if self.deferred.done and (error := self.deferred.settle()) is not None:
+            raise failed_in("stage", error)
+
+    def stop(self) -> None:
+        """Make no more copies of waves."""
+        if self.waves is not None:
+            self.waves.stop()
 
     @property
     def size_bytes(self) -> int:
@@ -97,6 +128,7 @@ class StagedParts:
 
     def release(self) -> None:
         """Release the arena for the next save, once the pending copies have ended."""
+        self.stop()
         if self.deferred is not None:
             self.deferred.settle()
         if self.arena is not None:
@@ -127,10 +159,7 @@ class Stager:
             CheckpointError: every arena is still being written.
             StagingMemoryError: there is no host memory for the copy.
         """
-        values = {
-            name: dict(zip(part.value_indices, part.values(), strict=True)) for name, part in parts.items()
-        }
-        sources = [shard for part in parts.values() for shard in part.shards()]
+        values, sources = _values(parts), [shard for part in parts.values() for shard in part.shards()]
         names = [index.fqn for part in parts.values() for index, _, _ in part.specs]
         devices = {source.device for source in sources if has_streams(source)}
         arena, images = self._reserve(parts, generation, pinned=_pins(sources))
@@ -159,11 +188,75 @@ class Stager:
             raise
         return StagedParts(images=images, values=values, arena=arena, deferred=deferred)
 
-    def prewarm(self, parts: Mapping[str, Part], generation: int) -> int:
-        """Allocate the arenas for these parts; return the bytes of all arenas."""
+    def stage_in_waves(
+        self,
+        parts: Mapping[str, Part],
+        generation: int,
+        refusal: StagingMemoryError,
+        *,
+        held_bytes: Callable[[int], int],
+        is_finite: Callable[[torch.Tensor], bool] | None,
+    ) -> StagedParts:
+        """Prepare copies in waves of what `stage` has refused; no arena may be in flight.
+
+        `deferred.wait` makes them while others write what was copied; until then nothing may change.
+
+        Args:
+            parts: as for `stage`.
+            generation: as for `stage`.
+            refusal: of `stage`.
+            held_bytes: see `Storage.held_bytes`.
+            is_finite: looks at all that was copied; None to look at nothing.
+
+        Raises:
+            StagingMemoryError: there is not even memory for a few windows.
+        """
+        sources = [shard for part in parts.values() for shard in part.shards()]
+        names = [index.fqn for part in parts.values() for index, _, _ in part.specs]
+        _check_memory(names, sources, [memory_of(source) for source in sources])
+        for device in {source.device for source in sources if has_streams(source)}:
+            current_stream(device).synchronize()
+        layouts, values = self._laid_out(parts, generation), _values(parts)
+        window_bytes, least_bytes = _windows(layouts, held_bytes)
+        with torch.inference_mode(mode=False):
+            arena = self.arenas.reserve_most(least_bytes, refusal, pinned=_pins(sources))
+        arena.attach(None)  # images of another layout
+        non_finite: list[tuple[str, str]] = []
+        rest = iter(sources)
+        contents = [
+            _Content(name, layout, list(islice(rest, len(layout.slots))), is_finite, non_finite)
+            for name, layout in layouts.items()
+        ]
+        counts = [len(layout.batches) for layout in layouts.values()]
+        fills = [
+            partial(content.copy, piece)
+            for content, count in zip(contents, counts, strict=True)
+            for piece in range(count)
+        ]
+        waves = Waves(arena.memory, window_bytes, fills)
+        images = {
+            name: Image(layout, window=partial(waves.window, before))
+            for (name, layout), before in zip(layouts.items(), accumulate([0, *counts[:-1]]), strict=True)
+        }
+        return StagedParts(
+            images=images,
+            values=values,
+            arena=arena,
+            deferred=waves.copies,
+            waves=waves,
+            non_finite=non_finite,
+        )
+
+    def prewarm(self, parts: Mapping[str, Part], generation: int, held_bytes: Callable[[int], int]) -> int:
+        """Allocate the arenas, or the memory of waves; return the bytes of all arenas."""
         pinned = _pins(shard for part in parts.values() for shard in part.shards())
         total = _total(self._laid_out(parts, generation))
-        size_bytes = self.arenas.prewarm(total, pinned=pinned)
+        try:
+            size_bytes = self.arenas.prewarm(total, pinned=pinned)
+        except StagingMemoryError as refusal:
+            _, least_bytes = _windows(self._layouts, held_bytes)
+            self.arenas.reserve_most(least_bytes, refusal, pinned=pinned).release()
+            return self.arenas.size_bytes
         arena, _ = self._reserve(parts, generation, pinned=pinned)
         arena.release()
         return size_bytes
@@ -201,6 +294,47 @@ class Stager:
 def _pins(sources: Iterable[torch.Tensor]) -> bool:
     """Return whether to pin an arena; torch can do so for CUDA alone."""
     return any(source.is_cuda for source in sources)
+
+
+def _values(parts: Mapping[str, Part]) -> Mapping[str, Mapping[MetadataIndex, bytes]]:
+    return {name: dict(zip(part.value_indices, part.values(), strict=True)) for name, part in parts.items()}
+
+
+def _windows(layouts: _Layouts, held_bytes: Callable[[int], int]) -> tuple[int, int]:
+    """Return the size of the windows on all images, and the least of memory for them."""
+    size_bytes = max(layout.window_bytes for layout in layouts.values())
+    held = max(-(-held_bytes(layout.size_bytes) // layout.piece_bytes) for layout in layouts.values())
+    return size_bytes, size_bytes * (LEAST_WINDOWS + held)
+
+
+@final
+class _Content(NamedTuple):
+    """What is copied to the windows on the image of a part."""
+
+    part: str
+    layout: ImageLayout
+    sources: Sequence[torch.Tensor]
+    is_finite: Callable[[torch.Tensor], bool] | None
+    non_finite: list[tuple[str, str]]
+
+    def copy(self, piece: int, window: torch.Tensor) -> None:
+        """Copy what lies in a piece of the file, and look at it."""
+        copied: list[tuple[str, torch.Tensor]] = []
+        targets, sources = list[torch.Tensor](), list[torch.Tensor]()
+        for place, start, stop, at in self.layout.parts(piece):
+            slot, source = self.layout.slots[place], self.sources[place].detach()
+            size = source.dtype.itemsize
+            target = window[at : at + stop - start].view(source.dtype)
+            copied.append((slot.index.fqn, target))
+            for each in flat_parts(source, start // size, stop // size):
+                sources.append(each)
+                targets.append(target[: each.numel()].view(each.shape))
+                target = target[each.numel() :]
+        _copy(targets, sources)
+        for device in {each.device for each in sources if has_streams(each)}:
+            current_stream(device).synchronize()
+        if self.is_finite is not None:
+            self.non_finite.extend((self.part, name) for name, each in copied if not self.is_finite(each))
 
 
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

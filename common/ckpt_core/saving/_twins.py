@@ -151,7 +151,7 @@ class TwinSession:
         self._thread.join()
 
     def _run(self) -> None:
-        path = ""
+        path, file = "", None
         try:
             while (file := self._files.get()) is not None and not self._stopped:
                 path, pieces = file
@@ -159,6 +159,10 @@ class TwinSession:
                 self._events.put(path)
         except Exception as error:  # noqa: BLE001 - raised on the save thread
             self._events.put(self._failed(path, error))
+        while file is not None and not self._stopped:  # memory of pieces that are not needed is waited for
+            for _ in iter(file[1].get, None):
+                pass
+            file = self._files.get()
 
     def _write(self, path: str, pieces: _Pieces) -> None:
         """Write the twin of one file durably."""

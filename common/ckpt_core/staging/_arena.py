@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import threading
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -328,15 +329,37 @@ class Arenas:
             raise
         return arena
 
+    def reserve_most(self, least_bytes: int, refusal: StagingMemoryError, *, pinned: bool) -> Arena:
+        """Reserve what memory there is, where `reserve` has given a refusal.
+
+        No arena is in flight, unless its writer hangs. Free memory is shared by the ranks of a machine.
+
+        Raises:
+            StagingMemoryError: that is less than `least_bytes`.
+        """
+        kept = max((slot.memory.resident_bytes for slot in self._slots if not slot.taken), default=0)
+        if kept < max(least_bytes, (self.size_bytes + self._room()) // 2):
+            self.close()  # of several arenas one is made
+            kept = self._room() // mmap.PAGESIZE * mmap.PAGESIZE
+        if kept < least_bytes:
+            raise refusal.retold(
+                f"{refusal}. In parts it can be saved with {-(-least_bytes // _MIB)} MiB at least"
+            )
+        return self.reserve(kept, pinned=pinned)
+
     def prewarm(self, size_bytes: int, *, pinned: bool) -> int:
         """Allocate and fault in every arena not in flight; return the bytes of all.
 
         Raises:
             StagingMemoryError: there is too little memory.
         """
-        reserved = [self.reserve(size_bytes, pinned=pinned) for _ in range(self.free)]
-        for arena in reserved:
-            arena.release()
+        reserved: list[Arena] = []
+        try:
+            while self.free:
+                reserved.append(self.reserve(size_bytes, pinned=pinned))
+        finally:
+            for arena in reserved:
+                arena.release()
         return self.size_bytes
 
     def close(self) -> None:
@@ -398,6 +421,12 @@ class Arenas:
         if free is not None and extra_bytes > free.usable_bytes:
             known = f"of {free.available_bytes / _MIB:,.0f} MiB free, less a headroom for everything else"
             raise self._refusal(extra_bytes, free.usable_bytes, known)
+
+    def _room(self) -> int:
+        if self._budget_bytes is not None:
+            return max(0, self._budget_bytes - self.size_bytes)
+        free, ranks = self._probe(), int(os.environ.get("LOCAL_WORLD_SIZE", "1") or "1")
+        return 0 if free is None else free.usable_bytes // max(1, ranks)
 
     def _refusal(self, needed_bytes: int, available_bytes: int, known: str) -> StagingMemoryError:
         fewer = "use arenas=1, " if len(self._slots) > 1 else ""

@@ -22,18 +22,19 @@ class HostCopies:
     no thread waits any longer, and `finish` raises it.
     """
 
-    def __init__(self, copies: Sequence[Copy]) -> None:
+    def __init__(self, copies: Sequence[Copy], pieces: Generator[CopyPiece] | None = None) -> None:
         self.changed: Sequence[str] = ()
         self._versions = Versions(copies)
-        self._pieces: Generator[CopyPiece] = pieces_of(copies)
+        self._pieces = pieces or pieces_of(copies)
         self._lock = threading.Condition()
         self._busy: dict[int, int] = {}
         self._floor: float = copies[0].slot if copies else 0
         self._exhausted = False
         self._error: BaseException | None = None
         self._ended: Future[None] = Future()
-        self._alone = not copies or not start_thread(self._work_quietly)
-        if not copies:
+        # Pieces that wait for what a thread writes must not be made on that one.
+        self._alone = pieces is None and (not copies or not start_thread(self._work_quietly))
+        if not copies and pieces is None:
             self._work_quietly()
 
     @property

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import final
 
 from ckpt_core.devices import has_streams
 from ckpt_core.errors import CheckpointError
-from ckpt_core.staging._copies import Copy
+from ckpt_core.staging._copies import Copy, CopyPiece
 from ckpt_core.staging._device_copies import DeviceCopies
 from ckpt_core.staging._host_copies import HostCopies
 
@@ -26,10 +26,11 @@ class DeferredCopies:
     (`tensor.data`) are not detected: call `wait` before such a change.
     """
 
-    def __init__(self, copies: Sequence[Copy]) -> None:
+    def __init__(self, copies: Sequence[Copy], pieces: Generator[CopyPiece] | None = None) -> None:
+        """Begin copies, or prepare `pieces`, which `wait` makes, and nobody else."""
         # First those that are only enqueued.
         self._device = DeviceCopies([copy for copy in copies if has_streams(copy.source)])
-        self._host = HostCopies([copy for copy in copies if not has_streams(copy.source)])
+        self._host = HostCopies([copy for copy in copies if not has_streams(copy.source)], pieces)
 
     @property
     def done(self) -> bool:

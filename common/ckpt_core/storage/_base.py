@@ -179,12 +179,18 @@ class Storage(ABC):
         """Create a large file from consecutive pieces, durable on return.
 
         Every piece starts on a page boundary of memory, is a multiple of 4 KiB long except the last, and is
-        not changed until this returns. Pieces are taken one by one, so that a generator can prepare the next
-        while earlier ones are being written. Raises the same errors as `create`.
+        not changed as long as anything refers to it. Pieces are taken one by one, so that a generator can
+        prepare the next while earlier ones are being written, and may wait for these to be let go: at most
+        `held_bytes` are kept for later. Raises the same errors as `create`.
         """
         with self.create(key) as stream:
             for piece in pieces:
                 stream.write(piece)
+
+    def held_bytes(self, size_bytes: int) -> int:
+        """Return how much of a file of that size `write_pieces` gathers before it writes."""
+        del size_bytes
+        return 0
 
     def put_file(
         self,

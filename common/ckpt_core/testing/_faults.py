@@ -132,6 +132,9 @@ class FaultyStorage(Storage):
     def url(self) -> str:
         return self._url
 
+    def held_bytes(self, size_bytes: int) -> int:
+        return self._inner.held_bytes(size_bytes)
+
     check_root = _watched("check_root")
     replace = _watched("replace")
     append = _watched("append")

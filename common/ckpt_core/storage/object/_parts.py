@@ -127,6 +127,12 @@ class PartStorage(ObjectStorage):
                 upload.take(piece)
             upload.finish()
 
+    def held_bytes(self, size_bytes: int) -> int:
+        part, rest = self._block_bytes, size_bytes
+        while rest > part * _EQUAL_PARTS:
+            part, rest = part * 2, rest - part * _EQUAL_PARTS
+        return part
+
     def put_source(self, key: str, source: PutSource, identity: str) -> None:
         path, size = self.path(file_key(key)), source.size_bytes
         token = hashlib.sha256(f"{identity} {size}".encode()).hexdigest()[:32]
