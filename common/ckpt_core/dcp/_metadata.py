@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import ItemsView, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import repeat
@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from typing_extensions import override
 
 from ckpt_core._torch_internals import StorageInfo, layout_named
 from ckpt_core.formats.chunks import ChunkTable
@@ -130,14 +131,22 @@ class StoredPlaces(Mapping[MetadataIndex, StorageInfo]):
     def __getitem__(self, key: MetadataIndex) -> StorageInfo:
         return self.take([key])[0]
 
+    @override
+    def items(self) -> ItemsView[MetadataIndex, StorageInfo]:
+        """Return all, found together."""
+        keys = list(self)
+        return dict(zip(keys, self.take(keys), strict=True)).items()
+
     def take(self, keys: Sequence[MetadataIndex]) -> list[StorageInfo]:
         """Return where these are; KeyError if one is nowhere."""
+        if not keys:
+            return []
         places, firsts = self._places, self._firsts
         wanted = np.array([firsts[self._names[key.fqn]] + self._box(key) for key in keys], np.int64)
         numbers, order = self._sorted
         at = np.searchsorted(numbers, wanted)
-        if not np.array_equal(numbers[np.minimum(at, len(numbers) - 1)], wanted):
-            raise KeyError(next(key for key in keys if key not in set(self)))
+        if not len(self) or not np.array_equal(numbers[np.minimum(at, len(numbers) - 1)], wanted):
+            raise KeyError("no place of one of these chunks")
         rows = order[at]
         columns = [each[rows].tolist() for each in (places.file, places.offset, places.length)]
         transforms = places.transforms

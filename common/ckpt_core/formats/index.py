@@ -164,6 +164,7 @@ _CONSTANTS: Final = {
     },
 }
 """What a pickle begins with, by number in its memo."""
+_BEGIN: Final = b"\x80\4(" + b"".join(b"%b\x94" % each for each in _CONSTANTS.values())
 _MEMO: Final = {name: number for number, name in enumerate(_CONSTANTS)}
 _GET: Final = {name: b"h%c" % number for name, number in _MEMO.items()}
 _BOOL: Final = {False: b"\x89", True: b"\x88"}
@@ -256,7 +257,7 @@ class _Encoder:
         return np.arange(self._kept - count, self._kept)
 
     def encode(self) -> Iterator[bytes | memoryview]:
-        yield b"\x80\4(" + b"".join(b"%b\x94" % each for each in _CONSTANTS.values())
+        yield _BEGIN
         content, names, paths = self._names()
         yield content
         starts, sizes, shapes = yield from self._sizes()
@@ -396,7 +397,7 @@ def _joined(arrays: Sequence[Ints]) -> Ints:
 
 def _records_in(content: bytes) -> tuple[int, list[npt.NDArray[Any]]] | None:
     """Find the records that end a pickle of `encode`: where they begin, and their columns."""
-    if not content.endswith(_END):
+    if not (content.startswith(_BEGIN) and content.endswith(_END)):
         return None
     nothing = np.empty(0, np.int64)
     for columns, *wide in product((5, 6), (False, True), (False, True)):
@@ -542,7 +543,10 @@ class _Columns:
             ImpossibleError: a place is of nothing that is described.
             Exception: a reference is to nothing, or to what it cannot be.
         """
-        numbers, starts = (np.full(max(memo) + 1, -1, np.int32) for _ in range(2))
+        most = max(memo)
+        if any(int(each.max()) > most for each in (*columns[:3], *columns[5:])):
+            raise ValueError("a record refers to nothing")
+        numbers, starts = (np.full(most + 1, -1, np.int32) for _ in range(2))
         for number, value in memo.items():
             if type(value) is str:
                 numbers[number] = self._numbers.get(value, -1)
