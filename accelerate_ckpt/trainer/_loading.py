@@ -15,16 +15,19 @@ from typing import Any, final
 from transformers import TrainerState
 from transformers.trainer import SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from accelerate_ckpt._host_calls import private_directory, torch_bytes
 from accelerate_ckpt._small_files import Pickles, verified_files, write_files
 from accelerate_ckpt.trainer._data import DataProgress, Resumed, generators_file, progress_file
 from accelerate_ckpt.trainer._session import TrainerSession
 from ckpt_core import (
+    CheckpointError,
     CheckpointInfo,
     CheckpointManager,
     ConfigError,
     CorruptCheckpointError,
+    IncompatibleCheckpointError,
     UntrustedCheckpointError,
 )
 from ckpt_core.collective import collective_phase
@@ -263,8 +266,10 @@ def newest_to_resume(manager: CheckpointManager) -> str | None:
         problems[info.name] = problem
     for name, why in problems.items():
         _logger.error("%s/%s is passed over: %s", storage.url, name, why)
-    if problems and not stock:
-        raise _nothing_usable(storage, [*problems], [info.name for info in survey.abandoned if info.usable])
+    weights = [info.name for info in survey.weights if not info.abandoned]
+    if (problems or weights) and not stock:
+        left = [info.name for info in survey.abandoned if info.usable]
+        raise _nothing_usable(storage, [*problems], weights, left)
     return f"{storage.url}/{stock}" if stock else None
 
 
@@ -277,11 +282,22 @@ def _unread(survey: Survey) -> dict[str, str]:
     return {name: f"it is damaged: {error}" for name, error in found.items()}
 
 
-def _nothing_usable(storage: Storage, passed: list[str], left: list[str]) -> CorruptCheckpointError:
-    others = f"; of abandoned runs there are {', '.join(left)}, which can be named" if left else ""
-    return CorruptCheckpointError(
-        f"no checkpoint in {storage.url} can be resumed from: {', '.join(passed)} are damaged, not trusted "
-        f"or marked as bad{others}. Look at each with `ckpt verify`, or train into another output_dir"
+def _nothing_usable(
+    storage: Storage, passed: list[str], weights: list[str], left: list[str]
+) -> CheckpointError:
+    kind = CorruptCheckpointError if passed else IncompatibleCheckpointError
+    why = [f"{', '.join(passed)} are damaged, not trusted or marked as bad"] if passed else []
+    why += [f"{', '.join(weights)} hold weights alone"] if weights else []
+    why += [f"of abandoned runs there are {', '.join(left)}, which can be named"] if left else []
+    begin = ""
+    if weights:
+        file = (
+            f"{weights[-1]}/{SAFE_WEIGHTS_NAME}"  # in which the Trainer itself leaves a model that is whole
+        )
+        begin = f", with init_from={f'{storage.url}/{file if storage.exists(file) else weights[-1]}'!r}"
+    return kind(
+        f"no checkpoint in {storage.url} can be resumed from: {'; '.join(why)}. Look at each with `ckpt "
+        f"verify`, or train into another output_dir{begin}"
     )
 
 

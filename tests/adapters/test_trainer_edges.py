@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from accelerate import Accelerator
+from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback
 
 import accelerate_ckpt
@@ -23,10 +25,12 @@ from ckpt_core import (
     ConfigError,
     CorruptCheckpointError,
     EverySteps,
+    IncompatibleCheckpointError,
     KeepBest,
     KeepLatest,
     SaveError,
 )
+from ckpt_core.cli import main
 from tests.adapters.accelerate_jobs import forget_accelerators
 from tests.adapters.trainer_jobs import TrainerJob, run, trainer
 
@@ -224,6 +228,30 @@ def test_a_step_marked_as_bad_is_passed_over(tmp_path: Path) -> None:
     assert [value.flatten().tolist() for value in made.model.state_dict().values()] == list(
         whole["weights"].values()
     )
+
+
+def test_weights_alone_are_refused_and_named_and_never_begun_afresh_in_silence(
+    two_steps: TrainerJob,
+) -> None:
+    root = Path(two_steps.root)
+    whole = load_file(root / "checkpoint-1" / "model.safetensors")
+    assert main(["demote", f"{root}@1", "--dtype", "bf16"]) == 0
+    shutil.rmtree(root / "checkpoint-2")
+    weights = root / "checkpoint-1.weights"
+    there = load_file(weights / "model.safetensors")
+    assert there.keys() == whole.keys()
+    assert all(torch.equal(there[name], each.bfloat16()) for name, each in whole.items())
+    for resume in (True, str(weights)):
+        made = trainer(two_steps)
+        before = [each.clone() for each in made.model.parameters()]
+        with pytest.raises(IncompatibleCheckpointError, match=r"weights alone|has no"):
+            made.train(resume_from_checkpoint=resume)
+        assert all(map(torch.equal, before, made.model.parameters()))
+        accelerate_ckpt.disable_trainer(made)
+        forget_accelerators()
+    place = str(weights / "model.safetensors")
+    tuned = two_steps.but(root=f"{root}-tuned", resume=True, options={"init_from": place})
+    assert trained(tuned).state.global_step == 2
 
 
 @pytest.mark.slow

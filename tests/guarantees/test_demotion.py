@@ -135,6 +135,26 @@ def test_what_is_pinned_stays_whole_and_so_does_what_a_resume_would_load(tmp_pat
     assert listing(LocalStorage(tmp_path)) == ([1, 3], [2])
 
 
+def test_what_is_signed_stays_whole_where_its_weights_could_not_be_signed(tmp_path, capsys, caplog):
+    def sign(name, manifest):
+        return manifest[:8]
+
+    with CheckpointManager(tmp_path, sign_manifest=sign) as manager:
+        Training().run(manager, (1, 2, 3))
+    assert main(["demote", f"{tmp_path}@1"]) == 2
+    assert "is signed" in capsys.readouterr().err
+    assert main(["prune", str(tmp_path), "--keep-latest", "1", "--keep-weights-every", "1"]) == 0
+    assert caplog.text.count("step-000000001 stays whole for now") == 1
+    assert listing(LocalStorage(tmp_path)) == ([1, 2, 3], [])
+    with CheckpointManager(tmp_path, keep=KEEP, sign_manifest=sign) as manager:
+        manager.resume((again := Training()).state)
+        again.run(manager, (4, 5))
+    assert listing(LocalStorage(tmp_path)) == ([5], [2, 4])
+    for name in ("step-000000002.weights", "step-000000004.weights"):
+        manifest = (tmp_path / name / "manifest.json").read_bytes()
+        assert (tmp_path / name / "manifest.json.sig").read_bytes() == manifest[:8]
+
+
 def test_a_tier_makes_weights_of_its_own():
     storage, tier = disk(), bucket()
     with CheckpointManager(

@@ -35,13 +35,17 @@ from ckpt_core.commit import (
     commit,
     present_lineage,
     refuse_as_root,
+    verify,
 )
-from ckpt_core.convert._fill import FileFill
-from ckpt_core.convert._laid_out import DTYPES, Wanted, ignore
+from ckpt_core.convert._fill import FileFill, size_of
+from ckpt_core.convert._huggingface import safetensors_file
+from ckpt_core.convert._laid_out import DTYPES, OutFile, Wanted, ignore
+from ckpt_core.convert._weights import IN_FILES
 from ckpt_core.convert._whole_state import WholeState
 from ckpt_core.dcp import Image, ImageLayout, ShardSpec, encode_metadata, entries, places_in
 from ckpt_core.disclosure import public_url
-from ckpt_core.errors import CheckpointExistsError, ConfigError, SaveError
+from ckpt_core.errors import CheckpointExistsError, ConfigError, CorruptCheckpointError, SaveError, lost
+from ckpt_core.formats.checksums import CRC32, Checksum
 from ckpt_core.formats.chunks import ChunkTable, encode_table
 from ckpt_core.loading import CheckpointPart, CommittedFiles, LocatedTensor, located, open_parts
 from ckpt_core.names import (
@@ -180,10 +184,13 @@ def write_weights(storage: Storage, info: CheckpointInfo, dtype: str | None = No
     working = begin(storage, draft.name, draft.save_id)
     written = _Writer(storage, working, ignore)
     written.write(state)
+    hosts = _hosts_weights(storage, info, state)
     with RankFiles(storage, working) as others:
-        for path in filterfalse(is_own_file, files.paths):
+        for path in filterfalse({*hosts}.__contains__, filterfalse(is_own_file, files.paths)):
             others.write(path, files.read(path))
         written.entries += others.entries
+    for path, (file, tensors) in hosts.items():
+        written.entries.append(_stream(storage, f"{working}/{path}", file, tensors))
     found = replace(
         manifest,
         save_id=draft.save_id,
@@ -200,7 +207,10 @@ def write_weights(storage: Storage, info: CheckpointInfo, dtype: str | None = No
 def weights_bytes(storage: Storage, info: CheckpointInfo, dtype: str | None = None) -> int:
     """Return how many bytes the weights of a checkpoint will have; errors likewise."""
     _, files, state = _weights_of(storage, info, dtype)
-    size = sum(entry.size_bytes for entry in files.entries if data_rank(entry.path) is None)
+    hosts = _hosts_weights(storage, info, state)
+    others = (each for each in files.entries if data_rank(each.path) is None and each.path not in hosts)
+    size = sum(each.size_bytes for each in others)
+    size += sum(size_of(piece, tensors) for file, tensors in hosts.values() for piece in file.pieces)
     for directory, part in state.parts.items():
         tensors = located({directory: part})
         dtypes = {name: _cast(each.dtype, state.dtype) for name, each in tensors.items()}
@@ -213,23 +223,56 @@ def _weights_of(
     storage: Storage, info: CheckpointInfo, dtype: str | None
 ) -> tuple[Manifest, CommittedFiles, WholeState]:
     manifest, files, parts = open_parts(storage, info.name, committed=info.manifest_sha256)
-    light = {name: weights for name, part in parts.items() if (weights := _light(part)) is not None}
-    if not light or manifest is None:
+    every = {name: _light(part) for name, part in parts.items()}
+    light = {name: part for name, part in every.items() if located({name: part})}
+    state = WholeState.of(files, light or every)
+    if manifest is None or not (light or state.shared.get(IN_FILES)):
         raise ConfigError(f"{files.url} holds no weights")
-    state = WholeState.of(files, light)
     small = {name: content for name, content in state.small.items() if name not in state.per_rank}
     cast = None if dtype is None else DTYPES[dtype]
     return manifest, files, replace(state, per_rank={}, small=small, dtype=cast)
 
 
-def _light(part: CheckpointPart) -> CheckpointPart | None:
-    """Return a part without optimizers and the like; None if no tensor is left."""
+def _hosts_weights(
+    storage: Storage, info: CheckpointInfo, state: WholeState
+) -> dict[str, tuple[OutFile, Mapping[str, LocatedTensor]]]:
+    """Lay out the host's files of safetensors that hold the model, verified: path -> file."""
+    paths = {file for file, _ in state.shared.get(IN_FILES, {}).values() if file.endswith(".safetensors")}
+    if failures := lost(verify(storage, info.name, paths=sorted(paths)) if paths else []):
+        raise CorruptCheckpointError(f"{storage.url}/{info.name}/{failures[0]}", failures=tuple(failures))
+    found: dict[str, tuple[OutFile, Mapping[str, LocatedTensor]]] = {}
+    for path in sorted(paths):
+        tensors = located(open_parts(storage, info.name, file=path)[2])
+        pieces = {
+            ".".join(map(str, each.path[1:])): Wanted(name, _cast(each.dtype, state.dtype))
+            for name, each in tensors.items()
+        }
+        found[path] = safetensors_file(path, pieces, tensors), tensors
+    return found
+
+
+def _stream(storage: Storage, key: str, file: OutFile, tensors: Mapping[str, LocatedTensor]) -> FileEntry:
+    """Write a file window by window; return its entry."""
+    running, size = Checksum(CRC32), 0
+
+    def windows() -> Iterator[memoryview]:
+        nonlocal size
+        for window in fill.windows(file):
+            running.update(window)
+            size += len(window)
+            yield window
+
+    with FileFill(tensors) as fill:
+        storage.write_pieces(key, windows())
+    return FileEntry(path=file.path, size_bytes=size, checksum=str(running))
+
+
+def _light(part: CheckpointPart) -> CheckpointPart:
+    """Return a part without optimizers and the like."""
     found = part.metadata
     paths = {key: tuple((found.planner_data or {}).get(key, (key,))) for key in found.state_dict_metadata}
     heavy = _HEAVY | {path[0] for path in paths.values() if "param_groups" in path}
     kept = {key: found.state_dict_metadata[key] for key, path in paths.items() if path[0] not in heavy}
-    if not any(isinstance(entry, TensorStorageMetadata) for entry in kept.values()):
-        return None
     metadata = replace(found, state_dict_metadata=kept, planner_data={key: paths[key] for key in kept})
     return replace(part, metadata=metadata)
 

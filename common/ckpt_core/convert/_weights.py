@@ -16,7 +16,7 @@ from ckpt_core.storage import Storage
 from ckpt_core.types import matches_any
 
 _MODEL: Final = "model"
-_IN_FILES: Final = "model.in_files"
+IN_FILES: Final = "model.in_files"
 """Shared item of the Trainer: name of a tensor of the model -> file, and name in that file."""
 _OTHERS: Final = frozenset({"optimizer", "optimizers", "gradients", "lightning", PICKLED, KEPT})
 _WRAPPERS: Final = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -87,7 +87,7 @@ class Weights:
                     found.setdefault((part, str(top)), {})[".".join(map(str, rest))] = name
         shared = values_beside(files, parts)[0] if files.is_ours else {}
         if item is None:
-            if in_files := _in_files(storage, directory, shared.get(_IN_FILES, {}), tensors):
+            if in_files := _in_files(storage, directory, shared.get(IN_FILES, {}), tensors):
                 key = next((key for key in found if key[1] == _MODEL), ("", _MODEL))
                 found[key] = {**found.get(key, {}), **in_files}
             found = {key: each for key, each in found.items() if key[1] == _MODEL} or found

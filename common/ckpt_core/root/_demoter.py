@@ -25,8 +25,8 @@ from ckpt_core.commit import (
     write_signature,
 )
 from ckpt_core.disclosure import logger_of
-from ckpt_core.errors import CheckpointError, SaveError, failure_text
-from ckpt_core.names import MARKER, WEIGHTS_SUFFIX, run_name
+from ckpt_core.errors import CheckpointError, ConfigError, SaveError, failure_text
+from ckpt_core.names import MARKER, SIGNATURE, WEIGHTS_SUFFIX, run_name
 from ckpt_core.options import SignManifest
 from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo
@@ -150,7 +150,7 @@ class Demoter:
                 write_signature(storage, draft.working, manifest, partial(self._sign, draft.name))
             note(commit_copy(storage, draft.working, draft.name, manifest, check=check))
         except (CheckpointError, OSError) as failure:
-            self._tries[info.save_id] += 1
+            self._tries[info.save_id] += _MOST_TRIES if isinstance(failure, ConfigError) else 1
             if not (isinstance(failure, SaveError) and failure.in_doubt):
                 abandon(storage, draft.working)
             _logger.warning(
@@ -172,6 +172,8 @@ class Demoter:
 
     def _run(self, info: CheckpointInfo, dtype: str | None, draft: WeightsDraft) -> None:
         try:
+            if self._sign is None and self._storage.exists(f"{info.name}/{SIGNATURE}"):
+                raise ConfigError("it is signed, and they would not be: demote it in a run (sign_manifest=)")
             abandon(self._storage, draft.working)  # of an attempt that was killed
             self._write(info, dtype, self._raise_if_left)
         except (CheckpointError, OSError) as error:

@@ -17,6 +17,7 @@ from ckpt_core.commit import Catalog, Inventory, Lease, collect_orphans, look_ar
 from ckpt_core.errors import ConfigError, CorruptCheckpointError
 from ckpt_core.hosting import number_in
 from ckpt_core.journal import add_event
+from ckpt_core.names import SIGNATURE
 from ckpt_core.options import CheckpointOptions, bytes_text
 from ckpt_core.retention import (
     UNVERIFIED,
@@ -158,6 +159,9 @@ def _refuse_demotion(storage: Storage, info: CheckpointInfo) -> None:
         f"is pinned ({info.pinned}): `ckpt unpin` it first": info.pinned is not None,
         "is marked as damaged or bad: see `ckpt verify` and `ckpt mark`": info.marked,
         "is what a resume would load": newest is not None and newest.name == info.name,
+        "is signed, and its weights would not be: demote it in a run, with sign_manifest=": storage.exists(
+            f"{info.name}/{SIGNATURE}"
+        ),
     }
     if problem := next((text for text, holds in problems.items() if holds), None):
         raise ConfigError(f"{storage.url}/{info.name} {problem}; nothing was written")
