@@ -45,6 +45,7 @@ SCENES: Final = (
     Scene(damage="local"),
     Scene(damage="apart"),
     Scene(columns=LARGE),
+    Scene(compressed=True),
 )
 _NAMES: Final = {"s3": "S3", "gcs": "GCS", "azure": "Azure"}
 _ROOT: Final = "run"

@@ -29,6 +29,11 @@ def test_a_kill_during_a_compressed_upload_loses_no_acknowledged_checkpoint_of_e
     assert [each.kills for each in found] == [1, 0]
 
 
+def test_a_kill_during_a_demotion_in_a_bucket_leaves_the_whole_or_its_weights(tmp_path):
+    found = sample(tmp_path, "s3-copies", count=1, cases=["a demotion in S3"])
+    assert [each.kills for each in found] == [1]
+
+
 def test_a_power_cut_during_an_upload_loses_no_acknowledged_checkpoint_of_either_tier(tmp_path):
     found = sample(tmp_path, "power-uploads", count=1, cases=[SCENE])
     assert sum(each.kills for each in found) == 1
