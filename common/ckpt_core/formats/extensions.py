@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from ckpt_core.errors import IncompatibleCheckpointError
+from ckpt_core.formats.frames import require_zstandard
 from ckpt_core.formats.zips import ZipError
 
 _ZSTD: Final = "stream.zstd"
@@ -37,15 +38,10 @@ def plain_entry(content: bytes, descriptors: Sequence[str], most_bytes: int) -> 
 
 
 def _decompressed(content: bytes, most_bytes: int) -> bytes:
-    try:
-        import zstandard
-    except ImportError:
-        raise IncompatibleCheckpointError(
-            "it was compressed by DCP's zstd extension: to read it, pip install zstandard"
-        ) from None
+    zstandard = require_zstandard()
     try:
         with zstandard.ZstdDecompressor().stream_reader(content, read_across_frames=True) as stream:
-            found = stream.read(most_bytes + 1)
+            found: bytes = stream.read(most_bytes + 1)
     except zstandard.ZstdError as error:
         raise ZipError(f"what is compressed is damaged: {error}") from error
     if len(found) > most_bytes:

@@ -109,27 +109,6 @@ def _number(codec: str, entry: ChunkEntry) -> int:
     return width if width in CODECS else ZSTD
 
 
-def compress_files(
-    source: Storage,
-    name: str,
-    entries: Mapping[str, FileEntry],
-    *,
-    choose: Choice,
-    stop: Callable[[], None],
-) -> dict[str, tuple[FileEntry, Frames]]:
-    """Compress data files: path -> what `compress_file` returns; errors as its."""
-    tables = _tables(source, name, entries)
-    found: dict[str, tuple[FileEntry, Frames]] = {}
-
-    def work(path: str) -> None:
-        found[path] = compress_file(
-            source, name, entries[path], chunks=tables[path], choose=choose, stop=stop
-        )
-
-    run_all(work, [path for path in entries if path in tables], _THREADS, name="ckpt-compress")
-    return found
-
-
 def compress_share(
     source: Storage, target: Storage, name: str, share: ShareTerms, *, stop: Callable[[], None]
 ) -> Rows:
@@ -149,28 +128,21 @@ def compress_share(
     source, wanted = plain_storage(source, name), set(share.paths)
     manifest = Manifest.from_bytes(read_manifest(source, name))
     entries = {entry.path: entry for entry in manifest.originals if entry.path in wanted}
-    choose: Choice | None = fixed(share.codec)
+    tables = _tables(source, name, entries)
     if share.codec == "auto":
         rate = write_rate(target, sum(entry.size_bytes for entry in entries.values()))
         rate = min(rate, share.bytes_per_second or rate)
-        choose = auto(source, name, entries, write_rate=rate, stop=stop)
-    found = {} if choose is None else compress_files(source, name, entries, choose=choose, stop=stop)
-    return {
-        path: [entry.size_bytes, entry.checksum, frames.codec, frames.plain_bytes, frames.stored_bytes]
-        for path, (entry, frames) in found.items()
-    }
+        choose = auto(source, name, tables, write_rate=rate, stop=stop)
+    else:
+        choose = fixed(share.codec)
+    found: dict[str, Sequence[Any]] = {}
 
+    def work(path: str) -> None:
+        if choose is not None:
+            found[path] = _compressed(source, name, entries[path], tables[path], choose=choose, stop=stop)
 
-def view_of(
-    source: Storage, name: str, shares: Iterable[Rows], *, sign: Callable[[bytes], bytes] | None = None
-) -> Storage:
-    """Return the view of a checkpoint that these shares make; see `compressed_view`."""
-    found = {
-        path: (FileEntry(path=path, size_bytes=size, checksum=text), Frames(*columns))
-        for rows in shares
-        for path, (size, text, *columns) in rows.items()
-    }
-    return compressed_view(plain_storage(source, name), name, found, sign=sign)
+    run_all(work, list(tables), _THREADS, name="ckpt-compress")
+    return found
 
 
 def view_again(source: Storage, name: str, small: Mapping[str, bytes]) -> Storage:
@@ -213,29 +185,26 @@ def view_begun(source: Storage, name: str, target: Storage, working: str, *, cod
 
 
 def _tables(source: Storage, name: str, entries: Mapping[str, FileEntry]) -> dict[str, FileChunks]:
-    """Read the chunk tables: path of a data file -> its chunks."""
+    """Read the chunk tables of data files: path -> chunks."""
     tables: dict[str, FileChunks] = {}
     for rank in sorted({rank for path in entries if (rank := data_rank(path)) is not None}):
         table = chunks_name(rank)
         if table in entries:
             content = read_entry(source, name, entries[table])
             tables |= ChunkTable.from_bytes(content, source=f"{source.url}/{name}/{table}").files
-    return tables
+    return {path: chunks for path, chunks in tables.items() if path in entries}
 
 
-def compress_file(
+def _compressed(
     source: Storage,
     name: str,
     entry: FileEntry,
-    *,
     chunks: FileChunks,
+    *,
     choose: Choice,
     stop: Callable[[], None],
-) -> tuple[FileEntry, Frames]:
-    """Compress a verified plain data file; return its new entry, and its frames.
-
-    Errors as by `compress_share`.
-    """
+) -> Sequence[Any]:
+    """Compress a verified plain data file; return its row of `Rows`."""
     place, stored, running = f"{source.url}/{name}", list[int](), Checksum.like(entry.checksum)
     with source.open_ranges(f"{name}/{entry.path}") as ranges:
         reader = CheckedReader(ranges, entry, place=place, path=entry.path, stop=stop)
@@ -252,8 +221,8 @@ def compress_file(
                 stored.append(len(each))
             start += len(content)
         reader.finish()
-    made = Frames([codec for codec, _ in frames], [size for _, size in frames], stored)
-    return replace(entry, size_bytes=made.stored_starts[-1], checksum=str(running)), made
+    codecs, sizes = zip(*frames, strict=True) if frames else ((), ())
+    return [sum(stored), str(running), list(codecs), list(sizes), stored]
 
 
 def _each_compressed(frames: Sequence[tuple[int, int]], content: memoryview) -> Sequence[Buffer]:
@@ -313,29 +282,30 @@ def _samples(ranges: RangeReader, start: int, stop: int) -> Sequence[memoryview]
     return samples
 
 
-def compressed_view(
-    source: Storage,
-    name: str,
-    files: Mapping[str, tuple[FileEntry, Frames]],
-    *,
-    sign: Callable[[bytes], bytes] | None = None,
+def view_of(
+    source: Storage, name: str, shares: Iterable[Rows], *, sign: Callable[[bytes], bytes] | None = None
 ) -> Storage:
-    """Return the view of a plain checkpoint in which these data files are compressed.
+    """Return the view of a checkpoint in which these shares of its files are compressed.
 
     Args:
-        source: the root, in which it is plain.
+        source: the root.
         name: of the checkpoint.
-        files: path -> what `compress_file` returned.
+        shares: what `compress_share` returned.
         sign: signs the new manifest; needed if the checkpoint is signed.
 
     Returns:
-        The view; if nothing became smaller, the root.
+        The view; if nothing became smaller, the plain checkpoint.
 
     Raises:
         ConfigError: it is signed, and `sign` is None.
         CorruptCheckpointError: it is damaged.
     """
-    frames = {path: each for path, (_, each) in files.items() if any(each.codec)}
+    source, files = plain_storage(source, name), dict[str, FileEntry]()
+    frames: dict[str, Frames] = {}
+    for path, (size, text, codecs, *sizes) in (row for rows in shares for row in rows.items()):
+        if any(codecs):
+            files[path] = FileEntry(path=path, size_bytes=size, checksum=text)
+            frames[path] = Frames(codecs, *sizes)
     if not frames:
         return source
     if sign is None and source.exists(f"{name}/{SIGNATURE}"):
@@ -345,8 +315,7 @@ def compressed_view(
         )
     content = read_manifest(source, name)
     plain = Manifest.from_bytes(content)
-    entries = {entry.path: entry for entry in plain.originals}
-    entries |= {path: files[path][0] for path in frames}
+    entries = {entry.path: entry for entry in plain.originals} | files
     before: dict[str, bytes] = {}
     small: dict[str, bytes] = {}
     for path in [path for path in entries if path.rpartition("/")[2] == METADATA]:
@@ -355,7 +324,7 @@ def compressed_view(
     if source.exists(f"{name}/{SIGNATURE}"):
         before[SIGNATURE] = read_small(source, f"{name}/{SIGNATURE}", MAX_SIGNATURE_BYTES)
     small[PLAIN] = encode_plain(content, before, frames)
-    algorithm = next(iter(files.values()))[0].checksum.partition(":")[0]
+    algorithm = next(iter(files.values())).checksum.partition(":")[0]
     for path, each in small.items():
         entries[path] = FileEntry(path=path, size_bytes=len(each), checksum=checksum(each, algorithm))
     made = replace(
@@ -462,7 +431,7 @@ def choose_codecs(
 def auto(
     source: Storage,
     name: str,
-    entries: Mapping[str, FileEntry],
+    tables: Mapping[str, FileChunks],
     *,
     write_rate: float,
     stop: Callable[[], None],
@@ -475,7 +444,7 @@ def auto(
     Args:
         source: the root, in which the checkpoint is plain.
         name: of the checkpoint.
-        entries: path -> the files of it that are to be compressed.
+        tables: path -> chunks of the files of it that are to be compressed.
         write_rate: stored bytes that the place takes in a second.
         stop: called before every read; raises to end it.
 
@@ -486,8 +455,8 @@ def auto(
         CorruptCheckpointError: it is damaged.
     """
     classes: dict[str, list[ChunkEntry]] = defaultdict(list)
-    for path, chunks in _tables(source, name, entries).items():
-        for chunk in chunks if path in entries else ():
+    for chunks in tables.values():
+        for chunk in chunks:
             if chunk.size_bytes >= _SMALL_BYTES:
                 classes[_class_of(chunk)].append(chunk)
     sizes = {kind: sum(each.size_bytes for each in found) for kind, found in classes.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, Self, final
+from typing import Any, Final, Self, final
 
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, CorruptCheckpointError
@@ -99,19 +99,13 @@ class CopyProcess:
             small=copy.small,
         )
         done: int = 0
-        reply: Reply = 0
-        try:
-            for reply in self._process.replies(task, terms.stop):
-                if not isinstance(reply, int):
-                    break
-                done += reply
-                terms.progress(reply)
-        except EndedError as reason:
-            _logger.warning("the process that copies to %s %s: this process copies", copy.target_url, reason)
-            self._given_up = True
-        finally:
-            if isinstance(reply, int):  # it is not done, and nobody hears it any more
-                self.close()
+
+        def hear(more: Any) -> None:
+            nonlocal done
+            done += more
+            terms.progress(more)
+
+        reply = self._answer(task, terms.stop, hear, f"copies to {copy.target_url}")
         if reply is None:
             return True
         if isinstance(reply, OSError | CheckpointError) and not isinstance(reply, CorruptCheckpointError):
@@ -127,24 +121,31 @@ class CopyProcess:
             share: which files, and how.
             stop: raises to end it.
         """
-        task, found = CompressTask(source_name=copy.source_name, share=share), None
-        reply: Reply = 0
-        try:
-            small = copy.manifest.size_bytes < _LEAST_BYTES
-            for reply in () if self._given_up or small else self._process.replies(task, stop):
-                if isinstance(reply, Mapping):
-                    found = reply
-                elif not isinstance(reply, int):
-                    break
-        except EndedError as reason:
-            _logger.warning("the process that compresses %s %s: this process does", copy.source_name, reason)
-            self._given_up = True
-        finally:
-            if isinstance(reply, int):
-                self.close()
+        if self._given_up or copy.manifest.size_bytes < _LEAST_BYTES:
+            return None
+        task, heard = CompressTask(source_name=copy.source_name, share=share), list[Any]()
+        reply = self._answer(task, stop, heard.append, f"compresses {copy.source_name}")
         if isinstance(reply, Exception):
             raise reply
-        return found
+        return next((each for each in heard if isinstance(each, Mapping)), None)
+
+    def _answer(
+        self, task: object, stop: Callable[[], None], hear: Callable[[Any], None], what: str
+    ) -> Reply:
+        """Return how a task has ended, a number if the process has; `hear` gets all replies before."""
+        reply: Reply = 0
+        try:
+            for reply in self._process.replies(task, stop):
+                if reply is None or isinstance(reply, Exception):
+                    break
+                hear(reply)
+        except EndedError as reason:
+            _logger.warning("the process that %s %s: this process does", what, reason)
+            self._given_up = True
+        finally:
+            if reply is not None and not isinstance(reply, Exception):  # nobody hears it any more
+                self.close()
+        return reply
 
     def close(self) -> None:
         """Kill the process, in the middle of a copy, too; the next copy continues it."""

@@ -99,7 +99,7 @@ def test_damage_of_a_compressed_entry_is_found_before_anything_is_loaded(tmp_pat
 def test_without_the_library_that_decompresses_the_error_names_it(tmp_path, monkeypatch):
     compressed(tmp_path, ZStandard())
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(IncompatibleCheckpointError, match="pip install zstandard"):
+    with pytest.raises(IncompatibleCheckpointError, match=r"pip install .*compress"):
         loaded(tmp_path)
 
 
