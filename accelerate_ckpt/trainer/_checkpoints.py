@@ -259,10 +259,12 @@ class TrainerCheckpoints:
 
         events.own_evaluation, undo = True, None
         try:
-            if events.gated and trainer.control.should_evaluate:
+            if trainer.control.should_evaluate and (events.gated or self.manager.options.on_exception):
                 saves, trainer.control.should_save = trainer.control.should_save, False
                 trainer.control.should_evaluate = False
                 stock()  # what is logged is not undone
+                with replaced(events, evaluation_left=True):
+                    self._note_step()  # the evaluation may fail
                 trainer.control.should_evaluate, trainer.control.should_save = True, saves
                 undo = undo_of_evaluation(trainer)
             stock()
@@ -274,14 +276,20 @@ class TrainerCheckpoints:
             stock()
         finally:
             events.own_evaluation = False
+        self._note_step()
+
+    def _note_step(self) -> None:
+        """Note the present step for `on_exception`; once more after its evaluation."""
         if self.manager.options.on_exception is not None:
-            step = trainer.state.global_step
+            step, present = self._trainer.state.global_step, self._present()
+            present.stock_files = False  # it would be written at every step
             self.manager.note_step(
                 step,
-                self._present(),
-                metrics=metrics_at(trainer.state.log_history, step),
+                present,
+                metrics=metrics_at(self._trainer.state.log_history, step),
                 annotations={"framework": "transformers"},
                 name=f"checkpoint-{step}",
+                again=True,
             )
 
     def _present(self) -> TrainingState:

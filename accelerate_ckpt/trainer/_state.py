@@ -70,7 +70,11 @@ _PLACES = frozenset({"output_dir", "logging_dir", "run_name", "local_rank", "res
 
 @final
 class TrainingState(StateSource):
-    """Captures and loads one Trainer. Main thread only."""
+    """Captures and loads one Trainer. Main thread only.
+
+    Attributes:
+        stock_files: whether the weights go into the Trainer's own file, which is made in memory.
+    """
 
     def __init__(
         self,
@@ -88,11 +92,11 @@ class TrainingState(StateSource):
         self._progress = progress
         self._pickles = settings.pickles
         self._contents: Contents | None = settings.contents
-        self._twice = settings.stock_files is True
+        self._optimizer_twice = settings.stock_files is True
         given = settings.stock_files
         adapts = has_adapters(trainer.model) and not saves_base(self._trainer.model_wrapped, self._contents)
         # Adapters have a file of their own.
-        self._stock_files = not adapts if given is None else given
+        self.stock_files = not adapts if given is None else given
         self._storage = storage
         self._from_files: dict[str, Any] = {}
         self._base: frozenset[str] = frozenset()
@@ -120,8 +124,8 @@ class TrainingState(StateSource):
         part = model_part(0) if trainer.is_fsdp_enabled else _PLAIN_MODEL_PART
         state, items = saved_part(model, model_state(model), self._contents, place=_MODEL)
         in_files: dict[str, Any] = {}
-        written = self._stock_files or has_adapters(_inner(trainer))
-        if written and not self._twice and weights is None:
+        written = self.stock_files or has_adapters(_inner(trainer))
+        if written and weights is None:
             places = self._places(files, state)
             items |= {_IN_FILES: places}
             in_files = {name: state[name] for name in places}
@@ -253,7 +257,7 @@ class TrainingState(StateSource):
         trainer = self._trainer
         # What ranks do together comes first: a rank that fails later keeps no other one waiting.
         trainer.store_flos()
-        weights = weights_for_files(trainer, stock_files=self._stock_files)
+        weights = weights_for_files(trainer, stock_files=self.stock_files)
         with private_directory() as directory:
             with self._writing_to(directory, weights):
                 self._stock._save_checkpoint(trainer.model, None)
@@ -312,7 +316,7 @@ class TrainingState(StateSource):
         trainer = self._trainer
         if not trainer.args.should_save:
             return
-        if self._twice and weights is None:
+        if self._optimizer_twice and weights is None:
             torch.save(trainer.optimizer.state_dict(), Path(output_dir) / OPTIMIZER_NAME)
         torch.save(trainer.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 

@@ -141,16 +141,22 @@ class Failing(TrainerCallback):
             raise TroubleError
 
 
-def train(root: Path, event: str = "", step: int = 0, *, resume: bool = False) -> Any:
+evaluations: list[list[dict[str, float]]] = []
+
+
+def train(
+    root: Path, event: str = "", step: int = 0, *, resume: bool = False, gated: bool = True, **given: Any
+) -> Any:
     forget_accelerators()
-    options = {"save": EverySteps(EVERY), "on_exception": "save"}
-    made = trainer(TrainerJob(root=str(root), steps=STEPS, options=options))
+    options = {"on_exception": "save"} | ({"save": EverySteps(EVERY)} if gated else {})
+    made = trainer(TrainerJob(root=str(root), steps=STEPS, options=options, arguments=given))
     if event:
         made.add_callback(Failing(event, step))
     try:
         made.train(resume_from_checkpoint=resume or None)
     finally:
         accelerate_ckpt.disable_trainer(made)
+    evaluations.append([each for each in made.state.log_history if "eval_loss" in each])
     return [each.detach().clone() for each in made.model.parameters()]
 
 
@@ -172,6 +178,30 @@ def test_a_trainer_saves_the_step_before_the_one_that_failed_and_not_one_that_ha
         ]
         assert committed(root) == ([EVERY, saved] if saved else [EVERY])
         assert all(map(torch.equal, expected, train(root, resume=True)))
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+@pytest.mark.parametrize(
+    ("strategy", "event", "step", "gated"),
+    [
+        ("steps", "on_prediction_step", 4, True),
+        ("steps", "on_evaluate", 8, False),
+        ("epoch", "on_prediction_step", 6, True),
+    ],
+)
+def test_a_trainer_saves_the_step_whose_evaluation_failed_and_makes_it_again(
+    tmp_path, strategy, event, step, gated
+):
+    given = {"eval_strategy": strategy, "eval_steps": 4, "save_steps": EVERY, "gated": gated}
+    expected, whole = train(tmp_path / "whole", **given), evaluations[-1]
+    with pytest.raises(TroubleError) as raised:
+        train(tmp_path / "run", event, step, **given)
+    assert raised.value.__notes__ == [f"step {step} is saved"]
+    # No file of weights is made at every step for it.
+    assert not (tmp_path / "run" / f"checkpoint-{step}" / "model.safetensors").exists()
+    assert all(map(torch.equal, expected, train(tmp_path / "run", resume=True, **given)))
+    measured = [{name: each[name] for name in ("step", "eval_loss")} for each in evaluations[-1]]
+    assert measured == [{name: each[name] for name in ("step", "eval_loss")} for each in whole]
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
