@@ -63,6 +63,17 @@ def test_every_family_is_exported_as_save_pretrained_writes_it(tmp_path, family)
     assert json.loads((tmp_path / "half/config.json").read_text())["dtype"] == "bfloat16"
 
 
+@pytest.mark.parametrize(
+    "named", ["someone/kernel", "kernels-community/flash-attn3@main", {"": "someone/kernel:of"}]
+)
+def test_a_configuration_names_no_kernel_that_an_export_fetches(stock, tmp_path, named):
+    config = json.loads((stock / "stock/config.json").read_text()) | {"attn_implementation": named}
+    (tmp_path / "like").mkdir()
+    (tmp_path / "like/config.json").write_text(json.dumps(config))
+    export(stock / "run", tmp_path / "out", like=tmp_path / "like")
+    same(weights(tmp_path / "out"), weights(stock / "stock"))
+
+
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory) -> Path:
     """A folder of transformers, and a run beside it with the same model."""

@@ -267,6 +267,19 @@ def test_a_marker_that_is_not_its_manifests_is_passed_over(run, change):
         assert manager.resume(weights()) == 1
 
 
+@pytest.mark.parametrize("save_id", ["../../home/x", "A" * 24, "abc"])
+def test_a_save_id_that_no_save_has_is_damage(run, tmp_path, save_id, capsys):
+    folder = run / TWO
+    manifest = replace(Manifest.from_bytes((folder / "manifest.json").read_bytes()), save_id=save_id)
+    content = manifest.to_bytes()
+    (folder / "manifest.json").write_bytes(content)
+    (folder / "COMMITTED").write_bytes(Marker.of(manifest, content).to_bytes())
+    assert main(["cp", str(folder), str(tmp_path / "copy")]) == 1
+    assert "8 to 32 lower-case hex digits" in capsys.readouterr().err
+    with CheckpointManager(run) as manager:
+        assert manager.resume(weights()) == 1
+
+
 def test_a_marker_with_nan_among_its_metrics_is_its_manifests():
     storage = posix_like()
     save(storage, 1, metrics={"loss": float("nan"), "best": float("inf")})

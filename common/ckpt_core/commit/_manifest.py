@@ -135,7 +135,9 @@ def _lineage_of(fields: codec.Fields) -> Lineage:
 
 def _id(value: object) -> str:
     if type(value) is not str or not _ID.fullmatch(value):
-        raise ValueError(f"the id of a lineage should be 8 to 32 lower-case hex digits, not {value!r:.80}")
+        raise ValueError(
+            f"the id of a save or lineage should be 8 to 32 lower-case hex digits, not {value!r:.80}"
+        )
     return value
 
 
@@ -448,7 +450,7 @@ def _rest_fields(source: Manifest | Marker) -> dict[str, Any]:
 def _facts_in(fields: codec.Fields) -> dict[str, Any]:
     return {
         "format_version": fields.format_version,
-        "save_id": fields.get("save_id", str),
+        "save_id": _id(fields.get("save_id", str)),
         "step": fields.count("step"),
         "created": fields.number("created"),
         "world_size": fields.count("world_size", least=1),

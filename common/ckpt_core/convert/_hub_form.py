@@ -69,9 +69,9 @@ def hub_form(config: Mapping[str, Any]) -> HubForm | None:
     if of_kind is None or "quantization_config" in config:
         return None
     try:
-        # No code of the model's own: the classes are those of transformers.
+        # No code of the model's own: the classes are those of transformers, without kernels of the Hub.
         with torch.device("meta"):
-            model: Any = kind(of_kind.from_dict(dict(config)))
+            model: Any = kind(of_kind.from_dict(dict(config), attn_implementation="eager"))
     except Exception as error:  # a wrong value in a configuration raises nearly anything
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise ConfigError(

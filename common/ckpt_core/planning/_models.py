@@ -84,10 +84,12 @@ def _of_config(path: Path) -> ModelShape:
             f"{path}: only Transformers builds a config, and it is not installed: install it, or {instead}"
         ) from error
     try:
-        # Never code from the model's directory: `trust_remote_code` stays off.
+        # Never code from the model's directory, or kernels of the Hub: `trust_remote_code` stays off.
         config = AutoConfig.from_pretrained(path)
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+            model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config, attn_implementation="eager"
+            )
     except Exception as error:
         raise ConfigError(
             f"{path}: Transformers cannot build a causal language model of it: "
