@@ -77,17 +77,17 @@ def _run(work: Callable[[Task], None], left: deque[Task], failures: list[BaseExc
             left.clear()
 
 
-def give_way() -> None:
-    """Let this thread, and those that it starts, run after all others.
+def give_way(nice: int = _GIVING_WAY) -> None:
+    """Let this thread, and those that it starts, run after others: at least as nice as `nice`.
 
-    For work beside the training that nobody waits for. Linux alone has priorities of threads; elsewhere, and
-    where the system refuses, nothing changes.
+    For work beside the training. Linux alone has priorities of threads; elsewhere, and where the system
+    refuses, nothing changes. Unless a process has another one, the kernel derives that of its I/O from it.
     """
     if sys.platform == "linux":
         with suppress(OSError):
             thread = threading.get_native_id()
             now = os.getpriority(os.PRIO_PROCESS, thread)
-            os.setpriority(os.PRIO_PROCESS, thread, max(now, _GIVING_WAY))
+            os.setpriority(os.PRIO_PROCESS, thread, max(now, nice))
 
 
 def run_with_timeout(seconds: float, act: Callable[[], None]) -> bool:

@@ -98,7 +98,9 @@ class CheckpointManager:
     ) -> None:
         """Make the parts, in the order in which they need each other."""
         options, deadline = self.options, self.options.deadline_seconds
-        self.storage = storage = open_root(root, options.storage_options, deadline_seconds=deadline)
+        self.storage = storage = open_root(
+            root, options.storage_options, deadline_seconds=deadline, writers=options.writers
+        )
         self._coordinator = coordinator = given or coordinator_for_job(deadline_seconds=deadline)
         # Of roots only URLs must be alike: nodes may mount one directory in different places, or have disks
         # of their own; who sees whose files is found out when the root is taken.
@@ -111,7 +113,7 @@ class CheckpointManager:
         telemetry = Telemetry(*sinks, *journal.sinks)
         job = Job(storage=storage, coordinator=coordinator, telemetry=telemetry)
         self._uploads = TierUploads(job, options, tiers, RunExports(job, options, _EXPORTER))
-        thread = SaveThread(deadline)
+        thread = SaveThread(deadline, options.priority)
         self._root = ownership = Ownership(
             storage,
             coordinator,

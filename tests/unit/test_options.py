@@ -351,6 +351,15 @@ def test_headroom_is_bytes_or_a_part_of_the_filesystem(written, total_bytes, hea
         {"arenas": 3},
         {"arenas": True},
         {"arenas": "2"},
+        {"writers": 0},
+        {"writers": 65},
+        {"writers": True},
+        {"writers": "2"},
+        {"priority": -1},
+        {"priority": 20},
+        {"priority": False},
+        {"priority": 2.5},
+        {"priority": None},
     ],
 )
 def test_amounts_that_make_no_sense_are_refused_by_name(wrong):

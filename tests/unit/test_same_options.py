@@ -65,6 +65,8 @@ MUST_BE_THE_SAME: dict[str, Any] = {
 MAY_DIFFER: dict[str, Any] = {
     "staging_memory": "1 GiB",
     "write_bandwidth": "3 MB/s",
+    "writers": 4,
+    "priority": 0,
     "storage_options": {"secret": "hunter2hunter2"},
 }
 OF_THE_COORDINATOR: dict[str, Any] = {"sign_manifest": signer, "verify_manifest": judge}

@@ -50,6 +50,7 @@ VerifyManifest: TypeAlias = Callable[[str, bytes, bytes], bool]
 _MANNER: Final = frozenset(
     {
         *("back_pressure", "arenas", "staging", "staging_memory", "write_bandwidth", "headroom", "on_error"),
+        *("writers", "priority"),
         *("sign_manifest", "verify_manifest", "verify", "deadline_seconds"),
         *("storage_options", "replicas", "upload", "export", "journal", "on_exception", "on_stale"),
         "init_from",
@@ -93,6 +94,11 @@ class CheckpointOptions:
             machine do not see what the others are about to allocate: there a number is safer.
         write_bandwidth: the most bytes per second that one rank writes, as a number or as "500 MB/s"; None
             for no limit.
+        writers: the number of threads that write one file at the same time, on local filesystems only; None
+            for 2, which keep one disk busy. More help where a disk or a parallel filesystem is faster.
+        priority: how far the threads of a save give way to the training and all else on the machine, from 0,
+            not at all, to 19: the nice value, on Linux, of those that copy, hash and write. The training's
+            own thread never changes, nor do the copies in which it takes part.
         headroom: the space that a save leaves free on the filesystem of the root, in bytes, as "2 GiB" or as
             "5 %"; None for 1 %, at most 1 GiB. A save that would leave less is refused before it writes,
             unless there is enough space once checkpoints are removed that `keep` would drop after it anyway.
@@ -151,6 +157,8 @@ class CheckpointOptions:
     arenas: int = 1
     staging_memory: int | str | None = None
     write_bandwidth: float | str | None = None
+    writers: int | None = None
+    priority: int = 10
     headroom: float | str | None = None
     staging: Staging = "blocking"
     reject_non_finite: bool = False
@@ -184,6 +192,8 @@ class CheckpointOptions:
             _one_or_two("arenas", self.arenas),
             refused(parse_size, "staging_memory", self.staging_memory),
             refused(parse_size, "write_bandwidth", self.write_bandwidth, rate=True),
+            None if self.writers is None else integer("writers", self.writers, minimum=1, maximum=64),
+            integer("priority", self.priority, minimum=0, maximum=19),
             refused(parse_headroom, self.headroom),
             one_of("staging", self.staging, get_args(Staging)),
             one_of("on_error", self.on_error, get_args(OnError)),

@@ -21,8 +21,10 @@ from ckpt_core.options._elsewhere import Upload
 from ckpt_core.options._options import CheckpointOptions
 from ckpt_core.retention import RetentionPolicy
 
-OF_EACH_RANK: Final = frozenset({"staging_memory", "write_bandwidth", "storage_options"})
-"""Options that belong to one process or node: its memory, its disk, its credentials."""
+OF_EACH_RANK: Final = frozenset(
+    {"staging_memory", "write_bandwidth", "writers", "priority", "storage_options"}
+)
+"""Options that belong to one process or node: its memory, disk, cores and credentials."""
 OF_EACH_UPLOAD: Final = frozenset({"bandwidth", "storage_options"})
 OF_COORDINATOR: Final = frozenset({"sign_manifest", "verify_manifest"})
 """Options that only the coordinator uses; it must have them if any rank does, which may lack the key."""

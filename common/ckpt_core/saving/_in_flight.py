@@ -11,6 +11,7 @@ from queue import SimpleQueue
 from typing import TypeVar, final
 
 from ckpt_core.coordination import Coordinator
+from ckpt_core.crew import give_way
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import SaveError
 from ckpt_core.options import CheckpointOptions
@@ -67,11 +68,13 @@ class Task:
 class SaveThread:
     """The background thread of saves, with a watchdog for its progress.
 
+    It and the threads that it starts, which write and hash, are as nice as `priority`.
+
     Concurrency: `submit`, `stuck` and `close` on the main thread, `heartbeat` on the save thread.
     """
 
-    def __init__(self, deadline_seconds: float) -> None:
-        self.deadline_seconds = deadline_seconds
+    def __init__(self, deadline_seconds: float, priority: int = 0) -> None:
+        self.deadline_seconds, self._priority = deadline_seconds, priority
         self._tasks: SimpleQueue[Task | None] = SimpleQueue()
         self._heartbeat = _Heartbeat("nothing", deadline_seconds)
         self._thread: threading.Thread | None = None
@@ -131,6 +134,7 @@ class SaveThread:
             watcher.join()
 
     def _loop(self) -> None:
+        give_way(self._priority)
         while (task := self._tasks.get()) is not None:
             try:
                 task.run()

@@ -110,7 +110,8 @@ class Saver:
         self._notes = LoadNotes(allow_pickle=means.options.allow_pickle)
         self._configuration: str | None = None
         self._trained: tuple[int, TrainedSlots] = (-1, {})
-        self._stager = Stager(Arenas(means.options.arenas, means.options.staging_memory_bytes))
+        options = means.options
+        self._stager = Stager(Arenas(options.arenas, options.staging_memory_bytes), options.priority)
         self._asked = ""
         self._warned = self._told_of_waves = False
         self._entered = threading.Lock()

@@ -140,10 +140,13 @@ NOTHING_STAGED = StagedParts(images={}, values={}, arena=None)
 
 @final
 class Stager:
-    """Copying of shards. Main thread. Layouts and memory are kept while plans stay."""
+    """Copying of shards. Main thread. Layouts and memory are kept while plans stay.
 
-    def __init__(self, arenas: Arenas) -> None:
-        self.arenas = arenas
+    Deferred copies are made on a thread as nice as `priority`.
+    """
+
+    def __init__(self, arenas: Arenas, priority: int = 0) -> None:
+        self.arenas, self._priority = arenas, priority
         self._generation = -1
         self._layouts: _Layouts = {}
 
@@ -173,7 +176,8 @@ class Stager:
             else:
                 frozen = frozenset(address for tensor in stable for address in memory_of_own(tensor))
                 deferred = _copy_unstable(
-                    zip(names, sources, targets, (address in frozen for address in addresses), strict=True)
+                    zip(names, sources, targets, (address in frozen for address in addresses), strict=True),
+                    self._priority,
                 )
             for device in devices if stable is None else ():
                 current_stream(device).synchronize()
@@ -343,7 +347,9 @@ def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
             copy_all(targets, sources, non_blocking=True)
 
 
-def _copy_unstable(copies: Iterable[tuple[str, torch.Tensor, torch.Tensor, bool]]) -> DeferredCopies | None:
+def _copy_unstable(
+    copies: Iterable[tuple[str, torch.Tensor, torch.Tensor, bool]], priority: int
+) -> DeferredCopies | None:
     """Copy the unstable tensors now; return deferred copies of the stable ones.
 
     On devices, unstable tensors are cloned where they are, so that the host need not wait for the device.
@@ -360,7 +366,7 @@ def _copy_unstable(copies: Iterable[tuple[str, torch.Tensor, torch.Tensor, bool]
             now[0].append(target)
             now[1].append(source)
     _copy(*now)
-    return DeferredCopies(later) if later else None
+    return DeferredCopies(later, priority=priority) if later else None
 
 
 def _check_memory(names: Sequence[str], sources: Sequence[torch.Tensor], addresses: Sequence[int]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from typing import final
 
+from ckpt_core.crew import give_way
 from ckpt_core.disclosure import logger_of
 from ckpt_core.staging._copies import Copy, CopyPiece, Versions, pieces_of
 
@@ -22,7 +23,9 @@ class HostCopies:
     no thread waits any longer, and `finish` raises it.
     """
 
-    def __init__(self, copies: Sequence[Copy], pieces: Generator[CopyPiece] | None = None) -> None:
+    def __init__(
+        self, copies: Sequence[Copy], pieces: Generator[CopyPiece] | None = None, *, priority: int = 0
+    ) -> None:
         self.changed: Sequence[str] = ()
         self._versions = Versions(copies)
         self._pieces = pieces or pieces_of(copies)
@@ -32,8 +35,9 @@ class HostCopies:
         self._exhausted = False
         self._error: BaseException | None = None
         self._ended: Future[None] = Future()
+        self._priority = priority
         # Pieces that wait for what a thread writes must not be made on that one.
-        self._alone = pieces is None and (not copies or not start_thread(self._work_quietly))
+        self._alone = pieces is None and (not copies or not start_thread(self._work_behind))
         if not copies and pieces is None:
             self._work_quietly()
 
@@ -63,6 +67,10 @@ class HostCopies:
     def when_done(self, listener: Callable[[], None]) -> None:
         """Call `listener` once, on the thread that ends the copies, or now if ended."""
         self._ended.add_done_callback(lambda _: listener())
+
+    def _work_behind(self) -> None:
+        give_way(self._priority)
+        self._work_quietly()
 
     def _work_quietly(self) -> None:
         """Copy until no piece remains; `finish` raises errors, interruptions propagate."""

@@ -23,14 +23,18 @@ class DeferredCopies:
 
     Tensors' version counters show whether other code has changed a source during its copy; `finish` then
     fails, so that a mixture of two moments never becomes a checkpoint. Changes that bypass the counter
-    (`tensor.data`) are not detected: call `wait` before such a change.
+    (`tensor.data`) are not detected: call `wait` before such a change. On the host the copying thread is as
+    nice as `priority`.
     """
 
-    def __init__(self, copies: Sequence[Copy], pieces: Generator[CopyPiece] | None = None) -> None:
+    def __init__(
+        self, copies: Sequence[Copy], pieces: Generator[CopyPiece] | None = None, *, priority: int = 0
+    ) -> None:
         """Begin copies, or prepare `pieces`, which `wait` makes, and nobody else."""
         # First those that are only enqueued.
         self._device = DeviceCopies([copy for copy in copies if has_streams(copy.source)])
-        self._host = HostCopies([copy for copy in copies if not has_streams(copy.source)], pieces)
+        own = [copy for copy in copies if not has_streams(copy.source)]
+        self._host = HostCopies(own, pieces, priority=priority)
 
     @property
     def done(self) -> bool:

@@ -16,14 +16,13 @@ from typing import final
 from ckpt_core.crew import Workers
 from ckpt_core.storage._base import ALIGNMENT
 
-_THREADS = 2
 _REFUSALS = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
-def write_direct(path: Path, pieces: Iterable[memoryview]) -> None:
-    """Create a file from aligned pieces and fsync it; an error leaves a partial file."""
+def write_direct(path: Path, pieces: Iterable[memoryview], writers: int) -> None:
+    """Create a file from aligned pieces, on threads, and fsync it; errors leave a part."""
     with open(path, "xb", buffering=0) as file, _DirectFile(path, file.fileno()) as direct:
-        with Workers(direct.write, _THREADS, name="ckpt-write") as crew:
+        with Workers(direct.write, writers, name="ckpt-write") as crew:
             offset = 0
             for piece in pieces:
                 crew.take((piece, offset))

@@ -43,6 +43,9 @@ class LocalStorage(Storage):
     Symbolic links below it are renamed and unlinked as links. Files are never written, locked or deleted
     through them. Links are followed for reading only where they stay below the root, because a checkpoint
     from elsewhere may contain any link.
+
+    Attributes:
+        writers: how many threads write a large file.
     """
 
     supports_rename = True
@@ -52,6 +55,7 @@ class LocalStorage(Storage):
     def __init__(self, root: str | Path) -> None:
         # Absolute now, because training scripts change directory.
         self._root = Path(root).expanduser().absolute()
+        self.writers = 2
 
     @property
     def url(self) -> str:
@@ -101,7 +105,7 @@ class LocalStorage(Storage):
             os.fsync(stream.fileno())
 
     def write_pieces(self, key: str, pieces: Iterable[memoryview]) -> None:
-        write_direct(self._made(key), pieces)
+        write_direct(self._made(key), pieces, self.writers)
 
     @contextmanager
     def open(self, key: str) -> Generator[IO[bytes]]:
