@@ -120,7 +120,8 @@ def main(arguments: Sequence[str]) -> None:
         nothing: Any = None
         locator = ChunkLocator(metadata, read_table=saved.table)
         part = CheckpointPart(
-            metadata=metadata, _original={}, _places=locator, _storage=nothing, _files=nothing, _allow_pickle=False
+            metadata=metadata, _original={}, _places=locator, _storage=nothing, _files=nothing,
+            _allow_pickle=False,
         )  # fmt: skip
         load = PartLoad("", {"model": live}, metadata, allow_pickle=False)
         load.plan(part, Selection())

@@ -14,16 +14,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import Queue
-from typing import Final, Generic, Self, TypeVar, final
+from typing import Generic, Self, TypeVar, final
 
 from ckpt_core.disclosure import logger_of
 
 _logger = logger_of(__name__)
 
 Task = TypeVar("Task")
-
-_GIVING_WAY: Final = 10
-"""A nice value: a tenth of a processor that a thread of the training wants, too."""
 
 
 def cpus() -> int:
@@ -77,13 +74,13 @@ def _run(work: Callable[[Task], None], left: deque[Task], failures: list[BaseExc
             left.clear()
 
 
-def give_way(nice: int = _GIVING_WAY) -> None:
-    """Let this thread, and those that it starts, run after others: at least as nice as `nice`.
+def give_way(nice: int = 10) -> None:
+    """Let this thread, and those that it starts, run after others: at least so nice.
 
-    For work beside the training. Linux alone has priorities of threads; elsewhere, and where the system
-    refuses, nothing changes. Unless a process has another one, the kernel derives that of its I/O from it.
+    With 10 they have a tenth of a core that others want, with 0 nothing changes. Linux alone has priorities
+    of threads, and derives those of I/O from them; where the system refuses, nothing changes.
     """
-    if sys.platform == "linux":
+    if nice and sys.platform == "linux":
         with suppress(OSError):
             thread = threading.get_native_id()
             now = os.getpriority(os.PRIO_PROCESS, thread)

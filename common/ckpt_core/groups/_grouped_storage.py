@@ -317,16 +317,12 @@ def open_root(
 ) -> Storage:
     """Open a root, which may turn out to be on disks of several nodes.
 
-    Raises:
-        ConfigError: see `open_storage`; or `writers` for what is no local filesystem.
+    ConfigError as `open_storage`, and for `writers` where no thread of ours writes.
     """
     storage = open_storage(root, storage_options, deadline_seconds=deadline_seconds)
     if writers is not None:
         if not isinstance(storage, LocalStorage):
-            raise ConfigError(
-                f"writers={writers}: {storage.url} is no local filesystem, and decides itself how many parts "
-                "it sends at a time (on S3 by storage_options={'max_concurrency': …})"
-            )
+            raise ConfigError(f"leave out writers={writers}: {storage.url} is no local filesystem")
         storage.writers = writers
     # Half, so that the error of a rank reaches the others before their deadline. A bucket is one place.
     return GroupedStorage(storage, deadline_seconds / 2) if storage.supports_rename else storage

@@ -47,6 +47,15 @@ SignManifest: TypeAlias = Callable[[str, bytes], bytes]
 VerifyManifest: TypeAlias = Callable[[str, bytes, bytes], bool]
 """A function that judges: name, bytes of `manifest.json`, signature or b"" -> whether it may be used."""
 
+_WORDS: Final[Mapping[str, Any]] = {
+    "abandoned": Abandoned,
+    "back_pressure": BackPressure,
+    "staging": Staging,
+    "on_error": OnError,
+    "on_divergence": OnDivergence,
+    "on_stale": OnStale,
+    "checksum": Checksums,
+}
 _MANNER: Final = frozenset(
     {
         *("back_pressure", "arenas", "staging", "staging_memory", "write_bandwidth", "headroom", "on_error"),
@@ -187,27 +196,22 @@ class CheckpointOptions:
             problem_of_several("upload", self.upload, Upload),
             problem_of_several("export", self.export, Export),
             _no_upload(self.save, self.upload),
-            one_of("abandoned", self.abandoned, get_args(Abandoned)),
-            one_of("back_pressure", self.back_pressure, get_args(BackPressure)),
-            _one_or_two("arenas", self.arenas),
+            integer("arenas", self.arenas, minimum=1, maximum=2),
             refused(parse_size, "staging_memory", self.staging_memory),
             refused(parse_size, "write_bandwidth", self.write_bandwidth, rate=True),
             None if self.writers is None else integer("writers", self.writers, minimum=1, maximum=64),
             integer("priority", self.priority, minimum=0, maximum=19),
             refused(parse_headroom, self.headroom),
-            one_of("staging", self.staging, get_args(Staging)),
-            one_of("on_error", self.on_error, get_args(OnError)),
-            one_of("on_divergence", self.on_divergence, get_args(OnDivergence)),
-            one_of("on_stale", self.on_stale, get_args(OnStale)),
-            one_of("checksum", self.checksum, get_args(Checksums)),
-            _one_or_two("replicas", self.replicas),
+            *(one_of(name, getattr(self, name), get_args(words)) for name, words in _WORDS.items()),
+            integer("replicas", self.replicas, minimum=1, maximum=2),
             None if self.sign_manifest is None else function("sign_manifest", self.sign_manifest),
             None if self.verify_manifest is None else function("verify_manifest", self.verify_manifest),
             _verify(self.verify),
-            boolean("reject_non_finite", self.reject_non_finite),
-            boolean("allow_pickle", self.allow_pickle),
+            *(
+                boolean(name, getattr(self, name))
+                for name in ("reject_non_finite", "allow_pickle", "journal")
+            ),
             positive("deadline_seconds", self.deadline_seconds),
-            boolean("journal", self.journal),
             option_keys("storage_options", self.storage_options),
             None if self.on_exception is None else one_of("on_exception", self.on_exception, ("save",)),
             refused(InitialWeights.of, self.init_from),
@@ -365,8 +369,3 @@ def _no_upload(save: Any, upload: Any) -> str | None:
 
 def _verify(value: Any) -> str | None:
     return None if value is None or isinstance(value, bool) else one_of("verify", value, get_args(Verify))
-
-
-def _one_or_two(name: str, value: Any) -> str | None:
-    problem = integer(name, value, minimum=1)
-    return problem or (None if value in {1, 2} else f"{name} must be 1 or 2, not {value!r}")

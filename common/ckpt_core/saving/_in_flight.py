@@ -66,9 +66,7 @@ class Task:
 
 @final
 class SaveThread:
-    """The background thread of saves, with a watchdog for its progress.
-
-    It and the threads that it starts, which write and hash, are as nice as `priority`.
+    """The background thread of saves, as nice as `priority`, with a watchdog for its progress.
 
     Concurrency: `submit`, `stuck` and `close` on the main thread, `heartbeat` on the save thread.
     """
@@ -90,11 +88,14 @@ class SaveThread:
         if self._last is None or self._last.ended.is_set():
             self.heartbeat("beginning")
         self._last = task
-        self._tasks.put(task)
         # Not a daemon: a process whose main thread ends waits for its last save, but not forever.
         watcher = threading.Thread(target=self._watch, args=(task,), name="ckpt-save-watch")
-        watcher.start()
-        self._watchers = [*(each for each in self._watchers if each.is_alive()), watcher]
+        try:
+            watcher.start()
+            self._watchers = [*(each for each in self._watchers if each.is_alive()), watcher]
+        finally:
+            # Last: from now on the two threads need the interpreter lock.
+            self._tasks.put(task)
         return task
 
     def heartbeat(self, doing: str, limit_seconds: float | None = None) -> None:

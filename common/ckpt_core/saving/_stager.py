@@ -140,10 +140,7 @@ NOTHING_STAGED = StagedParts(images={}, values={}, arena=None)
 
 @final
 class Stager:
-    """Copying of shards. Main thread. Layouts and memory are kept while plans stay.
-
-    Deferred copies are made on a thread as nice as `priority`.
-    """
+    """Copying of shards. Main thread. Layouts and memory are kept while plans stay."""
 
     def __init__(self, arenas: Arenas, priority: int = 0) -> None:
         self.arenas, self._priority = arenas, priority
@@ -175,10 +172,10 @@ class Stager:
                 deferred = None
             else:
                 frozen = frozenset(address for tensor in stable for address in memory_of_own(tensor))
-                deferred = _copy_unstable(
-                    zip(names, sources, targets, (address in frozen for address in addresses), strict=True),
-                    self._priority,
+                later = _copy_unstable(
+                    zip(names, sources, targets, (address in frozen for address in addresses), strict=True)
                 )
+                deferred = DeferredCopies(later, priority=self._priority) if later else None
             for device in devices if stable is None else ():
                 current_stream(device).synchronize()
         except BaseException:
@@ -347,10 +344,8 @@ def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
             copy_all(targets, sources, non_blocking=True)
 
 
-def _copy_unstable(
-    copies: Iterable[tuple[str, torch.Tensor, torch.Tensor, bool]], priority: int
-) -> DeferredCopies | None:
-    """Copy the unstable tensors now; return deferred copies of the stable ones.
+def _copy_unstable(copies: Iterable[tuple[str, torch.Tensor, torch.Tensor, bool]]) -> list[Copy]:
+    """Copy the unstable tensors now; return the copies still to be made.
 
     On devices, unstable tensors are cloned where they are, so that the host need not wait for the device.
     `copies` are name, source, target, and whether the source is stable.
@@ -366,7 +361,7 @@ def _copy_unstable(
             now[0].append(target)
             now[1].append(source)
     _copy(*now)
-    return DeferredCopies(later, priority=priority) if later else None
+    return later
 
 
 def _check_memory(names: Sequence[str], sources: Sequence[torch.Tensor], addresses: Sequence[int]) -> None:

@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import final
 
 from ckpt_core.crew import give_way
@@ -35,9 +36,10 @@ class HostCopies:
         self._exhausted = False
         self._error: BaseException | None = None
         self._ended: Future[None] = Future()
-        self._priority = priority
         # Pieces that wait for what a thread writes must not be made on that one.
-        self._alone = pieces is None and (not copies or not start_thread(self._work_behind))
+        self._alone = pieces is None and (
+            not copies or not start_thread(partial(self._work_quietly, priority))
+        )
         if not copies and pieces is None:
             self._work_quietly()
 
@@ -68,12 +70,9 @@ class HostCopies:
         """Call `listener` once, on the thread that ends the copies, or now if ended."""
         self._ended.add_done_callback(lambda _: listener())
 
-    def _work_behind(self) -> None:
-        give_way(self._priority)
-        self._work_quietly()
-
-    def _work_quietly(self) -> None:
+    def _work_quietly(self, priority: int = 0) -> None:
         """Copy until no piece remains; `finish` raises errors, interruptions propagate."""
+        give_way(priority)
         try:
             while (piece := self._take()) is not None:
                 piece.work()

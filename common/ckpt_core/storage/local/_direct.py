@@ -20,7 +20,7 @@ _REFUSALS = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 def write_direct(path: Path, pieces: Iterable[memoryview], writers: int) -> None:
-    """Create a file from aligned pieces, on threads, and fsync it; errors leave a part."""
+    """Create a file from aligned pieces and fsync it; an error leaves a partial file."""
     with open(path, "xb", buffering=0) as file, _DirectFile(path, file.fileno()) as direct:
         with Workers(direct.write, writers, name="ckpt-write") as crew:
             offset = 0
