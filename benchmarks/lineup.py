@@ -13,7 +13,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from benchmarks.contenders import Contender, Entrant, NotRunError
 from benchmarks.limits import Memcpy, RawDirect, RawDirectChecksums, RawDirectOneThread
 from benchmarks.others import TorchCheckpointing, TorchSnapshot
-from benchmarks.ours import OursBlocking, OursBlockingReplicas, OursBlockingSha256, OursOverlapped
+from benchmarks.ours import (
+    OursBlocking,
+    OursBlockingReplicas,
+    OursBlockingSha256,
+    OursOverlapped,
+    OursOverlappedAlike,
+)
 from benchmarks.stock import (
     StockAsyncDefault,
     StockAsyncProcess,
@@ -31,7 +37,7 @@ SAVE: Sequence[ContenderType] = (
     OursOverlapped, OursBlocking, StockSaveOneThread, StockSaveTwoThreads, StockAsyncDefault,
     StockAsyncReused, StockAsyncProcess, TorchSnapshot, TorchCheckpointing, TorchSave, Memcpy, RawDirect,
 )  # fmt: skip
-INTERFERENCE: Sequence[ContenderType] = (*SAVE, RawDirectOneThread, RawDirectChecksums)
+INTERFERENCE: Sequence[ContenderType] = (*SAVE, OursOverlappedAlike, RawDirectOneThread, RawDirectChecksums)
 CHECKSUMS: Sequence[ContenderType] = (OursBlocking, OursBlockingSha256, RawDirect)
 REPLICAS: Sequence[ContenderType] = (OursBlocking, OursBlockingReplicas, RawDirect)
 RANKS: Sequence[ContenderType] = (

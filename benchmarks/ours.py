@@ -21,11 +21,16 @@ class _Ours(Contender):
     staging: ClassVar[Staging]
     checksum: ClassVar[Checksums] = "crc32"
     replicas: ClassVar[int] = 1
+    priority: ClassVar[int] = 10
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
         self._manager = CheckpointManager(
-            task.root / self.key, staging=self.staging, checksum=self.checksum, replicas=self.replicas
+            task.root / self.key,
+            staging=self.staging,
+            checksum=self.checksum,
+            replicas=self.replicas,
+            priority=self.priority,
         )
         self._captured = CapturedState(
             sharded={"": {"model": task.tensors}},
@@ -92,6 +97,15 @@ class OursOverlapped(_Ours):
     key = "ours-overlapped"
     name = "ckpt-suite, overlapped"
     staging = "overlapped"
+
+
+@final
+class OursOverlappedAlike(OursOverlapped):
+    """The same, with threads that do not give way to the training."""
+
+    key = "ours-overlapped-alike"
+    name = "ckpt-suite, overlapped, priority=0"
+    priority = 0
 
 
 @final

@@ -77,8 +77,8 @@ def _run(work: Callable[[Task], None], left: deque[Task], failures: list[BaseExc
 def give_way(nice: int = 10) -> None:
     """Let this thread, and those that it starts, run after others: at least so nice.
 
-    With 10 they have a tenth of a core that others want, with 0 nothing changes. Linux alone has priorities
-    of threads, and derives those of I/O from them; where the system refuses, nothing changes.
+    With 10 they have a tenth of a core that others want, with 0 nothing changes. Linux alone has such
+    priorities, and derives those of I/O from them; where the system refuses, nothing changes.
     """
     if nice and sys.platform == "linux":
         with suppress(OSError):

@@ -23,7 +23,8 @@ class DeferredCopies:
 
     Tensors' version counters show whether other code has changed a source during its copy; `finish` then
     fails, so that a mixture of two moments never becomes a checkpoint. Changes that bypass the counter
-    (`tensor.data`) are not detected: call `wait` before such a change. `priority` is a copying thread's.
+    (`tensor.data`) are not detected: call `wait` before such a change. `priority` is that of the copying
+    thread.
     """
 
     def __init__(

@@ -10,8 +10,9 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import final
 
 from ckpt_core.crew import Workers
 from ckpt_core.storage._base import ALIGNMENT
@@ -21,52 +22,45 @@ _REFUSALS = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 def write_direct(path: Path, pieces: Iterable[memoryview], writers: int) -> None:
     """Create a file from aligned pieces and fsync it; an error leaves a partial file."""
-    with open(path, "xb", buffering=0) as file, _DirectFile(path, file.fileno()) as direct:
-        with Workers(direct.write, writers, name="ckpt-write") as crew:
+    with open(path, "xb", buffering=0) as file, ExitStack() as opened:
+        # Twice: directly, and through the page cache for unaligned bytes.
+        direct, buffered = _open_directly(path), file.fileno()
+        if direct is not None:
+            opened.callback(os.close, direct)
+        with Workers(partial(_write, direct, buffered), writers, name="ckpt-write") as crew:
             offset = 0
             for piece in pieces:
                 crew.take((piece, offset))
                 offset += len(piece)
         crew.raise_first()
-        os.fsync(file.fileno())
+        os.fsync(buffered)
 
 
-@final
-class _DirectFile:
-    """A file opened twice: directly, and through the page cache for unaligned bytes."""
+def _open_directly(path: Path) -> int | None:
+    if not (flag := getattr(os, "O_DIRECT", 0)):  # Linux only
+        return None
+    try:
+        return os.open(path, os.O_WRONLY | os.O_NOFOLLOW | flag)
+    except OSError as error:
+        if error.errno in _REFUSALS:
+            return None
+        raise
 
-    def __init__(self, path: Path, buffered: int) -> None:
-        self._buffered = buffered
-        self._direct: int | None = None
-        if flag := getattr(os, "O_DIRECT", 0):  # Linux only
+
+def _write(direct: int | None, buffered: int, task: tuple[memoryview, int]) -> None:
+    """Write all of a piece at an offset; called from several threads at the same time."""
+    piece, offset = task
+    while len(piece):
+        whole = len(piece) - len(piece) % ALIGNMENT
+        # The end of the file is rarely a whole block; after a short write nothing may be aligned.
+        if direct is None or offset % ALIGNMENT or not whole:
+            written = os.pwrite(buffered, piece, offset)
+        else:
             try:
-                self._direct = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | flag)
+                written = os.pwrite(direct, piece[:whole], offset)
             except OSError as error:
                 if error.errno not in _REFUSALS:
                     raise
-
-    def __enter__(self) -> _DirectFile:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._direct is not None:
-            os.close(self._direct)
-
-    def write(self, task: tuple[memoryview, int]) -> None:
-        """Write all of a piece at an offset; called from several threads at the same time."""
-        piece, offset = task
-        while len(piece):
-            direct = self._direct
-            whole = len(piece) - len(piece) % ALIGNMENT
-            # The end of the file is rarely a whole block; after a short write nothing may be aligned.
-            if direct is None or offset % ALIGNMENT or not whole:
-                written = os.pwrite(self._buffered, piece, offset)
-            else:
-                try:
-                    written = os.pwrite(direct, piece[:whole], offset)
-                except OSError as error:
-                    if error.errno not in _REFUSALS:
-                        raise
-                    written = os.pwrite(self._buffered, piece, offset)
-            piece = piece[written:]
-            offset += written
+                direct, written = None, 0
+        piece = piece[written:]
+        offset += written
