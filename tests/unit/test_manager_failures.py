@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 from fractions import Fraction
 
@@ -300,3 +301,20 @@ def test_a_torn_save_of_a_crashed_job_is_cleared_away_and_never_counted(tmp_path
         assert checkpoints.resume(Run.make().state) == 1
     assert children(tmp_path) == ["step-000000001"]
     assert torn.name in caplog.text
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_is_as_it_was_after_a_load_and_after_one_that_fails(tmp_path, enabled):
+    """It rests meanwhile: the objects of a plan are no garbage."""
+    saved(tmp_path, 1)
+    run, had = Run.make(), gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with CheckpointManager(tmp_path) as checkpoints:
+            checkpoints.load(run.state)
+            assert gc.isenabled() == enabled
+            with pytest.raises(CheckpointError):
+                checkpoints.load({"other": torch.ones(1)})
+            assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if had else gc.disable)()

@@ -121,6 +121,8 @@ class TensorTarget:
     @cached_property
     def byte_range(self) -> tuple[int, int]:
         """Start and stop of the part's bytes in the payload; equal if the part is empty."""
+        if self.tensor.shape == self.shape:
+            return 0, self.tensor.numel() * self.dtype.itemsize
         if not self.tensor.numel():
             return 0, 0
         if self.tensor.shape == self.shape:
@@ -182,7 +184,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the writable memory of a contiguous CPU tensor."""
     if not tensor.numel():
         return memoryview(bytearray())
-    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    array: Any = tensor.detach().view(-1).view(torch.uint8).numpy()
     return memoryview(array)
 
 
@@ -205,6 +207,12 @@ class TensorRead:
     name: str
     payload: Payload
     target: TensorTarget
+
+    def checked(self) -> Iterator[RangeRead]:
+        """Yield what is to be verified before, without a destination."""
+        begin, end = self.target.byte_range
+        if begin < end:
+            yield RangeRead(payload=self.payload, start=begin, stop=end)
 
     def ranges(self, fetch: DeviceFetch | None = None) -> Iterator[RangeRead]:
         """Yield the reads that fill the target."""

@@ -39,6 +39,7 @@ from ckpt_core.errors import (
     first_of,
     lost,
 )
+from ckpt_core.formats.dcp_metadata import collector_paused
 from ckpt_core.loading._checkpoint import OpenCheckpoint, open_checkpoint
 from ckpt_core.loading._committed_files import CommittedFiles
 from ckpt_core.loading._reads import Reads
@@ -193,6 +194,7 @@ class Load:
         self._overwritten = overwritten
         self._place = f"{job.storage.url}/{request.directory}"
 
+    @collector_paused()
     def run(self) -> SavedState:
         """Open, verify, begin, fetch and apply; see the module. Collective.
 

@@ -23,7 +23,6 @@ from ckpt_core.dcp import TensorRead
 from ckpt_core.devices import DeviceFetch
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CoordinationError, failure_text
-from ckpt_core.formats.dcp_metadata import collector_paused
 from ckpt_core.loading._targets import PartLoad
 from ckpt_core.reading import REQUEST_BYTES, Engine, RangeRead
 
@@ -103,18 +102,16 @@ class Reads:
 
     def checked(self) -> Iterator[RangeRead]:
         """Yield the ranges to verify: all that this rank will read."""
-        with collector_paused():
-            for read in self._alone:
-                yield from read.ranges()
-            for bucket in self._own:
-                for read, start, stop in bucket.cells:
-                    yield RangeRead(payload=read.payload, start=start, stop=stop)
+        for read in self._alone:
+            yield from read.checked()
+        for bucket in self._own:
+            for read, start, stop in bucket.cells:
+                yield RangeRead(payload=read.payload, start=start, stop=stop)
 
     def private(self, fetch: DeviceFetch | None = None) -> Iterator[RangeRead]:
         """Yield the ranges that this rank reads for itself alone."""
-        with collector_paused():
-            for read in self._alone:
-                yield from read.ranges(fetch=fetch)
+        for read in self._alone:
+            yield from read.ranges(fetch=fetch)
 
     def relay(self, coordinator: Coordinator, engine: Engine, fetch: DeviceFetch | None = None) -> None:
         """Read and send this rank's buckets, and receive those of others. Collective.

@@ -29,7 +29,6 @@ from ckpt_core.dcp import (
     load_value,
 )
 from ckpt_core.errors import IncompatibleCheckpointError, first_of
-from ckpt_core.formats.dcp_metadata import collector_paused
 from ckpt_core.loading._checkpoint import CheckpointPart
 from ckpt_core.loading._selection import Selection
 from ckpt_core.types import SavedEntries, SavedState, StateDict
@@ -257,7 +256,6 @@ class PartLoad:
             self.paths[own] = self.paths[key]
             self._kept.add(own)
 
-    @collector_paused()
     def plan(self, contents: CheckpointPart, selection: Selection) -> None:
         """Locate the chunks to read, and read the plain values.
 
