@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -35,6 +35,7 @@ _REMOTE_THREADS: Final = 12  # where every request waits for a network
 _ROUNDS: Final = 2
 """How many of the largest requests into place each thread gets at least."""
 _MOST_IN_PLACE_BYTES: Final = 64 << 20
+_NONE: Final[Mapping[tuple[str, int, int], int]] = {}
 _KEEP_BYTES: Final = 256 << 20
 _TRIES: Final = 2
 _MAX_NAMED: Final = 3
@@ -71,7 +72,7 @@ class Engine:
         self._threads = threads or (min(_LOCAL_THREADS, cpus()) if is_near else _REMOTE_THREADS)
         self._limits = MEMORY_LIMITS if self._rereads else NETWORK_LIMITS
         self._files = DataFiles(storage, directory, keep_bytes)
-        self._buffers = Buffers(self._limits.buffered_bytes)
+        self._buffers = Buffers(self._limits.verified_bytes)
         # Checksums from pass 1 of the steps of pieces that are too large for a buffer.
         self._steps: dict[tuple[str, int, int], int] = {}
         self._has_verified = False
@@ -204,8 +205,8 @@ class Engine:
         """Serve one request of the first pass: record damage, raise any other error."""
         with file.mapped(request.start, request.stop - request.start) as view:
             # What differs is read, as what cannot be looked at.
-            if view is None or self._changed(request, view, lambda piece: piece.crc32):
-                for part in request.parts(self._limits.buffered_bytes):
+            if view is None or self._changed(request, view):
+                for part in request.parts(self._limits.verified_bytes):
                     self._check_read(report, part, file)
 
     def _check_read(self, report: _VerifyReport, request: Request, file: DataFile) -> None:
@@ -216,7 +217,7 @@ class Engine:
         lent = self._buffers.lend(request.start, size) if room is None else nullcontext(room)
         try:
             with lent as buffer:
-                changed = self._read(request, file, [buffer], lambda piece: piece.crc32)
+                changed = self._read(request, file, [buffer])
         except (FileNotFoundError, ForeignFileError) as error:
             is_foreign = isinstance(error, ForeignFileError)
             report.missing[request.path] = str(error.strerror) if is_foreign else "missing"
@@ -263,11 +264,8 @@ class Engine:
                     order.take(content)
 
     def _read_intact(self, request: Request, file: DataFile, buffers: Sequence[memoryview]) -> None:
-        def expected(piece: Piece) -> int | None:
-            return self._steps.get(piece.identity) if piece.crc32 is None else piece.crc32
-
         try:
-            changed = self._read(request, file, buffers, expected)
+            changed = self._read(request, file, buffers, self._steps)
         except OSError as error:
             if error.errno != errno.EIO or not self._on_arrival:
                 raise
@@ -276,7 +274,8 @@ class Engine:
         if changed:
             report = _VerifyReport()
             for piece, found in changed:
-                report.add_changed(piece._replace(crc32=expected(piece)), found)
+                known = self._steps.get(piece.identity, piece.crc32)
+                report.add_changed(piece._replace(crc32=known), found)
             failures = report.failures()
             raise CorruptCheckpointError(
                 f"{failures[0]}; it was read {_TRIES} times. The storage is failing, or another program "
@@ -289,7 +288,7 @@ class Engine:
         request: Request,
         file: DataFile,
         buffers: Sequence[memoryview],
-        expected: Callable[[Piece], int | None],
+        steps: Mapping[tuple[str, int, int], int] = _NONE,
     ) -> list[tuple[Piece, int]]:
         """Read a request, and once more if bytes differ: a transfer may have failed.
 
@@ -300,23 +299,23 @@ class Engine:
         changed: list[tuple[Piece, int]] = []
         for _ in range(_TRIES):
             file.read(request.start, buffers)
-            changed = self._changed(request, buffers[0], expected)
+            changed = self._changed(request, buffers[0], steps)
             if not changed:
                 break
         return changed
 
     def _changed(
-        self, request: Request, content: memoryview, expected: Callable[[Piece], int | None]
+        self, request: Request, content: memoryview, steps: Mapping[tuple[str, int, int], int] = _NONE
     ) -> list[tuple[Piece, int]]:
-        """Compare `content`, or where a direct request was read to."""
+        """Compare `content`, or where a direct request was read to; `steps` are those of pass 1."""
         changed: list[tuple[Piece, int]] = []
         for order in request.orders:
             memory, at = (order.into, order.start) if request.direct else (content, request.start)
             for piece in order.pieces:
                 assert memory is not None
-                found = crc32(memory[piece.file_start - at : piece.file_stop - at])
-                known = expected(piece)
-                if known is None:
+                _, start, stop, known = piece
+                found = crc32(memory[start - at : stop - at])
+                if known is None and (known := steps.get(piece.identity)) is None:
                     self._steps[piece.identity] = found
                 elif found != known:
                     changed.append((piece, found))
@@ -390,18 +389,18 @@ class _VerifyReport:
                 damages.sort(key=lambda damage: damage[0].start)
                 runs: list[tuple[int, int]] = []
                 for piece, _ in damages:
-                    joins = runs and piece.file_start <= runs[-1][1]
-                    start = runs.pop()[0] if joins else piece.file_start
-                    runs.append((start, piece.file_stop))
+                    joins = runs and piece.start <= runs[-1][1]
+                    start = runs.pop()[0] if joins else piece.start
+                    runs.append((start, piece.stop))
                 listed = _few([f"{start} to {stop}" for start, stop in runs])
                 key, text = damages[0][0].payload.key, damages[0][1]
                 found.append((path, offset, f"tensor {key!r}: bytes {listed} of the file {text}"))
         return [FileFailure(path=path, problem=problem) for path, _, problem in sorted(found)]
 
     def _cut_text(self, path: str) -> str:
-        pieces = sorted(self._cut[path], key=lambda piece: piece.file_start)
+        pieces = sorted(self._cut[path], key=lambda piece: piece.start)
         keys = list(dict.fromkeys(piece.payload.key for piece in pieces))
-        missing = max(piece.file_stop for piece in pieces) - self._sizes[path]
+        missing = max(piece.stop for piece in pieces) - self._sizes[path]
         end = f"ends {missing} bytes too early" if missing > 0 else "became shorter while it was read"
         return f"{end}: of {_few([repr(key) for key in keys])} not everything is there"
 

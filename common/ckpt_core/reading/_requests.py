@@ -84,13 +84,13 @@ class RangeRead:
 
     def check_destination(self) -> None:
         """Check that the range has exactly one destination."""
-        where = f"bytes {self.start} to {self.stop} of {self.payload.key!r}"
         if (self.into is None) == (self.take is None):
-            raise ValueError(f"{where}: give either `into` or `take` as their destination")
-        if self.take is not None and self.size_bytes > MAX_TAKE_BYTES:
-            raise ValueError(
-                f"{where} are too many for one `take`; take them in parts of {MAX_TAKE_BYTES} bytes"
-            )
+            problem = "give either `into` or `take` as their destination"
+        elif self.take is not None and self.size_bytes > MAX_TAKE_BYTES:
+            problem = f"too many for one `take`; take them in parts of {MAX_TAKE_BYTES} bytes"
+        else:
+            return
+        raise ValueError(f"bytes {self.start} to {self.stop} of {self.payload.key!r}: {problem}")
 
 
 class Limits(NamedTuple):
@@ -101,11 +101,9 @@ class Limits(NamedTuple):
     copied_bytes: int
     """Ranges up to this length share a request and are copied; longer ones are read directly into place."""
     verified_bytes: int
-    """Largest request of the verify pass, looked at where it lies."""
-    buffered_bytes: int
     """Largest request of the verify pass that is read."""
     direct_bytes: int
-    """Longest range that is read directly into place by one request."""
+    """Longest range that is looked at where it lies, or read directly into place, by one request."""
     spread_bytes: int
     """Largest request that is read directly into several places; 0 for none."""
 
@@ -113,8 +111,7 @@ class Limits(NamedTuple):
 MEMORY_LIMITS: Final = Limits(
     gap_bytes=16 << 10,
     copied_bytes=64 << 10,
-    verified_bytes=16 << 20,
-    buffered_bytes=REQUEST_BYTES,
+    verified_bytes=REQUEST_BYTES,
     direct_bytes=16 << 20,
     spread_bytes=0,
 )
@@ -123,7 +120,6 @@ NETWORK_LIMITS: Final = Limits(
     gap_bytes=64 << 10,
     copied_bytes=0,
     verified_bytes=_NETWORK_REQUEST_BYTES,
-    buffered_bytes=_NETWORK_REQUEST_BYTES,
     direct_bytes=_NETWORK_REQUEST_BYTES,
     spread_bytes=16 << 20,
 )
@@ -131,7 +127,7 @@ NETWORK_LIMITS: Final = Limits(
 
 
 class Piece(NamedTuple):
-    """Bytes `start` to `stop` of a payload, with their checksum.
+    """Bytes `start` to `stop` of a file, a part of a payload, with their checksum.
 
     `crc32` is None for a step of a larger piece, which is compared after all its steps are read.
     """
@@ -140,16 +136,6 @@ class Piece(NamedTuple):
     start: int
     stop: int
     crc32: int | None
-
-    @property
-    def file_start(self) -> int:
-        """Its first byte in the file."""
-        return self.payload.offset + self.start
-
-    @property
-    def file_stop(self) -> int:
-        """The byte in the file after its last."""
-        return self.payload.offset + self.stop
 
     @property
     def identity(self) -> tuple[str, int, int]:
@@ -230,17 +216,18 @@ def pieces_of(ranges: Iterable[RangeRead]) -> tuple[list[Piece], list[Payload]]:
     found: list[Piece] = []
     bare: list[Payload] = []
     for payload, spans in payloads.values():
-        size, end, next_block = payload.block_bytes, payload.size_bytes, 0
+        size, begin, next_block = payload.block_bytes, payload.offset, 0
+        end = begin + payload.size_bytes
         if not payload.block_crcs:
             if payload.crc32 is None:
                 bare.append(payload)
             else:
-                found.append(Piece(payload, 0, end, payload.crc32))
+                found.append(Piece(payload, begin, end, payload.crc32))
             continue
         for start, stop in sorted(spans):
             last = -(-stop // size)
             found += [
-                Piece(payload, at * size, min((at + 1) * size, end), payload.block_crcs[at])
+                Piece(payload, begin + at * size, min(begin + (at + 1) * size, end), payload.block_crcs[at])
                 for at in range(max(next_block, start // size), last)
             ]
             next_block = max(next_block, last)
@@ -251,11 +238,11 @@ def plan_verify(pieces: Iterable[Piece], limits: Limits) -> list[Request]:
     """Plan to read every piece once."""
     files: defaultdict[str, list[Order]] = defaultdict(list)
     for piece in pieces:
-        files[piece.payload.path] += [Order(step.file_start, step.file_stop, (step,)) for step in piece.steps]
+        files[piece.payload.path] += [Order(step.start, step.stop, (step,)) for step in piece.steps]
     return [
         request
         for path, orders in sorted(files.items())
-        for request in _joined(path, orders, limits.gap_bytes, limits.verified_bytes)
+        for request in _joined(path, orders, limits.gap_bytes, limits.direct_bytes)
     ]
 
 
@@ -306,13 +293,14 @@ def _orders(read: RangeRead, limits: Limits, compared: bool, in_place: bool) -> 
     first = read.payload.offset + read.start
     last = first + read.size_bytes
     steps = [step for piece in (pieces_of([read])[0] if compared else ()) for step in piece.steps]
-    pieces = [step for step in steps if step.start < read.stop and read.start < step.stop]
-    if read.into is None:
-        start, stop = (pieces[0].file_start, pieces[-1].file_stop) if pieces else (first, last)
-        yield Order(start, stop, pieces, first, last, None, read.take)
+    pieces = [step for step in steps if step.start < last and first < step.stop]
+    into, most = read.into, limits.direct_bytes
+    if into is not None and not (into.ndim == 1 and into.format == "B"):
+        into = into.cast("B")
+    if into is None or (not pieces and last - first <= most):
+        start, stop = (pieces[0].start, pieces[-1].stop) if pieces else (first, last)
+        yield Order(start, stop, pieces, first, last, into, read.take)
         return
-    into = read.into if read.into.ndim == 1 and read.into.format == "B" else read.into.cast("B")
-    most = limits.direct_bytes
     runs: Iterable[tuple[int, int, Sequence[Piece]]]
     if pieces:
         runs = _runs(pieces, first, last, most if in_place else 0)
@@ -329,16 +317,16 @@ def _runs(
     """Yield pieces one by one, or those inside the range in runs of `most` bytes."""
     run: list[Piece] = []
     for piece in pieces:
-        inside = first <= piece.file_start and piece.file_stop <= last
-        if run and not (inside and piece.file_stop - run[0].file_start <= most):
-            yield run[0].file_start, run[-1].file_stop, run
+        inside = first <= piece.start and piece.stop <= last
+        if run and not (inside and piece.stop - run[0].start <= most):
+            yield run[0].start, run[-1].stop, run
             run = []
         if inside:
             run.append(piece)
         else:
-            yield piece.file_start, piece.file_stop, [piece]
+            yield piece.start, piece.stop, [piece]
     if run:
-        yield run[0].file_start, run[-1].file_stop, run
+        yield run[0].start, run[-1].stop, run
 
 
 def _joined(
