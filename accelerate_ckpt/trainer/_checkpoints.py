@@ -260,12 +260,10 @@ class TrainerCheckpoints:
         events.own_evaluation, undo = True, None
         try:
             if trainer.control.should_evaluate and (events.gated or self.manager.options.on_exception):
-                saves, trainer.control.should_save = trainer.control.should_save, False
-                trainer.control.should_evaluate = False
-                stock()  # what is logged is not undone
+                with replaced(trainer.control, should_save=False, should_evaluate=False):
+                    stock()  # what is logged is not undone
                 with replaced(events, evaluation_left=True):
                     self._note_step()  # the evaluation may fail
-                trainer.control.should_evaluate, trainer.control.should_save = True, saves
                 undo = undo_of_evaluation(trainer)
             stock()
         except EvaluationLeft:

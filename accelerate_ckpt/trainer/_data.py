@@ -27,7 +27,8 @@ from torch.utils.data import DataLoader
 from accelerate_ckpt._loaders import base_of, fetches_of, position_of
 from ckpt_core.data import LoaderPosition, batches_in, hidden_position, in_samples, keeps_iterator
 from ckpt_core.disclosure import logger_of
-from ckpt_core.errors import CheckpointError, CorruptCheckpointError, FileFailure
+from ckpt_core.errors import CheckpointError
+from ckpt_core.formats.codec import damage
 from ckpt_core.hosting import replaced
 from ckpt_core.state import decode, encode
 from ckpt_core.types import DataPosition
@@ -96,8 +97,7 @@ class DataProgress:
             fields = decode(json.loads(content))
             return cls(position=Position(**fields.pop("position")), **fields)
         except (CheckpointError, AttributeError, KeyError, TypeError, ValueError) as error:
-            failure = FileFailure(path=path, problem=f"it is no progress of a training ({error!r:.200})")
-            raise CorruptCheckpointError(str(failure), failures=(failure,)) from error
+            raise damage(path, f"it is no progress of a training ({error!r:.200})") from error
 
     def written(self) -> bytes:
         return json.dumps(encode(asdict(self))).encode()

@@ -35,7 +35,7 @@ from ckpt_core.commit import Catalog, Survey, require_trusted, verify
 from ckpt_core.coordination import Coordinator
 from ckpt_core.dcp import check_stock, without_pickle
 from ckpt_core.disclosure import logger_of
-from ckpt_core.errors import FileFailure
+from ckpt_core.formats.codec import damage
 from ckpt_core.groups import local_part
 from ckpt_core.hosting import CheckpointPath, Kind, kind_of, root_of
 from ckpt_core.names import METADATA
@@ -214,9 +214,7 @@ def _read(session: TrainerSession, storage: Storage, name: str, args: Any) -> di
         try:
             session.best = TrainerState(**json.loads(small[TRAINER_STATE_NAME])).best_model_checkpoint
         except Exception as error:  # transformers' own code over any content; raised on every rank
-            problem = f"this version of transformers cannot read it ({error!r:.200})"
-            failure = FileFailure(path=path, problem=problem)
-            raise CorruptCheckpointError(str(failure), failures=(failure,)) from error
+            raise damage(path, f"this version of transformers cannot read it ({error!r:.200})") from error
     return _with_own_generators(small, Catalog(storage).manifest(name).world_size, args, pickles)
 
 

@@ -32,7 +32,8 @@ from accelerate_ckpt._state import inner_entries, model_part, optimizer_part
 from accelerate_ckpt.trainer._callbacks import CallbackStates, ToCome
 from accelerate_ckpt.trainer._data import DataProgress, progress_file
 from ckpt_core._torch_internals import same_bytes
-from ckpt_core.errors import ConfigError, CorruptCheckpointError, FileFailure, IncompatibleCheckpointError
+from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
+from ckpt_core.formats.codec import damage
 from ckpt_core.hosting import replaced
 from ckpt_core.state import (
     Contents,
@@ -70,11 +71,7 @@ _PLACES = frozenset({"output_dir", "logging_dir", "run_name", "local_rank", "res
 
 @final
 class TrainingState(StateSource):
-    """Captures and loads one Trainer. Main thread only.
-
-    Attributes:
-        stock_files: whether the weights go into the Trainer's own file, which is made in memory.
-    """
+    """Captures and loads one Trainer. Main thread only."""
 
     def __init__(
         self,
@@ -92,8 +89,7 @@ class TrainingState(StateSource):
         self._progress = progress
         self._pickles = settings.pickles
         self._contents: Contents | None = settings.contents
-        self._optimizer_twice = settings.stock_files is True
-        given = settings.stock_files
+        self._given = given = settings.stock_files
         adapts = has_adapters(trainer.model) and not saves_base(self._trainer.model_wrapped, self._contents)
         # Adapters have a file of their own.
         self.stock_files = not adapts if given is None else given
@@ -232,10 +228,7 @@ class TrainingState(StateSource):
                 continue
             found = files.get(file, {}).get(key)
             if found is None:
-                failure = FileFailure(path=file, problem=f"lacks {key!r:.200}")
-                raise CorruptCheckpointError(
-                    f"{saved.name}: {failure}. Nothing was loaded", failures=(failure,)
-                )
+                raise damage(f"{saved.name}/{file}", f"lacks {key!r:.200}. Nothing was loaded")
             if found.shape == live[name].shape:
                 taken[name] = shard_like(found, live[name])
             else:
@@ -316,7 +309,7 @@ class TrainingState(StateSource):
         trainer = self._trainer
         if not trainer.args.should_save:
             return
-        if self._optimizer_twice and weights is None:
+        if self._given and weights is None:
             torch.save(trainer.optimizer.state_dict(), Path(output_dir) / OPTIMIZER_NAME)
         torch.save(trainer.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 

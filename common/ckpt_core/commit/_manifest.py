@@ -135,9 +135,7 @@ def _lineage_of(fields: codec.Fields) -> Lineage:
 
 def _id(value: object) -> str:
     if type(value) is not str or not _ID.fullmatch(value):
-        raise ValueError(
-            f"the id of a save or lineage should be 8 to 32 lower-case hex digits, not {value!r:.80}"
-        )
+        raise ValueError(f"an id should be 8 to 32 lower-case hex digits, not {value!r:.80}")
     return value
 
 

@@ -87,9 +87,8 @@ def _of_config(path: Path) -> ModelShape:
         # Never code from the model's directory, or kernels of the Hub: `trust_remote_code` stays off.
         config = AutoConfig.from_pretrained(path)
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                config, attn_implementation="eager"
-            )
+            make: Any = AutoModelForCausalLM.from_config
+            model = make(config, attn_implementation="eager")
     except Exception as error:
         raise ConfigError(
             f"{path}: Transformers cannot build a causal language model of it: "

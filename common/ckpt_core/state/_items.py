@@ -33,11 +33,10 @@ from ckpt_core.errors import (
     CheckpointError,
     ConfigError,
     CorruptCheckpointError,
-    FileFailure,
     IncompatibleCheckpointError,
 )
 from ckpt_core.formats.checksums import crc32
-from ckpt_core.formats.codec import corrupt
+from ckpt_core.formats.codec import corrupt, damage
 from ckpt_core.names import FORMAT_VERSION, local_name
 from ckpt_core.state._nested import (
     dtype_name,
@@ -439,8 +438,7 @@ def decode_items(content: bytes, path: str) -> DecodedItems:
         values = {str(name): decode(value) for name, value in document["items"].items()}
         names = tuple(str(name) for name in document[PICKLED])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, CorruptCheckpointError) as error:
-        failure = FileFailure(path=path, problem=f"not a file of items: {error}")
-        raise CorruptCheckpointError(str(failure), failures=(failure,)) from error
+        raise damage(path, f"not a file of items: {error}") from error
     return DecodedItems(values=values, pickled=names)
 
 
