@@ -172,11 +172,14 @@ class StoredPlaces(Mapping[MetadataIndex, StorageInfo]):
 def entries(metadata: Metadata) -> SavedEntries:
     """Return the leaves of the nested state dict, by path, or else by key."""
     paths: dict[str, tuple[str | int, ...]] = metadata.planner_data or {}
+    known: dict[int, SavedTensor | None] = {}
+    for value in metadata.state_dict_metadata.values():
+        if id(value) not in known:
+            known[id(value)] = (
+                SavedTensor(shape=tuple(value.size), dtype=str(value.properties.dtype).removeprefix("torch."))
+                if isinstance(value, TensorStorageMetadata)
+                else None
+            )
     return {
-        tuple(paths.get(key, (key,))): SavedTensor(
-            shape=tuple(value.size), dtype=str(value.properties.dtype).removeprefix("torch.")
-        )
-        if isinstance(value, TensorStorageMetadata)
-        else None
-        for key, value in metadata.state_dict_metadata.items()
+        tuple(paths.get(key, (key,))): known[id(value)] for key, value in metadata.state_dict_metadata.items()
     }

@@ -15,10 +15,9 @@ from typing import Any, Final, NoReturn, final
 
 from ckpt_core.errors import CheckpointError, UnsafeCheckpointError
 
-_RUN: Final = re.compile(
-    rb"(?:[N\x88\x89()\]}1aesubRtQ\x81\x85\x86\x87\x93\x94]|[Khq\x80].|M..|[Jj].{4}|G.{8}|\x95.{8}"
-    rb"|I[-0-9]{1,20}\n|c[^\n]{1,1000}\n[^\n]{1,1000}\n)*+",
-    re.DOTALL,
+_RUN: Final = (
+    rb"(?:[N\x88\x89()\]}1aesubRtQ\x81\x85\x86\x87\x93\x94]|[Khq\x80].|r..[\x00-%b]\x00|M..|[Jj].{4}|G.{8}|\x95.{8}"
+    rb"|I[-0-9]{1,20}\n|c[^\n]{1,1000}\n[^\n]{1,1000}\n)*+"
 )
 # Opcode -> bytes of the length that follows it: text, bytes, long integers.
 _SIZED: Final = {
@@ -63,9 +62,11 @@ def read_pickle(
 
 
 def _check_opcodes(content: bytes) -> None:
-    position = 0
+    # Numbers in the memo are at most about as many as there are bytes.
+    most = re.escape(bytes([min(len(content) >> 16, 255)]))
+    match, position = re.compile(_RUN % most, re.DOTALL).match, 0
     while True:
-        found = _RUN.match(content, position)
+        found = match(content, position)
         start = position if found is None else found.end()
         op = content[start : start + 1]
         if op == b".":

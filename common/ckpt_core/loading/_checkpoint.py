@@ -137,6 +137,8 @@ class CheckpointPart:
 
     def find(self, indices: Iterable[MetadataIndex]) -> dict[MetadataIndex, ChunkLocation]:
         """Locate these entries; errors as by `ChunkLocator.find`."""
+        if not self._original:
+            return self._places.find(indices)
         saved = {MetadataIndex(self._original.get(i.fqn, i.fqn), i.offset): i for i in indices}
         return {saved[index]: place for index, place in self._places.find(saved).items()}
 

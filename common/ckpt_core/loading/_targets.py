@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.utils import find_tensor_shard
 
-from ckpt_core._torch_internals import ShardedTensor, is_wrapped, own_part
+from ckpt_core._torch_internals import PLAIN, ShardedTensor, is_wrapped, own_part
 from ckpt_core.coordination import Coordinator
 from ckpt_core.dcp import (
     ChunkLocation,
@@ -71,10 +71,13 @@ class Misfits:
         """Record how live entries differ; return those that cannot be loaded."""
         saved = metadata.state_dict_metadata
         missing = [key for key in target if key not in saved]
-        problems = {
-            key: _mismatch(value, saved[key], cast=cast) for key, value in target.items() if key in saved
+        mismatched = {
+            key: problem
+            for key, value in target.items()
+            if key in saved
+            and not _fits(value, saved[key])
+            and (problem := _mismatch(value, saved[key], cast=cast)) is not None
         }
-        mismatched = {key: problem for key, problem in problems.items() if problem is not None}
         self.missing += missing
         self.mismatched += [f"{key}: {problem}" for key, problem in mismatched.items()]
         known: Paths = metadata.planner_data or {}
@@ -133,6 +136,16 @@ def _common(foreign: list[dict[_Item, list[str]]]) -> list[dict[_Item, list[str]
             known = set(names)
             found[item] = [name for name in found.get(item, names) if name in known]
     return [found] * len(foreign)
+
+
+def _fits(value: Any, saved: object) -> bool:
+    """Return whether nothing has to be looked at more closely: so it is of nearly all."""
+    return (
+        type(value) in PLAIN
+        and isinstance(saved, TensorStorageMetadata)
+        and (value.shape, value.dtype) == (saved.size, saved.properties.dtype)
+        and value.is_contiguous()
+    )
 
 
 def _mismatch(value: Any, saved: object, *, cast: bool) -> str | None:
@@ -272,8 +285,9 @@ class PartLoad:
                 continue
             for live in cuts.live(value):
                 index = MetadataIndex(key, live.offsets)
-                found = cuts.of(entry.chunks, live.offsets, live.sizes)
-                wanted += [(MetadataIndex(key, cut.chunk), index, cut) for cut in found]
+                for cut in cuts.of(entry.chunks, live.offsets, live.sizes):
+                    stored = index if cut.chunk == live.offsets else MetadataIndex(key, cut.chunk)
+                    wanted.append((stored, index, cut))
         places = contents.find([*values, *dict.fromkeys(stored for stored, _, _ in wanted)])
         for index in values:
             self._read_value(index, contents, places[index], selection)
@@ -300,7 +314,6 @@ class PartLoad:
         key, value = live.fqn, self.entries[live.fqn]
         name = f"{self._part}/{key}"
         own = own_part(value)
-        chunk = partial(contents.read_chunk, place), cut
         if is_wrapped(own) != place.wrapped:
             known: Paths = self._metadata.planner_data or {}
             self.unlike[tuple(known.get(key, (key,)))] = place.wrapped
@@ -308,11 +321,12 @@ class PartLoad:
             if live not in self._wrapped:
                 self._wrapped[live] = _Rebuilt(name, own, [], wrapped=True)
                 self._rebuilt.append(self._wrapped[live])
-            self._wrapped[live].chunks.append(chunk)
+            self._wrapped[live].chunks.append((partial(contents.read_chunk, place), cut))
             return
-        target = _narrowed(find_tensor_shard(value, live).detach(), cut.dest_offsets, cut.lengths)
+        target = (value if type(value) in PLAIN else find_tensor_shard(value, live)).detach()
+        target = _narrowed(target, cut.dest_offsets, cut.lengths)
         if place.payload is None or place.form is None:
-            self._rebuilt.append(_Rebuilt(name, target, [chunk]))
+            self._rebuilt.append(_Rebuilt(name, target, [(partial(contents.read_chunk, place), cut)]))
         else:
             dtype, shape = place.form
             part = TensorTarget(shape=shape, dtype=dtype, offsets=cut.storage_offsets, tensor=target)
@@ -342,7 +356,7 @@ def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _narrowed(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
     for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
-        if length != tensor.size(dim):
+        if length != tensor.shape[dim]:
             tensor = tensor.narrow(dim, offset, length)
     return tensor
 

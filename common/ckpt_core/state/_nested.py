@@ -36,7 +36,10 @@ def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield every leaf below `tree` with its path, in order."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
-            yield from leaves(value, (*path, str(key)))
+            if isinstance(value, torch.Tensor):
+                yield (*path, str(key)), value
+            else:
+                yield from leaves(value, (*path, str(key)))
     elif is_leaf(tree):
         yield path, tree
     else:
