@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Final, NamedTuple, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 import torch
@@ -196,9 +196,6 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-_WINDOW_BYTES: Final = 8 << 20  # of a read that cannot fill the tensor's memory directly; on devices less
-
-
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorRead:
@@ -221,10 +218,9 @@ class TensorRead:
         if memory is not None and begin < end:
             yield RangeRead(payload=self.payload, start=begin, stop=end, into=memory)
             return
-        window = _WINDOW_BYTES if self.target.tensor.is_cpu else REQUEST_BYTES
         place = torch.Tensor.copy_ if fetch is None else fetch.place
         while begin < end:
-            cut = min(end, (begin // window + 1) * window)
+            cut = min(end, (begin // REQUEST_BYTES + 1) * REQUEST_BYTES)
             take = partial(self.target.fill, begin, place=place)
             yield RangeRead(payload=self.payload, start=begin, stop=cut, take=take)
             begin = cut

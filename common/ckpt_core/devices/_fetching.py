@@ -56,7 +56,7 @@ class DeviceFetch:
     def lend(self, offset: int, size_bytes: int) -> Generator[memoryview]:
         """Lend memory for bytes of a file, until the copies from it are enqueued."""
         if size_bytes > REQUEST_BYTES:
-            # Rare: a tensor in host memory needs a longer range that begins where one for a device does.
+            # Rare: the blocks of the file are larger than any that a save writes.
             with self._pageable.lend(offset, size_bytes) as memory:
                 try:
                     yield memory

@@ -10,11 +10,9 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Final, Protocol, final
 
-from ckpt_core.reading._requests import MAX_TAKE_BYTES, REQUEST_BYTES
+from ckpt_core.reading._requests import REQUEST_BYTES
 from ckpt_core.storage import ALIGNMENT, MappedReader, RangeReader, SpreadReader, Storage
 
-_LARGE_BYTES: Final = MAX_TAKE_BYTES + 2 * REQUEST_BYTES + ALIGNMENT
-_LARGE_BUFFERS: Final = 4
 _SLAB_BYTES: Final = 64 << 20
 _MAPPED_BYTES: Final = 256 << 10
 """From this size on it is quicker to look at bytes where they lie than to copy them into a cache."""
@@ -32,41 +30,29 @@ class Lender(Protocol):
 
 @final
 class Buffers:
-    """A pool of memory for reading threads.
+    """A pool of memory for reading threads: a buffer for each, 12 * 8 MiB at most.
 
-    One small buffer for each thread, and four large ones for all threads, which wait for a free one: at most
-    12 * 8 MiB + 4 * 40 MiB for 12 threads. Pages that were never written take no memory.
+    Where the blocks of a file are larger than any that a save writes, a request may need more for a moment.
     """
 
-    def __init__(self, small_bytes: int = REQUEST_BYTES) -> None:
-        self._small_bytes = small_bytes
-        self._small: list[memoryview] = []
-        self._large: list[memoryview] = []
-        self._large_free = threading.BoundedSemaphore(_LARGE_BUFFERS)
+    def __init__(self, size_bytes: int = REQUEST_BYTES) -> None:
+        self._size_bytes = size_bytes + ALIGNMENT
+        self._free: list[memoryview] = []
 
     @contextmanager
     def lend(self, offset: int, size_bytes: int) -> Generator[memoryview]:
         """Lend memory for bytes at `offset` in a file, with the same alignment to a page."""
         skew = offset % ALIGNMENT
-        if size_bytes <= self._small_bytes:
-            with _lent(self._small, self._small_bytes + ALIGNMENT) as buffer:
-                yield buffer[skew : skew + size_bytes]
-        else:
-            with self._large_free, _lent(self._large, _LARGE_BYTES) as buffer:
-                yield buffer[skew : skew + size_bytes]
-
-
-@contextmanager
-def _lent(free: list[memoryview], size_bytes: int) -> Generator[memoryview]:
-    # The last one returned is the likeliest to be in a cache. `pop` and `append` are atomic.
-    try:
-        buffer = free.pop()
-    except IndexError:
-        buffer = page_memory(size_bytes)
-    try:
-        yield buffer
-    finally:
-        free.append(buffer)
+        # The last one returned is the likeliest to be in a cache. `pop` and `append` are atomic.
+        try:
+            buffer = self._free.pop()
+        except IndexError:
+            buffer = page_memory(self._size_bytes)
+        try:
+            fits = skew + size_bytes <= self._size_bytes
+            yield (buffer if fits else page_memory(skew + size_bytes))[skew : skew + size_bytes]
+        finally:
+            self._free.append(buffer)
 
 
 def page_memory(size_bytes: int) -> memoryview:

@@ -51,8 +51,8 @@ class Engine:
     the limit of open files, on any storage. A `fetch` without a `verify` delivers bytes unverified, one after
     a `verify` with `on_arrival` compares them where they belong.
 
-    Extra memory: 4 MiB for each thread, up to 160 MiB while longer ranges with `take` are read, and where the
-    storage does not reread from memory 8 MiB for each thread and `keep_bytes`.
+    Extra memory: 4 MiB for each thread, and where the storage does not reread from memory 8 MiB for each
+    thread and `keep_bytes`.
 
     Concurrency: one pass at a time; a pass reads on its own threads, which have ended when it returns.
     """

@@ -9,9 +9,7 @@ from operator import itemgetter
 from typing import Final, NamedTuple, final
 
 REQUEST_BYTES: Final = 4 << 20
-"""Largest request that goes through a buffer, except for a range with `take`."""
-MAX_TAKE_BYTES: Final = 32 << 20
-"""Longest range that `take` can get; longer ones are read directly into place, or taken in parts."""
+"""Largest request that goes through a buffer, and longest range that `take` can get."""
 _NETWORK_REQUEST_BYTES: Final = 8 << 20
 
 
@@ -55,7 +53,7 @@ class RangeRead:
     Attributes:
         into: writable contiguous memory of exactly `stop - start` bytes, which is read into directly.
         take: without `into`, called with the bytes, on a reading thread, once for each `RangeRead`. The bytes
-            are valid during the call only. At most `MAX_TAKE_BYTES`.
+            are valid during the call only. At most `REQUEST_BYTES`.
     """
 
     payload: Payload
@@ -86,8 +84,8 @@ class RangeRead:
         """Check that the range has exactly one destination."""
         if (self.into is None) == (self.take is None):
             problem = "give either `into` or `take` as their destination"
-        elif self.take is not None and self.size_bytes > MAX_TAKE_BYTES:
-            problem = f"too many for one `take`; take them in parts of {MAX_TAKE_BYTES} bytes"
+        elif self.take is not None and self.size_bytes > REQUEST_BYTES:
+            problem = f"too many for one `take`; take them in parts of {REQUEST_BYTES} bytes"
         else:
             return
         raise ValueError(f"bytes {self.start} to {self.stop} of {self.payload.key!r}: {problem}")

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from ckpt_core.errors import CorruptCheckpointError
-from ckpt_core.reading import MAX_TAKE_BYTES, Engine, Payload, RangeRead
+from ckpt_core.reading import REQUEST_BYTES, Engine, Payload, RangeRead
 from ckpt_core.storage import LocalStorage, MemoryStorage, object_storage
 from ckpt_core.testing import Fault, FaultyStorage
 from tests.unit.reading.payloads import MIB, STORAGES, DataFile, TensorTarget, descriptors, make_storage
@@ -58,7 +58,9 @@ def ranges(file: DataFile, landing: TensorTarget, seed: str) -> list[RangeRead]:
     for payload in file.payloads * 2:
         start = chance.choice([0, chance.randrange(payload.size_bytes)])
         stop = chance.choice([payload.size_bytes, chance.randrange(start, payload.size_bytes + 1)])
-        found.append(landing.range(payload, start, stop, take=chance.random() < 0.5))
+        found.append(
+            landing.range(payload, start, stop, take=chance.random() < 0.5 and stop - start <= REQUEST_BYTES)
+        )
     chance.shuffle(found)
     return found
 
@@ -88,10 +90,11 @@ def test_a_range_is_taken_once_on_a_reading_thread(file):
             payload=p, start=0, stop=p.size_bytes, take=lambda view, p=p: calls.append((p.key, len(view)))
         )
         for p in file.payloads
+        if p.size_bytes <= REQUEST_BYTES
     ]
     with Engine(storage, "step", threads=4) as engine:
         engine.fetch(wanted)
-    assert sorted(calls) == sorted((p.key, p.size_bytes) for p in file.payloads)
+    assert sorted(calls) == sorted((each.payload.key, each.stop) for each in wanted)
 
 
 def test_an_empty_range_is_taken_without_reading():
@@ -160,7 +163,7 @@ def test_neighbours_share_a_request():
 def test_a_network_is_used_once_for_what_is_kept(file, take):
     file.put(storage := object_storage("memory://once"))
     landing = TensorTarget()
-    wanted = [landing.whole(payload, take=take) for payload in file.payloads]
+    wanted = [landing.whole(p, take=take and p.size_bytes <= REQUEST_BYTES) for p in file.payloads]
     with Engine(storage, "step") as engine:
         assert engine.verify(wanted) == []
         read = engine.bytes_read
@@ -259,22 +262,22 @@ def test_a_page_cache_is_verified_before_anything_arrives(tmp_path, file):
 
 
 def test_a_range_that_is_too_long_to_be_taken_is_refused_before_anything_is_read():
-    size = MAX_TAKE_BYTES + 1
+    size = REQUEST_BYTES + 1
     payload = Payload(path="0.distcp", key="w", offset=0, size_bytes=size, crc32=None)
     storage, landing = FaultyStorage(MemoryStorage()), TensorTarget()
-    with Engine(storage, "step") as engine, pytest.raises(ValueError, match="take them in parts of 33554432"):
+    with Engine(storage, "step") as engine, pytest.raises(ValueError, match="take them in parts of 4194304"):
         engine.fetch([landing.range(payload, 0, 5), landing.whole(payload, take=True)])
     assert storage.operations == ()
 
 
 @pytest.mark.slow
 def test_the_longest_range_that_may_be_taken_arrives(tmp_path):
-    file = DataFile("0.distcp", [MAX_TAKE_BYTES + 9], block_bytes=MIB)
+    file = DataFile("0.distcp", [REQUEST_BYTES + 9], block_bytes=MIB)
     for kind in ("local", "object"):
         file.put(storage := make_storage(kind, tmp_path))
         landing = TensorTarget()
         wanted = [
-            landing.range(file.payloads[0], start, start + MAX_TAKE_BYTES, take=True) for start in (3, 9)
+            landing.range(file.payloads[0], start, start + REQUEST_BYTES, take=True) for start in (3, 9)
         ]
         with Engine(storage, "step", keep_bytes=0, threads=2) as engine:
             assert engine.verify(wanted) == []
