@@ -500,8 +500,9 @@ def _sample(source: Storage, name: str, sampled: Sequence[ChunkEntry]) -> tuple[
     for chunk in sampled:
         with source.open_ranges(f"{name}/{chunk.path}") as ranges:
             begun = time.perf_counter()
-            parts += _samples(ranges, *_payload(chunk))
-            crc32(parts[-1])
+            found = _samples(ranges, *_payload(chunk))
+            crc32(b"".join(found))
+            parts += found
             seconds += time.perf_counter() - begun
     return b"".join(parts), seconds
 
