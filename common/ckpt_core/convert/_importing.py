@@ -236,7 +236,7 @@ def _weights_of(
 def _hosts_weights(
     storage: Storage, info: CheckpointInfo, state: WholeState
 ) -> dict[str, tuple[OutFile, Mapping[str, LocatedTensor]]]:
-    """Lay out the host's files of safetensors that hold the model, verified: path -> file."""
+    """Lay out the host's safetensors with the model, verified: path -> file."""
     paths = {file for file, _ in state.shared.get(IN_FILES, {}).values() if file.endswith(".safetensors")}
     if failures := lost(verify(storage, info.name, paths=sorted(paths)) if paths else []):
         raise CorruptCheckpointError(f"{storage.url}/{info.name}/{failures[0]}", failures=tuple(failures))

@@ -285,7 +285,7 @@ def _samples(ranges: RangeReader, start: int, stop: int) -> Sequence[memoryview]
 def view_of(
     source: Storage, name: str, shares: Iterable[Rows], *, sign: Callable[[bytes], bytes] | None = None
 ) -> Storage:
-    """Return the view of a checkpoint in which these shares of its files are compressed.
+    """Return the view of a checkpoint in which these shares are compressed.
 
     Args:
         source: the root.
@@ -495,7 +495,7 @@ def _class_of(chunk: ChunkEntry) -> str:
 
 
 def _sample(source: Storage, name: str, sampled: Sequence[ChunkEntry]) -> tuple[bytes, float]:
-    """Read parts of tensors; return seconds, too, in which they were read and compared."""
+    """Read parts of tensors; return also the seconds that it took, compared."""
     parts, seconds = list[memoryview](), 0.0
     for chunk in sampled:
         with source.open_ranges(f"{name}/{chunk.path}") as ranges:

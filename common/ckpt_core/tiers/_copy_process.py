@@ -132,7 +132,7 @@ class CopyProcess:
     def _answer(
         self, task: object, stop: Callable[[], None], hear: Callable[[Any], None], what: str
     ) -> Reply:
-        """Return how a task has ended, a number if the process has; `hear` gets all replies before."""
+        """Return how a task has ended; a number if the process has ended first."""
         reply: Reply = 0
         try:
             for reply in self._process.replies(task, stop):
