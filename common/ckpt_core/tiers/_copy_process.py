@@ -123,7 +123,8 @@ class CopyProcess:
         """
         if self._given_up or copy.manifest.size_bytes < _LEAST_BYTES:
             return None
-        task, heard = CompressTask(source_name=copy.source_name, share=share), list[Any]()
+        task: CompressTask = (copy.source_name, share)
+        heard = list[Any]()
         reply = self._answer(task, stop, heard.append, f"compresses {copy.source_name}")
         if isinstance(reply, Exception):
             raise reply

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 from ckpt_core import messages
 from ckpt_core.storage import Throttle, open_storage
@@ -54,19 +54,8 @@ class CopyTask:
     small: Mapping[str, bytes]
 
 
-@messages.message
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CompressTask:
-    """Files of a checkpoint to compress for a copy; the answer is `Rows`.
-
-    Attributes:
-        source_name: of the checkpoint at the source.
-        share: which files, and how.
-    """
-
-    source_name: str
-    share: ShareTerms
+CompressTask: TypeAlias = tuple[str, ShareTerms]
+"""Name at the source of a checkpoint to compress, and which files, and how; the answer is `Rows`."""
 
 
 def copying(route: CopyRoute) -> Callable[[CopyTask | CompressTask, Callable[[Any], None]], None]:
@@ -75,18 +64,13 @@ def copying(route: CopyRoute) -> Callable[[CopyTask | CompressTask, Callable[[An
     target = open_storage(route.target, route.storage_options, deadline_seconds=route.deadline_seconds)
 
     def copy(task: CopyTask | CompressTask, progress: Callable[[Any], None]) -> None:
-        name = task.source_name
-        if isinstance(task, CompressTask):
-            progress(compress_share(source, target, name, task.share, stop=_go_on))
+        if not isinstance(task, CopyTask):
+            progress(compress_share(source, target, *task, stop=lambda: None))  # what is to stop is killed
             return
-        seen = view_again(source, name, task.small)
-        made = CheckpointCopy(seen, target, name, task.content, as_name=task.name)
+        seen = view_again(source, task.source_name, task.small)
+        made = CheckpointCopy(seen, target, task.source_name, task.content, as_name=task.name)
         wanted, rate = set(task.paths), task.bytes_per_second
         entries = [entry for entry in made.manifest.files if entry.path in wanted]
         made.copy_files(entries, CopyTerms(pace=None if rate is None else Throttle(rate), progress=progress))
 
     return copy
-
-
-def _go_on() -> None:
-    """Let it continue: a process that is to stop is killed."""
