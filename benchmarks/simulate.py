@@ -76,11 +76,9 @@ def _measured(kind: type[Planning], workload: Workload, root: Path) -> Outcome:
                 return Outcome(planning=kind, workload=workload, not_run=reason)
             before = _resident_bytes("VmRSS", reset_peak=True)
             first = planning.save()
-            grown = max(0, _resident_bytes("VmHWM") - before)
+            first = replace(first, peak_bytes=max(0, _resident_bytes("VmHWM") - before))
             later = planning.save() if kind.learns else first
-            return Outcome(
-                planning=kind, workload=workload, first=replace(first, peak_bytes=grown), later=later
-            )
+            return Outcome(planning=kind, workload=workload, first=first, later=later)
         finally:
             planning.close()
             del planning

@@ -82,7 +82,7 @@ class Proposal:
         """Encode the plans of a rank by part."""
         common = {part: plan.outline for part, plan in plans.items()}, replace(offer, files=frozenset())
         return cls(
-            common=zlib.compress(encode(common)),
+            common=zlib.compress(encode(common), level=1),
             boxes={part: zlib.compress(plan.boxes) for part, plan in plans.items()},
             files=offer.files,
         )
