@@ -10,18 +10,19 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from operator import itemgetter
+from functools import cached_property, lru_cache, partial
+from math import prod
 from types import MappingProxyType
-from typing import Any, Final, TypeAlias, final
+from typing import Any, Final, TypeAlias, final, overload
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from typing_extensions import override
 
 from ckpt_core._torch_internals import inner_tensors, is_wrapped
-from ckpt_core.dcp._torch_zip import ZIP32_LIMIT, build_archive, build_legacy, tensor_pickle
+from ckpt_core.dcp._torch_zip import ZIP32_LIMIT, Archive, build_archive, build_legacy, tensor_pickle
 from ckpt_core.dcp._wrapped_tensors import wrapped_pickle
 from ckpt_core.formats.checksums import combine_crc32, crc32, crc32_text
 from ckpt_core.formats.chunks import BLOCK_BYTES, ChunkColumns, TableEntry
@@ -31,6 +32,8 @@ from ckpt_core.types import FileEntry
 PIECE_BYTES = 16 << 20
 _SMALL_BYTES: Final = BLOCK_BYTES
 """Payloads from this size on are worth a zip, and padding to a page."""
+_REPEATS: Final = 16
+"""Bytes after which equal small tensors are laid out alike."""
 _ALIGNMENT_OF_SMALL: Final = 64
 """Of the payloads of small wrapped shards; that of torch's own zips."""
 
@@ -38,6 +41,8 @@ ShardSpec = tuple[MetadataIndex, torch.dtype, tuple[int, ...]]
 """Index, dtype and shape of a shard, or of one of the tensors that a wrapped shard is made of."""
 
 Spans: TypeAlias = npt.NDArray[np.int64]
+_Row: TypeAlias = tuple[int, int, int, int, int]
+"""Of a slot: start, bytes before the payload, end, and the offsets of its CRC-32 fields."""
 
 
 @final
@@ -56,12 +61,55 @@ class Slot:
 
 
 @final
+class Slots(Sequence[Slot]):
+    """The slots of a layout as columns; each is built on access.
+
+    Attributes:
+        starts, payloads, sizes, ends: int64 [slots], bytes in the file.
+        crc_fields: int64 [slots, 2].
+    """
+
+    def __init__(self, specs: Sequence[ShardSpec], rows: Sequence[tuple[int, ...]]) -> None:
+        self.specs = specs
+        self.starts, heads, self.ends, *crcs = np.array(rows, np.int64).reshape(-1, 5).T
+        self.payloads = self.starts + heads
+        self.sizes = np.fromiter(map(_payload_bytes, specs), np.int64, len(specs))
+        self.crc_fields = np.stack(crcs, axis=1)
+
+    def __len__(self) -> int:
+        return len(self.specs)
+
+    @overload
+    def __getitem__(self, place: int) -> Slot: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[Slot]: ...
+
+    @override
+    def __getitem__(self, place: int | slice) -> Slot | list[Slot]:
+        if isinstance(place, slice):
+            return [self[at] for at in range(*place.indices(len(self)))]
+        index, dtype, shape = self.specs[place]
+        columns = self.starts, self.payloads, self.sizes, self.ends
+        start, payload, size, end = (int(each[place]) for each in columns)
+        local, central = self.crc_fields[place].tolist()
+        return Slot(index, dtype, shape, start, payload, size, end, (local, central))
+
+
+def _payload_bytes(spec: ShardSpec) -> int:
+    return prod(spec[2]) * spec[1].itemsize
+
+
+@final
 class ImageLayout:
     """The slots of all shards of one data file, and the bytes around them.
 
     Args:
         records: `wrapped_pickle` of the shards that are wrapped; their payloads follow one another.
         zip64_from: the smallest payload size that uses the 64-bit fields of zip.
+
+    Attributes:
+        firsts: the first slot of every shard.
     """
 
     def __init__(
@@ -72,66 +120,67 @@ class ImageLayout:
         zip64_from: int = ZIP32_LIMIT,
     ) -> None:
         self._zip64_from, self.piece_bytes = zip64_from, PIECE_BYTES
-        self._frames: list[tuple[int, bytes]] = []
-        slots: list[Slot] = []
+        self.wrapped_indices = frozenset(records)
+        self._places: list[int] = []  # of the bytes around payloads
+        self._frames: list[bytes] = []
+        known: dict[tuple[torch.dtype, tuple[int, ...], int], Archive] = {}
+        rows: list[_Row] = []
         self.firsts: list[int] = []
-        self.size_bytes = place = 0
-        while place < len(specs):
-            index = specs[place][0]
-            record = records.get(index)
-            end = place + 1
+        self.size_bytes = at = 0
+        while at < len(specs):
+            index, dtype, shape = specs[at]
+            record = records.get(index) if records else None
+            self.firsts.append(at)
+            end = at + 1
             while record is not None and end < len(specs) and specs[end][0] == index:
                 end += 1
-            self.firsts.append(place)
-            slots += self._place(specs[place:end], record)
-            place = end
-        self.slots = tuple(slots)
-        self.wrapped_indices = frozenset(records)
+            if record is None and _payload_bytes(specs[at]) < _SMALL_BYTES:
+                key = dtype, shape, self.size_bytes % _REPEATS
+                if (archive := known.get(key)) is None:
+                    archive = known[key] = build_legacy(dtype, shape, offset=self.size_bytes)
+                rows += self._place(archive, [0])
+            else:
+                sizes = list(map(_payload_bytes, specs[at:end]))
+                rows += self._place(self._zip(record or tensor_pickle(dtype, shape), sizes), sizes)
+            at = end
+        self.slots = Slots(specs, rows)
 
-    def _place(self, specs: Sequence[ShardSpec], record: bytes | None) -> Iterator[Slot]:
-        """Append the entry of one shard; yield the slots of its payloads."""
-        start = self.size_bytes
-        sizes = [torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape in specs]
-        _, dtype, shape = specs[0]
-        if record is None and sizes[0] < _SMALL_BYTES:
-            archive = build_legacy(dtype, shape, offset=start)
-        else:
-            archive = build_archive(
-                record or tensor_pickle(dtype, shape),
-                [(size, 0) for size in sizes],
-                offset=start,
-                zip64_from=self._zip64_from,
-                alignment=_ALIGNMENT_OF_SMALL if max(sizes) < _SMALL_BYTES else ALIGNMENT,
-                streamed=True,
-            )
-        self.size_bytes = start + archive.size_bytes
-        at = start
-        for place, ((index, dtype, shape), size) in enumerate(zip(specs, sizes, strict=True)):
+    def _zip(self, pickled: bytes, sizes: Sequence[int]) -> Archive:
+        return build_archive(
+            pickled,
+            [(size, 0) for size in sizes],
+            offset=self.size_bytes,
+            zip64_from=self._zip64_from,
+            alignment=_ALIGNMENT_OF_SMALL if max(sizes) < _SMALL_BYTES else ALIGNMENT,
+            streamed=True,
+        )
+
+    def _place(self, archive: Archive, sizes: Sequence[int]) -> Iterator[_Row]:
+        """Append the archive of one shard; yield the rows of its payloads.
+
+        `sizes` are those of the payloads; that of the last is not needed.
+        """
+        start = at = self.size_bytes
+        self.size_bytes += archive.size_bytes
+        for place, (size, (local, central)) in enumerate(zip(sizes, archive.crc_fields, strict=True)):
             frame = archive.frames[place]
-            self._frames.append((at, frame))
-            payload = at + len(frame)
-            last = place + 1 == len(specs)
-            yield Slot(
-                index=index,
-                dtype=dtype,
-                shape=shape,
-                start=at,
-                payload=payload,
-                payload_bytes=size,
-                end=self.size_bytes if last else payload + size,
-                crc_fields=(start + archive.crc_fields[place][0], start + archive.crc_fields[place][1]),
-            )
-            at = payload + size
-        self._frames.append((at, archive.frames[-1]))
+            self._places.append(at)
+            self._frames.append(frame)
+            end = self.size_bytes if place + 1 == len(sizes) else at + len(frame) + size
+            yield at, len(frame), end, start + local, start + central
+            at += len(frame) + size
+        if archive.frames[-1]:
+            self._places.append(self.size_bytes - len(archive.frames[-1]))
+            self._frames.append(archive.frames[-1])
 
     def frame(self, memory: memoryview, start: int = 0) -> None:
         """Write the bytes around the payloads, without the CRC-32 fields.
 
         `memory` is that of the file from `start` on.
         """
-        first = max(0, bisect_right(self._frames, start, key=itemgetter(0)) - 1)
-        for offset, content in self._frames[first:]:
-            at = offset - start
+        first = max(0, bisect_right(self._places, start) - 1)
+        for number in range(first, len(self._places)):
+            at, content = self._places[number] - start, self._frames[number]
             if at >= len(memory):
                 break
             part = content[max(0, -at) : len(memory) - at]
@@ -145,7 +194,7 @@ class ImageLayout:
         end, first, last = self.batches[number]
         start = number * self.piece_bytes
         for place in range(max(0, first - 1), last):
-            begin, stop = self.payloads[place]
+            begin, stop = self.payloads[place].tolist()
             small = place >= first and stop - begin <= BLOCK_BYTES
             if (from_ := max(begin, start)) < (to := stop if small else min(stop, end)):
                 yield place, from_ - begin, to - begin, from_ - start
@@ -153,50 +202,54 @@ class ImageLayout:
     @cached_property
     def spans(self) -> Spans:
         """Start and end in the file of every shard's archive, int64 [shards, 2]."""
-        starts = np.array([self.slots[first].start for first in self.firsts], dtype=np.int64)
+        starts = self.slots.starts[self.firsts] if self.firsts else self.slots.starts
         return np.stack([starts, np.append(starts, self.size_bytes)[1:]], axis=1)
 
     @cached_property
     def crc_places(self) -> Spans:
         """Offsets of the bytes of every slot's two CRC-32 fields, int64 [slots, 2, 4]."""
-        fields = np.array([slot.crc_fields for slot in self.slots], dtype=np.int64).reshape(-1, 2, 1)
-        return fields + np.arange(4)
+        return self.slots.crc_fields[:, :, None] + np.arange(4)
 
     @cached_property
-    def payloads(self) -> list[tuple[int, int]]:
-        """Start and end in the file of every slot's payload."""
-        return [(slot.payload, slot.payload + slot.payload_bytes) for slot in self.slots]
+    def payloads(self) -> Spans:
+        """Start and end in the file of every slot's payload, int64 [slots, 2]."""
+        return np.stack([self.slots.payloads, self.slots.payloads + self.slots.sizes], axis=1)
 
     @cached_property
     def large(self) -> list[int]:
         """The slots whose payload is larger than a block, in order."""
-        return [place for place, slot in enumerate(self.slots) if slot.payload_bytes > BLOCK_BYTES]
+        large: list[int] = np.flatnonzero(self.slots.sizes > BLOCK_BYTES).tolist()
+        return large
 
     @cached_property
     def batches(self) -> list[tuple[int, int, int]]:
         """For every piece of the file: its end, and its first and last (exclusive) slot."""
-        starts = [slot.start for slot in self.slots]
-        ends = (
-            [*range(self.piece_bytes, self.size_bytes, self.piece_bytes), self.size_bytes] if starts else []
-        )
-        cuts = [0, *(bisect_left(starts, end) for end in ends)]
+        ends = [*range(self.piece_bytes, self.size_bytes, self.piece_bytes), self.size_bytes]
+        ends = ends if self.firsts else []
+        cuts = [0, *np.searchsorted(self.slots.starts, ends).tolist()]
         return list(zip(ends, cuts[:-1], cuts[1:], strict=True))
 
     @cached_property
     def columns(self) -> bytes:
         """The shards as columns of a chunk table; a wrapped one has several payloads."""
-        slots = [self.slots[first] for first in self.firsts]
-        plain = [slot.index not in self.wrapped_indices for slot in slots]
-        pairs = list(zip(slots, plain, strict=True))
-        offsets = [slot.index.offset for slot in slots]
+        specs = [self.slots.specs[first] for first in self.firsts]
+        starts, ends = self.spans[:, 0].tolist(), self.spans[:, 1].tolist()
+        plain = [index not in self.wrapped_indices for index, _, _ in specs]
+        payloads, sizes = (
+            [value if one else None for value, one in zip(column[self.firsts].tolist(), plain, strict=True)]
+            for column in (self.slots.payloads, self.slots.sizes)
+        )
         return ChunkColumns(
-            key=[slot.index.fqn for slot in slots],
-            shard_offsets=[None if offset is None else list(offset) for offset in offsets],
-            offset=[start for start, _ in self.spans.tolist()],
-            size_bytes=[end - start for start, end in self.spans.tolist()],
-            payload_offset=[slot.payload if one else None for slot, one in pairs],
-            payload_bytes=[slot.payload_bytes if one else None for slot, one in pairs],
-            dtype=[str(slot.dtype).removeprefix("torch.") if one else None for slot, one in pairs],
+            key=[index.fqn for index, _, _ in specs],
+            shard_offsets=[None if index.offset is None else list(index.offset) for index, _, _ in specs],
+            offset=starts,
+            size_bytes=[end - start for start, end in zip(starts, ends, strict=True)],
+            payload_offset=payloads,
+            payload_bytes=sizes,
+            dtype=[
+                str(dtype).removeprefix("torch.") if one else None
+                for (_, dtype, _), one in zip(specs, plain, strict=True)
+            ],
         ).encode()
 
     @cached_property
@@ -207,18 +260,16 @@ class ImageLayout:
     @cached_property
     def window_bytes(self) -> int:
         """Whole pages that hold a piece, and the small entry that may begin at its end."""
-        small = (slot for slot in self.slots if slot.payload_bytes <= BLOCK_BYTES)
-        longest = max((slot.payload + slot.payload_bytes - slot.start for slot in small), default=0)
+        slots = self.slots
+        lengths = slots.payloads + slots.sizes - slots.starts
+        longest = int(lengths[slots.sizes <= BLOCK_BYTES].max(initial=0))
         return self.piece_bytes + -(-longest // ALIGNMENT) * ALIGNMENT
 
     @cached_property
     def wrapped(self) -> list[int]:
         """The positions of the wrapped shards among all shards."""
-        return [
-            place
-            for place, first in enumerate(self.firsts)
-            if self.slots[first].index in self.wrapped_indices
-        ]
+        specs = self.slots.specs
+        return [place for place, first in enumerate(self.firsts) if specs[first][0] in self.wrapped_indices]
 
 
 @final
@@ -246,10 +297,7 @@ class Image:
             array: Any = memory[: layout.size_bytes].numpy()
             self._bytes = memoryview(array)
             layout.frame(self._bytes)
-            self.targets = tuple(
-                memory[slot.payload : slot.payload + slot.payload_bytes].view(slot.dtype).view(slot.shape)
-                for slot in layout.slots
-            )
+            self.targets = tuple(_views(memory, layout.slots))
         self._begin()
 
     def _begin(self) -> None:
@@ -290,14 +338,16 @@ class Image:
         done = begun.start
         for place in [*layout.large[first:last], begun.stop]:
             known += range(done, place)
-            sums[done:place] = [crc32(content[a - start : b - start]) for a, b in layout.payloads[done:place]]
+            sums[done:place] = [
+                crc32(content[a - start : b - start]) for a, b in layout.payloads[done:place].tolist()
+            ]
             done = max(done, place + 1)
             if place < begun.stop:
-                begin, stop = (min(max(each, start), end) for each in layout.payloads[place])
-                parts.append(
-                    (begin, stop, self._add_part(place, content[begin - start : stop - start], begin))
-                )
-                known += [place] * (begin < stop == layout.payloads[place][1])
+                payload = layout.payloads[place].tolist()
+                begin, stop = (min(max(each, start), end) for each in payload)
+                crc = self._add_part(place, content[begin - start : stop - start], begin)
+                parts.append((begin, stop, crc))
+                known += [place] * (begin < stop == payload[1])
         self._enter(content, start, end, known)
         position = start
         for begin, stop, crc in parts:
@@ -363,6 +413,23 @@ class Image:
             block_crcs=np.array(self._block_crcs, dtype="<u4").tobytes(),
             lengths=np.diff(layout.spans).tobytes(),
         )
+
+
+def _views(memory: torch.Tensor, slots: Slots) -> Iterator[torch.Tensor]:
+    """Yield the payloads in an image as tensors."""
+    typed: dict[torch.dtype, torch.Tensor] = {}
+    for (_, dtype, shape), payload in zip(slots.specs, slots.payloads.tolist(), strict=True):
+        if dtype not in typed:
+            whole = len(memory) // dtype.itemsize * dtype.itemsize
+            typed[dtype] = memory[:whole].view(dtype)
+        own = typed[dtype]
+        at = own.storage_offset() + payload // dtype.itemsize
+        yield own.as_strided(shape, _strides(shape), at)
+
+
+@lru_cache(maxsize=4096)
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(prod(map(partial(max, 1), shape[dim + 1 :])) for dim in range(len(shape)))
 
 
 def spec_of(index: MetadataIndex, shard: torch.Tensor) -> ShardSpec:
