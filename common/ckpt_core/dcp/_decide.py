@@ -1,4 +1,6 @@
-"""The plans of all ranks as one: every chunk is written once, about the same bytes by every rank.
+"""The plans of all ranks as one, in which every chunk is written once.
+
+Every rank writes about the same bytes.
 
 Ranks whose outlines are equal are a cohort, tensors of one kind with the same holders a bundle: boxes,
 holders and checks are those of a bundle, so that the work grows with bundles and ranks, not with chunks. (DCP
@@ -44,7 +46,9 @@ _Form: TypeAlias = tuple[str, tuple[int, ...]] | None
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outline:
-    """What a rank could write of one part, but for its boxes: equal on all ranks of a mesh.
+    """What a rank could write of one part, but for its boxes.
+
+    It is equal on all ranks of a mesh.
 
     Attributes:
         paths: of the leaves of the nested state.
@@ -65,7 +69,10 @@ _NOTHING: Final = Outline()
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalPlan:
-    """All writes that a rank could make; `boxes` has start and sizes of each kind, int64."""
+    """All writes that a rank could make.
+
+    `boxes` has start and sizes of each kind, int64.
+    """
 
     outline: Outline = _NOTHING
     boxes: bytes = b""
@@ -189,7 +196,7 @@ class _Bundle:
         self.entry = np.repeat(np.arange(len(entries)), counts)[order]
         self.forms = list(dict.fromkeys(each.form for each in entries))
         dims = max(0 if form is None else len(form[1]) for form in self.forms)
-        # Dimensions and start, by which chunks are told apart; form and sizes, which must be alike.
+        # Dimensions and start, by which chunks differ; form and sizes, which must be alike.
         columns = np.full((len(rank), 2, 1 + dims), -1, np.int64)
         for each, end in zip(entries, np.cumsum(counts).tolist(), strict=True):
             own, box = columns[end - len(each.cohort.ranks) : end], each.box
@@ -297,7 +304,7 @@ class _Bundle:
 
 
 def _distinct(rows: Ints) -> tuple[Ints, Ints]:
-    """Return the first of each distinct row, in order, and of each row which of them it is."""
+    """Return the first of each distinct row, and for each row its distinct one."""
     _, first, which = np.unique(rows, axis=0, return_index=True, return_inverse=True)
     order = np.argsort(first)
     number = np.empty_like(order)
@@ -307,7 +314,7 @@ def _distinct(rows: Ints) -> tuple[Ints, Ints]:
 
 @final
 class PlannedIndex:
-    """What plans make of `.metadata`: `index`, to which a commit adds the places in the files."""
+    """What plans make of `.metadata`: `index`, without the places in the files."""
 
     def __init__(self, index: Index, cohorts: Sequence[_Cohort], more: Mapping[int, _More]) -> None:
         self.index, self._more = index, more
@@ -339,7 +346,7 @@ class PlannedIndex:
         return replace(self.index, places=places)
 
     def _written(self, rank: int) -> Iterator[tuple[Numbers, Numbers]]:
-        """Yield names and boxes of the tensors that a rank writes, then of its byte entries."""
+        """Yield names and boxes of what a rank writes: tensors, then byte entries."""
         cohort, at = self._ranks[rank]
         items = np.flatnonzero(cohort.writes[at])
         boxes = np.array([each[at] for each in cohort.box], np.int32)
@@ -519,7 +526,7 @@ def _replicas(
 
 
 def _choose(bundles: Sequence[_Bundle], num_ranks: int, *, spread: bool) -> None:
-    """Choose the writer of each block: the lowest holder, or the one with the fewest bytes."""
+    """Choose the writers of blocks: the lowest holder, or that with the fewest bytes."""
     loads = np.zeros(num_ranks, np.int64)
     free: list[tuple[int, int, int, _Bundle, int, Ints, Ints]] = []
     for bundle in bundles:
@@ -539,7 +546,7 @@ def _choose(bundles: Sequence[_Bundle], num_ranks: int, *, spread: bool) -> None
 def _free(
     bundle: _Bundle, sizes: Ints, blocks: Ints
 ) -> Iterator[tuple[int, int, int, _Bundle, int, Ints, Ints]]:
-    """Yield what is assigned at once: blocks of one tensor and size without common holders.
+    """Yield what is assigned at once: blocks of one size without common holders.
 
     Each is its negated size, its lowest rank, the position there, the tensor, its blocks and their holders.
     """
@@ -565,7 +572,7 @@ def _check(bundles: Sequence[_Bundle], names: Sequence[str]) -> None:
 
 
 def _write(bundles: Sequence[_Bundle]) -> tuple[dict[int, list[tuple[int, int, int]]], dict[int, _More]]:
-    """Tell the cohorts what each rank writes; return blocks of rows and their boxes by rank."""
+    """Enter what each rank writes into the cohorts; return its blocks of rows."""
     blocks: dict[int, list[tuple[int, int, int]]] = {}
     more: dict[int, _More] = {}
     for bundle in bundles:
@@ -608,7 +615,7 @@ def _entries(bundles: Sequence[_Bundle], number: int) -> list[TensorIn | None]:
 def _kept(
     cohorts: Sequence[_Cohort], kept: Sequence[Sequence[int]]
 ) -> Iterator[tuple[int, int, TensorIn | None]]:
-    """Yield rank and name of the ranks' own values, and what they are as whole entries."""
+    """Yield the ranks' own values: rank, name, and what they are as whole entries."""
     rows = ((cohort, at, rank) for cohort in cohorts for at, rank in enumerate(cohort.ranks.tolist()))
     for cohort, at, rank, position in ((*row, position) for row in rows for position in kept[row[2]]):
         kind, name = int(cohort.kind[position]), int(cohort.name[position])

@@ -43,7 +43,9 @@ _Replica: TypeAlias = tuple[int, MetadataIndex | None, int | None]
 
 @final
 class _Items:
-    """What this rank could write, as columns: most tensors are of few kinds, each with one box.
+    """What this rank could write, as columns.
+
+    Most tensors are of few kinds, each with one box.
 
     Attributes:
         leaves, kind_of: of each item.
@@ -196,7 +198,7 @@ class Part:
         self._items = _Items({})
 
     def _index(self, place: int) -> MetadataIndex | None:
-        """Return the index of an item's shard in its tensor; None if it is the leaf itself."""
+        """Return the index of an item's shard; None if it is the leaf itself."""
         items = self._items
         leaf, kind = items.leaves[place], items.kind_of[place]
         if kind == _VALUE or type(self._leaves.values[leaf]) in PLAIN:

@@ -206,7 +206,7 @@ class RankReport:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptContent:
-    """Content in pieces on page boundaries, as direct writes need it, with its checksum.
+    """Content with its checksum, in pieces on pages, as direct writes need it.
 
     That of `.metadata` is kept from save to save: at thousands of ranks it takes hundreds of megabytes.
     """
