@@ -155,6 +155,16 @@ def test_what_is_signed_stays_whole_where_its_weights_could_not_be_signed(tmp_pa
         assert (tmp_path / name / "manifest.json.sig").read_bytes() == manifest[:8]
 
 
+def test_a_report_knows_what_the_save_of_weights_cost(tmp_path, capsys):
+    training = Training()
+    with CheckpointManager(tmp_path, keep=KEEP) as manager:
+        training.run(manager, range(1, 4))
+    assert listing(LocalStorage(tmp_path)) == ([3], [2])
+    capsys.readouterr()
+    assert main(["report", str(tmp_path)]) == 0
+    assert "not in the journal" not in capsys.readouterr().out
+
+
 def test_a_tier_makes_weights_of_its_own():
     storage, tier = disk(), bucket()
     with CheckpointManager(

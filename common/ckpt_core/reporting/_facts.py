@@ -235,7 +235,7 @@ def _rate(
 def _unknown(report: Report) -> Iterator[str]:
     """Say what this report cannot know, and why."""
     known = {each.get("name") for each in report.events["save"]}
-    earlier = [each.name for each in report.checkpoints if each.name not in known]
+    earlier = [each for each in report.checkpoints if (each.weights_of or each).name not in known]
     if not report.runs:
         yield (
             "This root has no journal: it was written with journal=False, or by an older version. What saves "
