@@ -57,7 +57,7 @@ def load_metadata(content: bytes, path: str) -> Metadata:
 
 
 def metadata_of(index: Index, path: str) -> Metadata:
-    """Return an index as DCP's objects: of equal entries one, places when they are asked for.
+    """Return an index as DCP's objects: equal entries as one, places when asked for.
 
     Raises:
         CorruptCheckpointError: torch has no such dtype or layout, or cannot hold a shape.

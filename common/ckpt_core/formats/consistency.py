@@ -79,7 +79,7 @@ def _check_files(index: Index, places: Places, size_of: Callable[[str], int]) ->
 
 
 def _missing(index: Index, places: Places) -> str | None:
-    """Describe a chunk without a place; places are of different chunks, which there are."""
+    """Describe a chunk without a place; no two places are of one chunk."""
     distinct = {id(each): len(set(map(tuple, each.starts.tolist()))) for each in index.boxes}
     numbers = [1 if each is None else distinct[id(each.boxes)] for each in index.entries]
     if sum(numbers) == len(places.name):

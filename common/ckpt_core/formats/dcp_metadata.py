@@ -167,7 +167,7 @@ def read_stored(content: bytes, memo: dict[int, Any] | None = None) -> StoredMet
 
 @contextmanager
 def collector_paused() -> Generator[None]:
-    """Pause the garbage collector, which would traverse again and again what is made here."""
+    """Pause the garbage collector, which would traverse what is made here repeatedly."""
     paused = gc.isenabled()
     gc.disable()
     try:

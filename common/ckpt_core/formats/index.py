@@ -117,11 +117,11 @@ class Index:
         return ((name, each) for name, each in zip(self.names, self.entries, strict=True) if each is not None)
 
     def firsts(self) -> Ints:
-        """Return where the chunks of each entry begin, in order of entries; a byte entry is one."""
+        """Return where the chunks of each entry begin; a byte entry is one chunk."""
         return np.cumsum([0, *(1 if each is None else len(each.boxes) for each in self.entries)])
 
     def rows(self) -> Iterator[tuple[str, tuple[int, ...] | None, str, int, int, Sequence[str] | None]]:
-        """Yield name, start, file, offset, length and stream extensions of each stored chunk."""
+        """Yield name, start, file, offset, length and extensions of each stored chunk."""
         places = self.stored()
         starts = {id(each): list(map(tuple, each.starts.tolist())) for each in self.boxes}
         own = [None if each is None else starts[id(each.boxes)] for each in self.entries]
@@ -195,7 +195,7 @@ def _spans(fields: Sequence[_Field]) -> Iterator[tuple[int, _Field]]:
 
 
 def _filled(fields: Sequence[_Field], rows: int) -> Iterator[memoryview]:
-    """Yield records of constant bytes and of columns: (numpy's name of a type, values)."""
+    """Yield records of constant bytes and columns: (numpy's name of a type, values)."""
     for first in range(0, rows, _BLOCK):
         last = min(rows, first + _BLOCK)
         records = np.empty((last - first, sum(map(_width, fields))), np.uint8)
@@ -286,7 +286,7 @@ class _Encoder:
         return buffer.getvalue()[:-1], numbers, paths
 
     def _sizes(self) -> Generator[bytes | memoryview, None, tuple[list[Ints], list[Ints], list[Ints]]]:
-        """Yield every distinct `torch.Size`; return the numbers of those of starts, sizes, shapes."""
+        """Yield every distinct `torch.Size`; return those of starts, sizes and shapes."""
         shapes = [np.array([each.size], np.int64).reshape(1, -1) for each in self._tensors]
         arrays = [*(each.starts for each in self._boxes), *(each.sizes for each in self._boxes), *shapes]
         found = [np.empty(0, np.int64)] * len(arrays)
@@ -396,7 +396,7 @@ def _joined(arrays: Sequence[Ints]) -> Ints:
 
 
 def _records_in(content: bytes) -> tuple[int, list[npt.NDArray[Any]]] | None:
-    """Find the records that end a pickle of `encode`: where they begin, and their columns."""
+    """Find the records that end a pickle of `encode`: their beginning and columns."""
     if not (content.startswith(_BEGIN) and content.endswith(_END)):
         return None
     nothing = np.empty(0, np.int64)
@@ -414,7 +414,7 @@ def _records_in(content: bytes) -> tuple[int, list[npt.NDArray[Any]]] | None:
 
 
 def _matching(content: bytes, fields: Sequence[_Field]) -> npt.NDArray[np.uint8]:
-    """Return the last bytes as records, as far back as the constant ones of each are right."""
+    """Return the last bytes as records, as far back as their constant ones match."""
     width, most = sum(map(_width, fields)), len(content) - len(_END)
     rows = most // width
     records = np.frombuffer(content, np.uint8, rows * width, most - rows * width).reshape(rows, width)

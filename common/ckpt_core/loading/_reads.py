@@ -244,7 +244,7 @@ def dealt(members: tuple[int, ...], reads: Sequence[TensorRead]) -> Iterator[Buc
 
 
 def _room(loads: Sequence[int], rest: int) -> list[float]:
-    """Return how much of the rest each may take so that all have as equal loads as can be."""
+    """Return how much of the rest each takes for loads as equal as can be."""
     level, lowest = 0.0, sorted(loads)
     for count, load in enumerate(lowest, 1):
         if count == 1 or level > load:
