@@ -125,8 +125,6 @@ class TensorTarget:
             return 0, self.tensor.numel() * self.dtype.itemsize
         if not self.tensor.numel():
             return 0, 0
-        if self.tensor.shape == self.shape:
-            return 0, self.tensor.numel() * self.dtype.itemsize
         strides = _strides(self.shape)
         first = sum(offset * stride for offset, stride in zip(self.offsets, strides, strict=True))
         reach = sum((n - 1) * stride for n, stride in zip(self.tensor.shape, strides, strict=True))
