@@ -307,7 +307,10 @@ class Engine:
     def _changed(
         self, request: Request, content: memoryview, steps: Mapping[tuple[str, int, int], int] = _NONE
     ) -> list[tuple[Piece, int]]:
-        """Compare `content`, or where a direct request was read to; `steps` are those of pass 1."""
+        """Compare `content`, or where a direct request was read to.
+
+        `steps` are the checksums from pass 1.
+        """
         changed: list[tuple[Piece, int]] = []
         for order in request.orders:
             memory, at = (order.into, order.start) if request.direct else (content, request.start)

@@ -124,7 +124,7 @@ class LocalRanges:
         """Lend bytes where they lie in the page cache; None where only `read_into` is safe.
 
         To look at a page that is not there any more would end the process. So all are read first, which tells
-        of a bad device, and a lease makes whoever would shorten the file wait (for 45 s, unless the system
+        of a bad device, and a lease makes a process wait that would shorten the file (45 s, unless the system
         says otherwise). Network and FUSE filesystems, and files of other users, have no leases.
         """
         skew = offset % mmap.PAGESIZE
