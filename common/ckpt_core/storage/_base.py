@@ -95,7 +95,7 @@ class MappedReader(RangeReader, Protocol):
     """A file whose bytes can be looked at without a copy."""
 
     def mapped(self, offset: int, size_bytes: int) -> AbstractContextManager[memoryview | None]:
-        """Lend bytes, read only, until the exit; None if they must be read. Raises nothing."""
+        """Lend bytes, read only, until the exit; None if they must be read."""
         ...
 
 

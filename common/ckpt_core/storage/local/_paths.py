@@ -121,7 +121,7 @@ class LocalRanges:
 
     @contextmanager
     def mapped(self, offset: int, size_bytes: int) -> Generator[memoryview | None]:
-        """Lend bytes where they lie in the page cache; None where only `read_into` is safe.
+        """Lend bytes where they lie in the page cache; None if they must be read.
 
         To look at a page that is not there any more would end the process. So all are read first, which tells
         of a bad device, and a lease makes a process wait that would shorten the file (45 s, unless the system
