@@ -19,6 +19,7 @@ from benchmarks.ours import (
     OursBlockingSha256,
     OursOverlapped,
     OursOverlappedAlike,
+    OursWaves,
 )
 from benchmarks.stock import (
     StockAsyncDefault,
@@ -40,11 +41,12 @@ SAVE: Sequence[ContenderType] = (
 INTERFERENCE: Sequence[ContenderType] = (*SAVE, OursOverlappedAlike, RawDirectOneThread, RawDirectChecksums)
 CHECKSUMS: Sequence[ContenderType] = (OursBlocking, OursBlockingSha256, RawDirect)
 REPLICAS: Sequence[ContenderType] = (OursBlocking, OursBlockingReplicas, RawDirect)
+WAVES: Sequence[ContenderType] = (OursBlocking, OursWaves, RawDirect)
 RANKS: Sequence[ContenderType] = (
     OursOverlapped, OursBlocking, StockSaveOneThread, StockAsyncDefault, StockAsyncReused,
 )  # fmt: skip
 ALL: Mapping[str, ContenderType] = {
-    contender.key: contender for contender in (*INTERFERENCE, *CHECKSUMS, *REPLICAS)
+    contender.key: contender for contender in (*INTERFERENCE, *CHECKSUMS, *REPLICAS, *WAVES)
 }
 
 

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, final
 
-from benchmarks.contenders import Contender, InFlight, Kind, Task
+from benchmarks.contenders import Contender, InFlight, Kind, NotRunError, Task
 from ckpt_core import CheckpointManager
 from ckpt_core.options import Checksums, Staging
 from ckpt_core.types import CapturedState
+
+_LEAST_BYTES = 288 << 20
 
 
 class _Ours(Contender):
@@ -22,6 +24,7 @@ class _Ours(Contender):
     checksum: ClassVar[Checksums] = "crc32"
     replicas: ClassVar[int] = 1
     priority: ClassVar[int] = 10
+    waves: ClassVar[int] = 1
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
@@ -31,6 +34,7 @@ class _Ours(Contender):
             checksum=self.checksum,
             replicas=self.replicas,
             priority=self.priority,
+            staging_memory=None if self.waves == 1 else task.size_bytes // self.waves,
         )
         self._captured = CapturedState(
             sharded={"": {"model": task.tensors}},
@@ -89,6 +93,20 @@ class OursBlockingReplicas(OursBlocking):
     key = "ours-blocking-replicas"
     name = "ckpt-suite, blocking, replicas=2"
     replicas = 2
+
+
+@final
+class OursWaves(OursBlocking):
+    """The same, with memory for half of the state."""
+
+    key = "ours-waves"
+    name = "ckpt-suite, in two waves"
+    waves = 2
+
+    def __init__(self, task: Task) -> None:
+        if task.size_bytes < _LEAST_BYTES:
+            raise NotRunError(f"a state of less than {_LEAST_BYTES >> 20} MiB has not even memory for waves")
+        super().__init__(task)
 
 
 class OursOverlapped(_Ours):

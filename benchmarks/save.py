@@ -3,7 +3,7 @@
     python -m benchmarks.save --gib 2 --tensors 330 --rounds 11 --json out.json --picture out.png
 
 Without a mode: interleaved rounds of all contenders. Modes: --first, --interference, --checksums,
---replicas, --soak, --ranks, --simulate-ranks. --many and --large choose another state.
+--replicas, --waves, --soak, --ranks, --simulate-ranks. --many and --large choose another state.
 """
 
 from __future__ import annotations
@@ -47,6 +47,9 @@ def parser() -> argparse.ArgumentParser:
     mode.add_argument(
         "--replicas", action="store_true", help="one file beside two of every content, and the raw disk"
     )
+    mode.add_argument(
+        "--waves", action="store_true", help="memory for half of the state and for all, and the raw disk"
+    )
     mode.add_argument("--soak", type=int, metavar="N", help="N saves in one process: does anything grow?")
     mode.add_argument("--ranks", type=int, metavar="N", help="N gloo ranks, sharded and replicated tensors")
     mode.add_argument(
@@ -68,6 +71,7 @@ def _mode(options: argparse.Namespace) -> Mode:
         (options.interference, _interference),
         (options.checksums, _checksums),
         (options.replicas, _replicas),
+        (options.waves, _waves),
         (options.soak, _soak),
         (options.ranks, _ranks),
         (options.simulate_ranks, _simulate),
@@ -85,6 +89,10 @@ def _checksums(options: argparse.Namespace, root: Path) -> Report:
 
 def _replicas(options: argparse.Namespace, root: Path) -> Report:
     return _compared(options, root, lineup.REPLICAS)
+
+
+def _waves(options: argparse.Namespace, root: Path) -> Report:
+    return _compared(options, root, lineup.WAVES)
 
 
 def _compared(options: argparse.Namespace, root: Path, types: Sequence[lineup.ContenderType]) -> Report:

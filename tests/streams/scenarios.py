@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from ckpt_core.dcp import Fingerprints, TensorRead, TensorTarget
 from ckpt_core.dcp._image import spec_of
 from ckpt_core.devices import fetch_to, has_streams
+from ckpt_core.errors import StagingMemoryError
 from ckpt_core.formats.checksums import crc32
 from ckpt_core.reading import Engine, Payload
 from ckpt_core.saving._stager import StagedParts, Stager, StepGuard
@@ -165,6 +166,32 @@ def _overlapped(
     equal(file.told, [None])
     equal(file.at_told, file.numbers())
     return file
+
+
+class ShortOfMemory:
+    """Arenas that have memory for a few windows, and for no whole state."""
+
+    def reserve(self, *_: object, **__: object) -> Any:
+        raise StagingMemoryError
+
+    def reserve_most(self, least_bytes: int, refusal: StagingMemoryError, *, pinned: bool) -> Any:
+        del refusal
+        return Arenas(probe=lambda: None).reserve(least_bytes, pinned=pinned)
+
+
+def a_save_in_waves(world: World) -> None:
+    """All is copied before the save returns; then the training goes on beside the writer."""
+    weight, buffer = world.tensor(0, 1), world.tensor(3, 4)
+    weight.add_(1)  # still queued when the save begins
+    staged = stage(Stager(ShortOfMemory()), [weight, buffer], stable=None)  # type: ignore[arg-type]
+    assert staged.deferred is not None
+    staged.deferred.wait()
+    file = Written(world, staged)
+    world.actor(lambda: weight.add_(50), lambda: buffer.add_(50))
+    world.actor(*file.steps())
+    world.run()
+    equal(file.error, None)
+    equal(file.numbers(), [[1, 2], [3, 4]])
 
 
 def memory_taken_again(world: World) -> None:
@@ -498,6 +525,7 @@ SCENARIOS = [
     a_change_without_a_wait,
     fingerprints,
     an_overlapped_save,
+    a_save_in_waves,
     a_save_of_tensors_everywhere,
     memory_taken_again,
 ]

@@ -100,7 +100,8 @@ class CheckpointOptions:
             the state in host memory, allocated when it is first needed.
         staging_memory: the most host memory, in bytes or as "512 MiB", for all arenas of one rank; None for
             the free memory at the time of allocation, less a headroom (5 %, at least 512 MiB). Ranks of one
-            machine do not see what the others are about to allocate: there a number is safer.
+            machine do not see what the others are about to allocate: there a number is safer. A larger share
+            is saved in waves, for which training waits.
         write_bandwidth: the most bytes per second that one rank writes, as a number or as "500 MB/s"; None
             for no limit.
         writers: the number of threads that write one file at the same time, on local filesystems only; None

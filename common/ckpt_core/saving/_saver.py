@@ -21,7 +21,6 @@ from ckpt_core.errors import (
     ConfigError,
     CoordinationError,
     SaveError,
-    StagingMemoryError,
 )
 from ckpt_core.names import SHARED, rank_name, shared_name
 from ckpt_core.options import bytes_text
@@ -110,12 +109,17 @@ class Saver:
         self._notes = LoadNotes(allow_pickle=means.options.allow_pickle)
         self._configuration: str | None = None
         self._trained: tuple[int, TrainedSlots] = (-1, {})
-        options = means.options
-        self._stager = Stager(Arenas(options.arenas, options.staging_memory_bytes), options.priority)
         self._asked = ""
         self._warned = self._told_of_waves = False
         self._entered = threading.Lock()
         self.in_flight = InFlightSaves(job.coordinator, means.thread, means.options)
+        self._stager = Stager(
+            Arenas(means.options.arenas, means.options.staging_memory_bytes),
+            means.options.priority,
+            until_free=self.in_flight.until_committed,
+            held_bytes=job.storage.own.held_bytes,
+            is_finite=is_finite if means.options.reject_non_finite else None,
+        )
         self.copies = StepGuard()
         self.skipped = False
         self.optimizers: Sequence[Any] = ()
@@ -151,7 +155,10 @@ class Saver:
                 save = self._prepare(self._checked(request), state)
                 self._asked = request.name
                 self.optimizers = save.optimizers
-                self._begin(save)
+                self.copies.watch(None if save.staged.waves else save.staged.deferred, save.optimizers)
+                self.in_flight.start(save)
+                if save.staged.waves is not None:
+                    self._copy_in_waves(save)
         except SaveError:
             if self._options.on_error == "raise":
                 raise
@@ -162,16 +169,11 @@ class Saver:
         finally:
             self._entered.release()
 
-    def _begin(self, save: Save) -> None:
-        """Begin to write; in waves, block until the last is copied, and tell it once."""
-        staged, options = save.staged, self._options
-        if staged.waves is None or staged.deferred is None:
-            self.copies.watch(staged.deferred, save.optimizers)
-            self.in_flight.start(save)
-            return
-        began = time.monotonic()
-        self.in_flight.start(save)
-        staged.deferred.wait()
+    def _copy_in_waves(self, save: Save) -> None:
+        """Copy all of the state while it is written; tell once what that has cost."""
+        staged, options, began = save.staged, self._options, time.monotonic()
+        if staged.deferred is not None:
+            staged.deferred.wait()
         if self._told_of_waves or save.handle.error is not None:
             return
         self._told_of_waves, held = True, self._stager.arenas.size_bytes
@@ -209,7 +211,7 @@ class Saver:
         except CoordinationError as lost:
             raise save_error(self._job.storage.url, 0, "plan", lost) from lost
         try:
-            return self._stager.prewarm(plans.parts, plans.generation, self._job.storage.own.held_bytes)
+            return self._stager.prewarm(plans.parts, plans.generation)
         finally:
             plans.release()
 
@@ -414,27 +416,9 @@ class Saver:
         if plans.keeping is not KeepOwn.NEVER or self._coordinator.is_coordinator:
             save.local = RankBuffers(state.local)
         stable = state.stable if self._options.staging == "overlapped" and state.optimizers else None
-        save.staged = self._copy(stable)
+        save.staged = self._stager.stage(plans.parts, plans.generation, stable=stable)
         self._notes.log(state, plans, save.staged, self._job.storage.url)
         save.extra = self._extra(save.extra, save.staged)
-
-    def _copy(self, stable: Sequence[Any] | None) -> StagedParts:
-        """Copy this rank's share; in waves if there is no memory for it."""
-        parts, generation = self._plans.parts, self._plans.generation
-        try:
-            return self._stager.stage(parts, generation, stable=stable)
-        except StagingMemoryError:
-            self.in_flight.until_committed()  # their memory can be used
-        try:
-            return self._stager.stage(parts, generation, stable=stable)
-        except StagingMemoryError as refusal:
-            return self._stager.stage_in_waves(
-                parts,
-                generation,
-                refusal,
-                held_bytes=self._job.storage.own.held_bytes,
-                is_finite=is_finite if self._options.reject_non_finite else None,
-            )
 
     def _extra(self, of_rank: SpaceNeeded, staged: StagedParts) -> SpaceNeeded:
         """Add the staged plain values; those of other ranks are assumed to be alike."""

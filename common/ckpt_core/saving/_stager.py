@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, islice, takewhile
+from itertools import islice, takewhile
 from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
@@ -18,16 +18,7 @@ from ckpt_core.dcp import Image, ImageLayout, Part
 from ckpt_core.devices import current_stream, has_streams, side_stream
 from ckpt_core.errors import ConfigError, StagingMemoryError
 from ckpt_core.saving._handle import failed_in
-from ckpt_core.staging import (
-    LEAST_WINDOWS,
-    Arena,
-    Arenas,
-    Copy,
-    DeferredCopies,
-    Waves,
-    flat_parts,
-    whole_pages,
-)
+from ckpt_core.staging import Arena, Arenas, Copy, DeferredCopies, Waves, flat_parts, whole_pages
 
 
 @final
@@ -75,6 +66,7 @@ class StepGuard:
 
 
 _Layouts: TypeAlias = Mapping[str, ImageLayout]
+_Values: TypeAlias = Mapping[str, Mapping[MetadataIndex, bytes]]
 
 
 @final
@@ -93,7 +85,7 @@ class StagedParts:
     """
 
     images: Mapping[str, Image]
-    values: Mapping[str, Mapping[MetadataIndex, bytes]]
+    values: _Values
     arena: Arena | None
     deferred: DeferredCopies | None = None
     waves: Waves | None = None
@@ -109,11 +101,11 @@ class StagedParts:
             return
         before = [image.layout for _, image in takewhile(lambda each: each[0] != part, self.images.items())]
         if self.waves is None:
-            last = self.images[part].layout.batches[piece][2] - 1
-            self.deferred.wait_for(sum(len(layout.slots) for layout in before) + last)
-            return
-        self.deferred.wait_for(sum(len(layout.batches) for layout in before) + piece)
-        if self.deferred.done and (error := self.deferred.settle()) is not None:
+            last = self.images[part].layout.batches[piece][2] - 1 + sum(len(each.slots) for each in before)
+        else:
+            last = piece + sum(len(each.batches) for each in before)
+        self.deferred.wait_for(last)
+        if self.waves is not None and self.deferred.done and (error := self.deferred.settle()) is not None:
             raise failed_in("stage", error)
 
     def stop(self) -> None:
@@ -140,10 +132,27 @@ NOTHING_STAGED = StagedParts(images={}, values={}, arena=None)
 
 @final
 class Stager:
-    """Copying of shards. Main thread. Layouts and memory are kept while plans stay."""
+    """Copying of shards. Main thread. Layouts and memory are kept while plans stay.
 
-    def __init__(self, arenas: Arenas, priority: int = 0) -> None:
+    Args:
+        arenas: the memory.
+        priority: of the thread that makes deferred copies.
+        until_free: blocks until no arena is in flight, unless its writer hangs.
+        held_bytes: see `Storage.held_bytes`.
+        is_finite: looks at all that is copied in waves; None to look at nothing.
+    """
+
+    def __init__(
+        self,
+        arenas: Arenas,
+        priority: int = 0,
+        *,
+        until_free: Callable[[], None] = lambda: None,
+        held_bytes: Callable[[int], int] = lambda _: 0,
+        is_finite: Callable[[torch.Tensor], bool] | None = None,
+    ) -> None:
         self.arenas, self._priority = arenas, priority
+        self._until_free, self._held_bytes, self._is_finite = until_free, held_bytes, is_finite
         self._generation = -1
         self._layouts: _Layouts = {}
 
@@ -155,17 +164,27 @@ class Stager:
         When it returns, training may change the copied tensors; the others, which only optimizer steps
         change, are in `deferred`. With `stable` None everything is copied now.
 
+        Where there is too little memory, nothing is copied yet: nothing may change until `deferred.wait` has
+        copied all, while other threads write the `waves`.
+
         Raises:
             CheckpointError: every arena is still being written.
-            StagingMemoryError: there is no host memory for the copy.
+            StagingMemoryError: there is no host memory for the copy, not even in waves.
         """
         values, sources = _values(parts), [shard for part in parts.values() for shard in part.shards()]
         names = [index.fqn for part in parts.values() for index, _, _ in part.specs]
+        addresses = [memory_of(source) for source in sources]
+        _check_memory(names, sources, addresses)
         devices = {source.device for source in sources if has_streams(source)}
-        arena, images = self._reserve(parts, generation, pinned=_pins(sources))
         try:
-            addresses = [memory_of(source) for source in sources]
-            _check_memory(names, sources, addresses)
+            arena, images = self._reserve(parts, generation, pinned=_pins(sources))
+        except StagingMemoryError:
+            self._until_free()  # that memory can be used
+            try:
+                arena, images = self._reserve(parts, generation, pinned=_pins(sources))
+            except StagingMemoryError as refusal:
+                return self._in_waves(sources, values, refusal)
+        try:
             targets = [target for image in images.values() for target in image.targets]
             if stable is None:
                 _copy(targets, sources)
@@ -189,58 +208,25 @@ class Stager:
             raise
         return StagedParts(images=images, values=values, arena=arena, deferred=deferred)
 
-    def stage_in_waves(
-        self,
-        parts: Mapping[str, Part],
-        generation: int,
-        refusal: StagingMemoryError,
-        *,
-        held_bytes: Callable[[int], int],
-        is_finite: Callable[[torch.Tensor], bool] | None,
+    def _in_waves(
+        self, sources: Sequence[torch.Tensor], values: _Values, refusal: StagingMemoryError
     ) -> StagedParts:
-        """Prepare copies in waves of what `stage` has refused; no arena may be in flight.
-
-        `deferred.wait` makes them while others write what was copied; until then nothing may change.
-
-        Args:
-            parts: as for `stage`.
-            generation: as for `stage`.
-            refusal: of `stage`.
-            held_bytes: see `Storage.held_bytes`.
-            is_finite: looks at all that was copied; None to look at nothing.
-
-        Raises:
-            StagingMemoryError: there is not even memory for a few windows.
-        """
-        sources = [shard for part in parts.values() for shard in part.shards()]
-        names = [index.fqn for part in parts.values() for index, _, _ in part.specs]
-        _check_memory(names, sources, [memory_of(source) for source in sources])
-        for device in {source.device for source in sources if has_streams(source)}:
-            current_stream(device).synchronize()
-        layouts, values = self._laid_out(parts, generation), _values(parts)
-        window_bytes, least_bytes = _windows(layouts, held_bytes)
-        with torch.inference_mode(mode=False):
-            arena = self.arenas.reserve_most(least_bytes, refusal, pinned=_pins(sources))
-        arena.attach(None)  # images of another layout
+        arena, window_bytes = self._reserve_windows(refusal, pinned=_pins(sources))
         non_finite: list[tuple[str, str]] = []
+        fills: list[Callable[[torch.Tensor], None]] = []
+        starts: dict[str, int] = {}
         rest = iter(sources)
-        contents = [
-            _Content(name, layout, list(islice(rest, len(layout.slots))), is_finite, non_finite)
-            for name, layout in layouts.items()
-        ]
-        counts = [len(layout.batches) for layout in layouts.values()]
-        fills = [
-            partial(content.copy, piece)
-            for content, count in zip(contents, counts, strict=True)
-            for piece in range(count)
-        ]
+        for name, layout in self._layouts.items():
+            starts[name] = len(fills)
+            of_part = list(islice(rest, len(layout.slots)))
+            content = _Content(name, layout, of_part, self._is_finite, non_finite)
+            fills += [partial(content.copy, piece) for piece in range(len(layout.batches))]
         waves = Waves(arena.memory, window_bytes, fills)
-        images = {
-            name: Image(layout, window=partial(waves.window, before))
-            for (name, layout), before in zip(layouts.items(), accumulate([0, *counts[:-1]]), strict=True)
-        }
         return StagedParts(
-            images=images,
+            images={
+                name: Image(layout, window=partial(waves.window, starts[name]))
+                for name, layout in self._layouts.items()
+            },
             values=values,
             arena=arena,
             deferred=waves.copies,
@@ -248,19 +234,27 @@ class Stager:
             non_finite=non_finite,
         )
 
-    def prewarm(self, parts: Mapping[str, Part], generation: int, held_bytes: Callable[[int], int]) -> int:
+    def _reserve_windows(self, refusal: StagingMemoryError, *, pinned: bool) -> tuple[Arena, int]:
+        """Reserve memory for windows on all images; return it, and the size of one."""
+        layouts = self._layouts.values()
+        size_bytes = max(layout.window_bytes for layout in layouts)
+        held = max(-(-self._held_bytes(layout.size_bytes) // layout.piece_bytes) for layout in layouts)
+        with torch.inference_mode(mode=False):
+            arena = self.arenas.reserve_most(size_bytes * (Waves.LEAST + held), refusal, pinned=pinned)
+        arena.attach(None)  # images of another layout
+        return arena, size_bytes
+
+    def prewarm(self, parts: Mapping[str, Part], generation: int) -> int:
         """Allocate the arenas, or the memory of waves; return the bytes of all arenas."""
         pinned = _pins(shard for part in parts.values() for shard in part.shards())
         total = _total(self._laid_out(parts, generation))
         try:
-            size_bytes = self.arenas.prewarm(total, pinned=pinned)
+            self.arenas.prewarm(total, pinned=pinned)
+            arena, _ = self._reserve(parts, generation, pinned=pinned)
         except StagingMemoryError as refusal:
-            _, least_bytes = _windows(self._layouts, held_bytes)
-            self.arenas.reserve_most(least_bytes, refusal, pinned=pinned).release()
-            return self.arenas.size_bytes
-        arena, _ = self._reserve(parts, generation, pinned=pinned)
+            arena, _ = self._reserve_windows(refusal, pinned=pinned)
         arena.release()
-        return size_bytes
+        return self.arenas.size_bytes
 
     def close(self) -> None:
         """Return the memory to the system."""
@@ -297,15 +291,8 @@ def _pins(sources: Iterable[torch.Tensor]) -> bool:
     return any(source.is_cuda for source in sources)
 
 
-def _values(parts: Mapping[str, Part]) -> Mapping[str, Mapping[MetadataIndex, bytes]]:
+def _values(parts: Mapping[str, Part]) -> _Values:
     return {name: dict(zip(part.value_indices, part.values(), strict=True)) for name, part in parts.items()}
-
-
-def _windows(layouts: _Layouts, held_bytes: Callable[[int], int]) -> tuple[int, int]:
-    """Return the size of the windows on all images, and the least of memory for them."""
-    size_bytes = max(layout.window_bytes for layout in layouts.values())
-    held = max(-(-held_bytes(layout.size_bytes) // layout.piece_bytes) for layout in layouts.values())
-    return size_bytes, size_bytes * (LEAST_WINDOWS + held)
 
 
 @final

@@ -6,16 +6,13 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
-from typing import Any, Final, final
+from typing import Any, ClassVar, final
 
 import torch
 
 from ckpt_core.errors import CheckpointError
 from ckpt_core.staging._copies import CopyPiece
 from ckpt_core.staging._overlap import DeferredCopies
-
-LEAST_WINDOWS: Final = 8
-"""Two are being written, two wait, two are being filled; some are kept by an error until it is raised."""
 
 
 @final
@@ -32,7 +29,13 @@ class Waves:
         memory: on a page boundary.
         window_bytes: whole pages.
         fills: for every window, what copies its content to its memory.
+
+    Attributes:
+        LEAST: of windows in memory. Two are being written, two wait, two are being filled, and an error keeps
+            some until it is raised.
     """
+
+    LEAST: ClassVar[int] = 8
 
     def __init__(
         self, memory: torch.Tensor, window_bytes: int, fills: Sequence[Callable[[torch.Tensor], None]]
@@ -44,7 +47,7 @@ class Waves:
         self._changed = threading.Condition()
         self._stopped = False
         pieces = (CopyPiece(partial(self._fill, at, fill), at, at + 1) for at, fill in enumerate(fills))
-        self.copies = DeferredCopies((), pieces)
+        self.copies = DeferredCopies((), pieces=pieces)
 
     def window(self, before: int, number: int) -> memoryview:
         """Return a window, `number` after the first `before`; it ends with its views."""
