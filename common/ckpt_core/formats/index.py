@@ -483,7 +483,7 @@ class _Columns:
         known: dict[int, TensorIn | None] = {}
         for name, each in described.items():
             if id(each) not in known:
-                known[id(each)] = self._tensor(name, each) if hasattr(each, "chunks") else None
+                known[id(each)] = self._tensor_in(name, each) if hasattr(each, "chunks") else None
         self._index = Index(
             list(described),
             [known[id(each)] for each in described.values()],
@@ -497,7 +497,7 @@ class _Columns:
             for row, start in enumerate(map(tuple, each.starts.tolist())):
                 self._rows.setdefault((number, self._starts.setdefault(start, len(self._starts))), row)
 
-    def _tensor(self, name: str, entry: Any) -> TensorIn:
+    def _tensor_in(self, name: str, entry: Any) -> TensorIn:
         size, form = tuple(entry.size), entry.properties
         chunks = tuple((tuple(each.offsets), tuple(each.sizes)) for each in entry.chunks)
         boxes = self._equal.get((len(size), chunks))

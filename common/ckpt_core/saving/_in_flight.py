@@ -66,7 +66,7 @@ class Task:
 
 @final
 class SaveThread:
-    """The background thread of saves, as nice as `priority`, with a watchdog for its progress.
+    """The background thread of saves, with a watchdog; as nice as `priority`.
 
     Concurrency: `submit`, `stuck` and `close` on the main thread, `heartbeat` on the save thread.
     """
