@@ -295,7 +295,7 @@ class _Bundle:
         found: list[str] = []
         for name in self.names.tolist():
             try:
-                check_boxes(all_names[name], self.form[1], Boxes(self.starts, self.sizes))
+                check_boxes(all_names[int(name)], self.form[1], Boxes(self.starts, self.sizes))
             except ImpossibleError as error:
                 found.append(str(error))
             else:
@@ -485,11 +485,11 @@ def _bundles(
     for count in np.unique(counts).tolist():
         own = np.flatnonzero(counts == count)
         items = rows[(ends[own] - count)[:, None] + np.arange(count)]
-        first, which = _distinct(np.hstack([local[own, None], cohort[items], kind[items]]))
+        first, which = _distinct(np.hstack([local[own, None], cohort[items], kind[items]]).astype(np.int64))
         members = np.split(np.argsort(which, kind="stable"), np.cumsum(np.bincount(which))[:-1])
         for at in members:
             entries = [
-                _Entry(cohorts[number], int(kind[lowest]), items[at, column] - starts[number])
+                _Entry(cohorts[int(number)], int(kind[lowest]), items[at, column] - starts[number])
                 for column, lowest in enumerate(items[at[0]])
                 for number in (cohort[lowest],)
             ]
@@ -511,11 +511,11 @@ def _replicas(
     for number, (ranks, held) in enumerate(found.items()):
         key = tuple(id(bundle) for bundle, _ in held)
         if key not in listed:
-            listed[key] = [names[each] for bundle, _ in held for each in bundle.names.tolist()]
+            listed[key] = [names[int(each)] for bundle, _ in held for each in bundle.names.tolist()]
         groups.append(Replicas(ranks=ranks, names=listed[key]))
         first, which = _distinct(np.stack([entry for _, entry in held], axis=1))
         contents = [
-            np.concatenate([bundle.entries[entry[at]].positions for bundle, entry in held])
+            np.concatenate([bundle.entries[int(entry[at])].positions for bundle, entry in held])
             .astype(np.int32)
             .tobytes()
             for at in first
@@ -559,7 +559,7 @@ def _free(
         disjoint = len(np.unique(holders)) == holders.size
         for own in [slice(None)] if disjoint else [slice(at, at + 1) for at in range(len(each))]:
             block, lowest = np.array(each[own]), int(holders[own][0, 0])
-            entry = bundle.entries[bundle.entry[rows[int(bundle.parents[block[0]])][0]]]
+            entry = bundle.entries[int(bundle.entry[rows[int(bundle.parents[block[0]])][0]])]
             for at, position in enumerate(entry.positions.tolist()):
                 yield -size, lowest, position, bundle, at, block, holders[own]
 

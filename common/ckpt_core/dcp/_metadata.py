@@ -152,7 +152,7 @@ class StoredPlaces(Mapping[MetadataIndex, StorageInfo]):
         transforms = places.transforms
         of_rows = repeat(None) if transforms is None else [transforms[row] for row in rows.tolist()]
         return [
-            StorageInfo(places.files[file], offset, length, each)
+            StorageInfo(places.files[int(file)], offset, length, each)
             for file, offset, length, each in zip(*columns, of_rows, strict=False)
         ]
 

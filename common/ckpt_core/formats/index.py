@@ -131,7 +131,7 @@ class Index:
             *(each.tolist() for each in columns), transforms, strict=False
         ):
             start = own[name]
-            yield self.names[name], start and start[box], places.files[file], offset, length, extensions
+            yield self.names[name], start and start[box], places.files[int(file)], offset, length, extensions
 
 
 def _text(value: str) -> bytes:
@@ -578,7 +578,7 @@ def _check_places(places: Places, index: Index) -> None:
     for column in (places.offset, places.length):
         wrong = np.flatnonzero((column < 0) | (column > MAX_COUNT))
         if len(wrong):
-            path = places.files[places.file[wrong[0]]]
+            path = places.files[int(places.file[wrong[0]])]
             raise ValueError(f"impossible offset or length in {path!r:.80}")
     for each in {id(each): each for each in places.transforms or ()}.values():
         check_extensions(each)
