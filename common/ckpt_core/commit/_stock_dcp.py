@@ -22,7 +22,6 @@ from ckpt_core.errors import (
 )
 from ckpt_core.formats.dcp_metadata import item_bytes
 from ckpt_core.formats.extensions import plain_entry
-from ckpt_core.formats.index import decode
 from ckpt_core.formats.legacy import verify_small
 from ckpt_core.formats.zips import ZipError, read_directory, verify_records
 from ckpt_core.names import DATA_SUFFIX, METADATA, can_count
@@ -79,6 +78,8 @@ def verify_part(
     storage: Storage, part: str, *, seen: Callable[[int], None] = lambda _: None
 ) -> list[FileFailure]:
     """Verify one directory of DCP's data, as by `verify_stock`; "" is the root."""
+    from ckpt_core.formats.index import decode
+
     prefix = f"{part}/" if part else ""
     chunks = defaultdict[str, list[_StockChunk]](list)
     try:

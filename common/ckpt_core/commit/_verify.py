@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import IO, Final, TypeAlias, final
+from typing import IO, TYPE_CHECKING, Final, TypeAlias, final
 
 from ckpt_core.commit._catalog import Catalog, plain_storage
 from ckpt_core.commit._manifest import Manifest, read_committed
@@ -25,12 +25,13 @@ from ckpt_core.errors import (
 )
 from ckpt_core.formats.checksums import Checksum, checksum, crc32, crc32_value
 from ckpt_core.formats.chunks import ChunkTable, FileChunks
-from ckpt_core.formats.consistency import check
 from ckpt_core.formats.dcp_metadata import item_bytes
-from ckpt_core.formats.index import Index, decode
 from ckpt_core.names import MANIFEST, MARKER, METADATA, chunks_name, data_rank, twin_name
 from ckpt_core.storage import ForeignFileError, Storage, read_small
 from ckpt_core.types import ChunkEntry, FileEntry
+
+if TYPE_CHECKING:
+    from ckpt_core.formats.index import Index
 
 _MOST_NAMED: Final = 8
 _BLOCK_BYTES: Final = 8 << 20
@@ -323,6 +324,8 @@ class TensorEntry:
 
 def list_tensors(content: bytes, source: str) -> list[TensorEntry]:
     """List every tensor of a `.metadata`, in its order; errors as by `decode`."""
+    from ckpt_core.formats.index import decode  # needs numpy, which `ckpt ls` does not import
+
     return [
         TensorEntry(
             name=name,
@@ -336,6 +339,9 @@ def list_tensors(content: bytes, source: str) -> list[TensorEntry]:
 
 def index_failures(path: str, sizes: Mapping[str, int], read: Callable[[str], bytes]) -> list[FileFailure]:
     """List why a load would refuse our `.metadata`, alone or beside the chunk tables."""
+    from ckpt_core.formats.consistency import check
+    from ckpt_core.formats.index import decode
+
     part = path.removesuffix(METADATA)
 
     def size(data: str) -> int:

@@ -223,7 +223,8 @@ class Part:
             value = _local(value, own)
         self._shard_leaves.append(leaf)
         if type(value) in PLAIN:
-            self.specs.append((index, value.dtype, sizes))
+            # Of nothing FSDP makes shards of other shapes than those that torch computes.
+            self.specs.append((index, value.dtype, sizes if all(sizes) else tuple(value.shape)))
             return True
         specs, record = specs_of(index, value)
         self.specs += specs

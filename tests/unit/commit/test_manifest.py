@@ -39,6 +39,7 @@ json_values = st.recursive(
 
 
 counts = st.none() | sizes
+ids = st.text("0123456789abcdef", min_size=8, max_size=32)
 provenances = st.builds(
     Provenance,
     parent=st.none()
@@ -58,7 +59,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
     file = st.builds(FileEntry, path=paths, size_bytes=sizes, checksum=checksums)
     files = tuple(draw(st.lists(file, max_size=4, unique_by=lambda entry: entry.path)))
     return Manifest(
-        save_id=draw(names),
+        save_id=draw(ids),
         step=draw(sizes),
         created=draw(st.floats(0, 1e12)),
         world_size=draw(st.integers(1, 2**20)),

@@ -209,6 +209,7 @@ def test_a_pickle_in_the_place_of_a_tensor_is_not_executed(storage, tmp_path):
     metadata = ShardReader(storage, "ours").read_metadata()
     buffer = io.BytesIO()
     torch.save(Opaque(), buffer)
+    metadata.storage_data = dict(metadata.storage_data)
     (info,) = metadata.storage_data.values()
     info.offset, info.length = 0, len(buffer.getvalue())
     (tmp_path / "ours" / "__0_0.distcp").write_bytes(buffer.getvalue())
