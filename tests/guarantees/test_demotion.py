@@ -162,7 +162,12 @@ def test_a_report_knows_what_the_save_of_weights_cost(tmp_path, capsys):
     assert listing(LocalStorage(tmp_path)) == ([3], [2])
     capsys.readouterr()
     assert main(["report", str(tmp_path)]) == 0
-    assert "not in the journal" not in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "not in the journal" not in shown
+    deleted = [line.split("deleted")[1].strip() for line in shown.splitlines() if " deleted " in line]
+    whys = " ".join(deleted)
+    assert "demoted: the weights of each stay" in whys, shown
+    assert "not kept by" in whys, "step 1, which no rule keeps"
 
 
 def test_a_tier_makes_weights_of_its_own():

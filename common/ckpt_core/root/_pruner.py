@@ -147,7 +147,9 @@ class Pruner:
             if not taken and ownership.inventory.still_there(info):
                 self.drop(info)
                 removed.append(info)
-        self.report(removed, f"not kept by {self._policy!r}")
+        lighter = [info for info in removed if info.name in plans[-1].superseded]
+        self.report(lighter, "demoted: the weights of each stay")
+        self.report([info for info in removed if info not in lighter], f"not kept by {self._policy!r}")
         planned = {info.name for info in plans[-1].drop}
         plan = withheld(plans[-1], [info for info in drop if info.name in planned])
         found = defaultdict[str, list[int]](list)
