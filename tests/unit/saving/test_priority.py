@@ -24,12 +24,17 @@ def nice() -> int:
 @pytest.mark.parametrize("given", [{"priority": 0}, {}, {"priority": 19, "writers": 3}], ids=str)
 def test_what_copies_hashes_and_writes_gives_way_and_the_training_does_not(tmp_path, monkeypatch, given):
     seen = dict[str, int]()
+    writers = {f"ckpt-write-{number}" for number in range(given.get("writers", 2))}
+    all_write = threading.Barrier(len(writers))  # one alone could be quick enough for all pieces
 
     def watched(owner, name):
         real = getattr(owner, name)
 
         def watching(*arguments, **keywords):
-            seen[threading.current_thread().name] = nice()
+            thread = threading.current_thread().name
+            if thread in writers - seen.keys():
+                all_write.wait(60)
+            seen[thread] = nice()
             return real(*arguments, **keywords)
 
         monkeypatch.setattr(owner, name, watching)
@@ -43,7 +48,6 @@ def test_what_copies_hashes_and_writes_gives_way_and_the_training_does_not(tmp_p
     with CheckpointManager(tmp_path, staging="overlapped", checksum="sha256", **given) as manager:
         manager.save(1, state).result()
     of_us = {name: found for name, found in seen.items() if name != threading.current_thread().name}
-    writers = {f"ckpt-write-{number}" for number in range(given.get("writers", 2))}
     assert {name for name in of_us if name.startswith("ckpt-write")} == writers
     assert {"ckpt-copy", "ckpt-save", "ckpt-hash-0"} <= of_us.keys()
     of_us.pop("ckpt-journal", None)  # writes a few lines when the run begins and ends
