@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
@@ -92,6 +93,7 @@ def told(of: Index) -> Any:
 def test_what_is_encoded_is_read_the_same_by_columns_by_objects_and_by_stock(made):
     content = b"".join(encode(made))
     stock = pickle.loads(content)
+    assert stock.version == CURRENT_DCP_VERSION
     assert told(decode(content, PLACE)) == told(made)
     assert told(index_of(stock)) == told(made)
     assert told(decode(pickle.dumps(stock), PLACE)) == told(made)

@@ -485,7 +485,7 @@ def _bundles(
     for count in np.unique(counts).tolist():
         own = np.flatnonzero(counts == count)
         items = rows[(ends[own] - count)[:, None] + np.arange(count)]
-        first, which = _distinct(np.hstack([local[own, None], cohort[items], kind[items]]).astype(np.int64))
+        _, which = _distinct(np.hstack([local[own, None], cohort[items], kind[items]]).astype(np.int64))
         members = np.split(np.argsort(which, kind="stable"), np.cumsum(np.bincount(which))[:-1])
         for at in members:
             entries = [
@@ -494,7 +494,6 @@ def _bundles(
                 for number in (cohort[lowest],)
             ]
             yield _Bundle(own[at], entries, names, alike=not local[own[at[0]]])
-        del first
 
 
 def _replicas(

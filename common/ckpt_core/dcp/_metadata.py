@@ -100,7 +100,6 @@ class StoredPlaces(Mapping[MetadataIndex, StorageInfo]):
 
     def __init__(self, index: Index) -> None:
         self._index = index
-
         self._boxes: dict[int, dict[tuple[int, ...], int]] = {}
 
     @cached_property

@@ -14,7 +14,6 @@ an object store, step 2 is a part of step 4, and damage fails there.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -450,12 +449,12 @@ class Load:
 
 
 def _engine_for(files: CommittedFiles) -> Engine:
-    free, local_ranks = free_memory(), int(os.environ.get("LOCAL_WORLD_SIZE", "1") or "1")
+    free = free_memory()
     return Engine(
         files.storage,
         files.directory,
         # Of network reads, half of the free memory of the host, shared by its ranks.
-        keep_bytes=_KEEP_BYTES if free is None else free.usable_bytes // (2 * max(1, local_ranks)),
+        keep_bytes=_KEEP_BYTES if free is None else free.share_bytes // 2,
     )
 
 

@@ -237,7 +237,7 @@ def _part_bytes(index: Index) -> int:
     known = {id(None): (_ENTRY_BYTES, 1)}
     for entry in index.entries:
         if entry is not None and id(entry) not in known:
-            payload = entry.boxes.sizes.prod(axis=1) * item_bytes(entry.properties[0])
+            payload = entry.boxes.sizes.prod(axis=1) * item_bytes(entry.dtype)
             frame = np.where(payload < BLOCK_BYTES, _SMALL_FRAME_BYTES, _FRAME_BYTES + _PAGE) + _TABLE_BYTES
             total = int((payload + frame + (payload * _BLOCK_CRC).astype(np.int64)).sum())
             known[id(entry)] = total, len(entry.boxes)

@@ -16,12 +16,7 @@ from ckpt_core.commit import working_name
 from ckpt_core.crew import run_with_timeout
 from ckpt_core.dcp import GroupNames
 from ckpt_core.disclosure import logger_of
-from ckpt_core.errors import (
-    CheckpointError,
-    ConfigError,
-    CoordinationError,
-    SaveError,
-)
+from ckpt_core.errors import CheckpointError, ConfigError, CoordinationError, SaveError
 from ckpt_core.names import SHARED, rank_name, shared_name
 from ckpt_core.options import bytes_text
 from ckpt_core.provenance import configuration_digest

@@ -39,6 +39,12 @@ class FreeMemory:
         headroom = max(_HEADROOM_BYTES, self.total_bytes // _PART_OF_TOTAL)
         return self.available_bytes - min(headroom, self.available_bytes // _PART_OF_AVAILABLE)
 
+    @property
+    def share_bytes(self) -> int:
+        """Bytes of that for one of the ranks that a launcher has started on this machine."""
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or "1")
+        return self.usable_bytes // max(1, ranks)
+
 
 def free_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> FreeMemory | None:
     """Return the free memory, the machine's or the cgroup's; None if unknown.
@@ -425,8 +431,8 @@ class Arenas:
     def _room(self) -> int:
         if self._budget_bytes is not None:
             return max(0, self._budget_bytes - self.size_bytes)
-        free, ranks = self._probe(), int(os.environ.get("LOCAL_WORLD_SIZE", "1") or "1")
-        return 0 if free is None else free.usable_bytes // max(1, ranks)
+        free = self._probe()
+        return 0 if free is None else free.share_bytes
 
     def _refusal(self, needed_bytes: int, available_bytes: int, known: str) -> StagingMemoryError:
         fewer = "use arenas=1, " if len(self._slots) > 1 else ""
