@@ -54,11 +54,16 @@ class DeferredCopies:
         self._device.when_done(lambda: self._host.when_done(lambda: listener(self.settle())))
 
     def settle(self) -> BaseException | None:
-        """Block until the copies have ended; return the error of `finish` or None."""
+        """Block until the copies have ended; return the error of `finish` or None.
+
+        An interruption of a thread that copied is such an error: only that thread itself is interrupted.
+        """
         try:
             self.finish()
-        except Exception as error:  # noqa: BLE001 - returned to the caller
-            return error
+        except BaseException as error:
+            if isinstance(error, Exception) or self.done:
+                return error
+            raise
         return None
 
     def finish(self) -> None:

@@ -164,6 +164,26 @@ def test_a_copy_that_fails_midway_fails_the_save_and_training_goes_on(tmp_path, 
         assert manager.verify(2) == []
 
 
+def test_an_interruption_of_the_copies_is_raised_once_and_fails_that_save_alone(tmp_path, monkeypatch):
+    copied = []
+
+    def interrupted(targets, sources, **_):
+        copied.append(len(targets))
+        if len(copied) == 15:
+            raise KeyboardInterrupt
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+
+    monkeypatch.setattr(_stager, "copy_all", interrupted)
+    with CheckpointManager(tmp_path, staging_memory=MEMORY, on_error="warn") as manager:
+        with pytest.raises(KeyboardInterrupt):
+            manager.save(1, twice())
+        manager.wait()
+        manager.save(2, twice()).result(LONG)
+        assert steps(manager) == [2]
+        assert manager.verify(2) == []
+
+
 def test_storage_that_hangs_ends_the_wait_of_the_training_at_the_deadline(tmp_path):
     opened = threading.Event()
     hang = Fault(method="write", key="*1*.distcp", nth=12, before=lambda _: opened.wait(LONG))

@@ -187,6 +187,8 @@ def test_an_interruption_of_whoever_helps_goes_on_and_leaves_nobody_waiting(monk
         copies.wait()
     with pytest.raises(KeyboardInterrupt):
         copies.finish()
+    # Of the thread that writes: it is not interrupted, and the save fails.
+    assert isinstance(copies.settle(), KeyboardInterrupt)
 
 
 def test_a_change_outside_the_step_is_never_saved_as_a_mixture():
