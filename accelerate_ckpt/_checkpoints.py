@@ -555,18 +555,18 @@ def enable(
     Args:
         accelerator: any accelerator, before or after `prepare`.
         root: where `save_state()` without a directory saves, as `checkpoint_{n}`.
-        save: which of the `save_state` calls save; every one if None.
-        keep: which checkpoints stay; with automatic naming, `total_limit` if None.
+        save: which of the `save_state` calls save; every one if None. A call that is not due returns None.
+        keep: which checkpoints stay; with automatic naming, `total_limit` if None, which also prunes those
+            that are abandoned.
         sinks: receivers of telemetry events.
         **options: `stock_files` (whether plain replicas also get `model.safetensors` and `optimizer.bin`,
             written by the main process while training waits, so that stock `load_state` reads them; False),
             `gradients` (whether a save within an accumulation window holds its gradients; False),
             `contents` ("all" of the models, or "trainable", which refers to what is frozen; the default for
-            PEFT models),
-            `override` (hyperparameters that `load_state` changes, such as `{"lr": 1e-4}`, once for all
-            restarts), `log_costs` (whether the trackers receive `checkpoint/stall_ms`, `durable_s`, `bytes`
-            and `overhead` of every save; True), and every other field of `CheckpointOptions` but
-            `on_exception`, such as `back_pressure` and `on_error`.
+            PEFT models), `override` (hyperparameters that `load_state` changes, such as `{"lr": 1e-4}`, once
+            for all restarts), `log_costs` (whether the trackers receive `checkpoint/stall_ms`, `durable_s`,
+            `bytes` and `overhead` of every save; True), and the other fields of `CheckpointOptions` but
+            `on_exception`.
 
     Raises:
         ConfigError: an option is wrong, or the accelerator is enabled already, or is none.

@@ -133,7 +133,8 @@ class Configured:
     """Base of the callback and the plugin: takes the options of the core and these.
 
     Args:
-        dirpath: directory, fsspec URL (`s3://bucket/run`) or `Storage` of the run's checkpoints.
+        dirpath: directory, fsspec URL (`s3://bucket/run`) or `Storage` of the run's checkpoints; `save`,
+            `keep`, `upload`, `export`, `init_from` and `override` need it.
         save_last: whether to save the last step of a training, too.
         tokens: tokens in a batch of one rank, for `EveryTokens`: a number, a function of the batch, or its
             name as "package.module:function".
@@ -142,6 +143,7 @@ class Configured:
             continue from there.
         contents: `all` of the model, or `trainable`: what is not frozen, with the name and the checksums of
             the rest, by which a load compares the live model; `trainable` for PEFT models if None.
+            `LightningModule.load_from_checkpoint` then needs `strict=False`, and compares nothing.
         sinks: receivers of telemetry events.
         log_costs: whether the loggers receive `checkpoint/stall_ms`, `durable_s`, `bytes` and `overhead` of
             every save.

@@ -115,7 +115,7 @@ class CheckpointOptions:
         staging: whether a save returns after the state is copied (`blocking`), or earlier, so that parameters
             and optimizer state are copied during forward and backward (`overlapped`): then only the
             optimizers' steps may change them until the handle's `staged` is done or the manager's
-            `wait_staged` has returned.
+            `wait_staged` has returned. In Lightning no hook may during the batch after a save.
         reject_non_finite: whether a save fails, and commits nothing, if a weight or a value of an optimizer's
             state, or the metric `loss`, is NaN or infinite. Module buffers are not checked. With
             `on_error="warn"` training continues, and the last finite checkpoint remains the newest.
@@ -145,7 +145,8 @@ class CheckpointOptions:
             it partly overwritten, and `resume` goes on with an older checkpoint, which overwrites all of it.
             None means `arrival` for `resume` and `read` for `load`. True means `read`, False means `off`, as
             YAML reads that word.
-        allow_pickle: whether loading may execute pickles, which can run any code.
+        allow_pickle: whether loading may execute pickles, which can run any code: what is no plain value, in
+            hooks, `hparams` and registered objects, is saved as one, with a warning.
         deadline_seconds: the longest wait of ranks for one another.
         journal: whether the coordinator keeps a journal of this run in the root: what its saves, loads and
             prunes cost, and how it ended. No save waits for them, or fails with them.
