@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import secrets
 
 import pytest
@@ -143,7 +144,14 @@ def test_what_is_signed_stays_whole_where_its_weights_could_not_be_signed(tmp_pa
         Training().run(manager, (1, 2, 3))
     assert main(["demote", f"{tmp_path}@1"]) == 2
     assert "is signed" in capsys.readouterr().err
-    assert main(["prune", str(tmp_path), "--keep-latest", "1", "--keep-weights-every", "1"]) == 0
+    prune = ["prune", str(tmp_path), "--keep-latest", "1", "--keep-weights-every", "1"]
+    assert main([*prune, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert not any(line.startswith("demote") for line in shown.splitlines())
+    assert shown.count("stays whole: is signed") == 2
+    assert main([*prune, "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["demote"] == []
+    assert main(prune) == 0
     assert caplog.text.count("step-000000001 stays whole for now") == 1
     assert listing(LocalStorage(tmp_path)) == ([1, 2, 3], [])
     with CheckpointManager(tmp_path, keep=KEEP, sign_manifest=sign) as manager:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any, Final, NamedTuple, final
 
@@ -13,7 +13,7 @@ from ckpt_core.errors import ConfigError
 from ckpt_core.planning._terms import DTYPE_BYTES, GAINS, OPTIMIZERS, PlanTerms, option_of
 from ckpt_core.retention import RetentionPolicy, plan_prune, unknown_metrics
 from ckpt_core.tiers import Gain, choose_codecs
-from ckpt_core.types import CheckpointInfo
+from ckpt_core.types import CheckpointInfo, Parent
 
 MONTH: Final = 30 * 86_400.0
 _GB: Final = 1e9
@@ -32,14 +32,23 @@ class StateComponent(NamedTuple):
 
 
 class KeptMonth(NamedTuple):
-    """Checkpoints that a policy keeps: at the end, at most, and on average."""
+    """Checkpoints that a policy keeps, and their bytes: at the end, at most, and on average."""
 
     at_end: int
     peak: int
     mean: float
+    peak_bytes: int
+    mean_bytes: float
 
 
-def kept_of(policy: RetentionPolicy, saves: Sequence[tuple[int, float]], seconds: float = MONTH) -> KeptMonth:
+def kept_of(
+    policy: RetentionPolicy,
+    saves: Sequence[tuple[int, float]],
+    seconds: float = MONTH,
+    *,
+    size_bytes: int = 1,
+    weights_bytes: Callable[[str | None], int] = lambda _: 1,
+) -> KeptMonth:
     """Prune after every save of a month, as a job does, and count what is kept.
 
     Metrics that the policy ranks by are random: each checkpoint is as likely to be the best.
@@ -48,21 +57,33 @@ def kept_of(policy: RetentionPolicy, saves: Sequence[tuple[int, float]], seconds
         policy: of retention.
         saves: the step and the time in seconds of each.
         seconds: of the time planned.
+        size_bytes: of a whole checkpoint.
+        weights_bytes: returns what its weights take in a dtype, or in their own.
     """
     metrics, chance = unknown_metrics(policy, ()), random.Random(0)
     held: list[CheckpointInfo] = []
-    area, peak, before, due = 0.0, 0, 0.0, 1
+    areas, peaks, now, before, due = [0.0, 0.0], [0, 0], [0, 0], 0.0, 1
     for step, time in saves:
-        area, before = area + len(held) * (time - before), time
-        values = {metric: chance.random() for metric in metrics}
-        held.append(CheckpointInfo(step=step, name=str(step), created=time, metrics=values))
-        peak = max(peak, len(held))
+        areas, before = [area + each * (time - before) for area, each in zip(areas, now, strict=True)], time
+        values, name = {metric: chance.random() for metric in metrics}, str(step)
+        known = {"step": step, "name": name, "save_id": name, "created": time, "size_bytes": size_bytes}
+        held.append(CheckpointInfo(**known, metrics=values))
+        now = [now[0] + 1, now[1] + size_bytes]
+        peaks = list(map(max, peaks, now))
         if len(held) >= due:
-            dropped = {info.step for info in plan_prune(policy, held, time).drop}
-            held = [info for info in held if info.step not in dropped]
+            light = plan_prune(policy, held, time, weights_bytes=lambda _, dtype: weights_bytes(dtype))
+            made = {
+                info.step: replace(info, weights_of=Parent.of(info), size_bytes=weights_bytes(dtype))
+                for info, dtype in light.demote
+            }
+            dropped = {info.step for info in light.drop}
+            held = [made.get(info.step, info) for info in held if info.step not in dropped]
+            now = [len(held), sum(info.size_bytes for info in held)]
             due = len(held) + 1 + len(held) // _GRAIN
-    area += len(held) * max(seconds - before, 0.0)
-    return KeptMonth(len(held), peak, area / seconds)
+    mean, mean_bytes = (
+        (area + each * max(seconds - before, 0.0)) / seconds for area, each in zip(areas, now, strict=True)
+    )
+    return KeptMonth(len(held), peaks[0], mean, peaks[1], mean_bytes)
 
 
 @final
@@ -254,7 +275,7 @@ class CostPlan:
         restores = self.seconds / self.mtbf
         times = [number * self.interval for number in range(1, self.saves + 1)]
         steps = [(max(round(time / self.terms.step_seconds), 1), time) for time in times]
-        kept = kept_of(policy, steps, self.seconds)
+        kept = kept_of(policy, steps, self.seconds, size_bytes=size, weights_bytes=self._weights_bytes)
         part = storage["part_bytes"] or math.inf
         puts, gets = (
             math.ceil(each / part) if storage["part_bytes"] else 0 for each in (size, self.stored_bytes)
@@ -265,12 +286,18 @@ class CostPlan:
             "checkpoints_at_end": kept.at_end,
             "checkpoints_at_peak": kept.peak,
             "checkpoints_mean": kept.mean,
-            "peak_bytes": float(kept.peak) * size,
-            "mean_bytes": kept.mean * size,
-            "storage_dollars": kept.mean * size / _GB * storage["gb_month"] * self.seconds / MONTH,
+            "peak_bytes": float(kept.peak_bytes),
+            "mean_bytes": kept.mean_bytes,
+            "storage_dollars": kept.mean_bytes / _GB * storage["gb_month"] * self.seconds / MONTH,
             "request_dollars": requests / 1000,
             "egress_dollars": restores * self.stored_bytes / _GB * storage["egress"],
         }
+
+    def _weights_bytes(self, dtype: str | None) -> int:
+        """Return what is left of a checkpoint of which only the weights stay."""
+        sizes = {each.name: each.size_bytes for each in self.components}
+        cast = self.terms.model.parameters * DTYPE_BYTES[dtype] if dtype else sizes["weights"]
+        return math.ceil((cast + sizes.get("buffers", 0)) * self.size_bytes / sum(sizes.values()))
 
     def _assumptions(self) -> list[dict[str, str]]:
         """Return every number that was assumed or given, with its source and its option."""

@@ -89,19 +89,24 @@ class Demoter:
         key = info.save_id, dtype
         if key not in self._sizes and self._tries[info.save_id] < _MOST_TRIES:
             with suppress(CheckpointError, OSError):
-                self._sizes[key] = self._size(info, dtype)
+                self._sizes[key] = info.size_bytes if self.refusal(info) else self._size(info, dtype)
         given_up = self._tries[info.save_id] >= _MOST_TRIES
         return info.size_bytes if given_up else self._sizes.get(key, info.size_bytes)
+
+    def refusal(self, info: CheckpointInfo) -> str | None:
+        """Say why a checkpoint stays whole here, whatever the rules say; None if it need not."""
+        if self._storage.num_disks > 1:
+            return "is on disks of several nodes, where nothing is demoted: give the rule to an Upload"
+        if self._sign is None and self._storage.exists(f"{info.name}/{SIGNATURE}"):
+            return "is signed, and its weights would not be: demote it in a run, with sign_manifest="
+        return None
 
     def begin(self, wanted: Sequence[tuple[CheckpointInfo, str | None]]) -> bool:
         """Begin a draft of the first that has not failed; return whether one is under way."""
         todo = [each for each in wanted if self._tries[each[0].save_id] < _MOST_TRIES]
         if todo and self._storage.num_disks > 1:
             self._tries.update({info.save_id: _MOST_TRIES for info, _ in wanted})
-            _logger.warning(
-                "%s is on disks of several nodes, where nothing is demoted: give the rule to an Upload",
-                self._storage.url,
-            )
+            _logger.warning("%s %s", self._storage.url, self.refusal(todo[0][0]))
             return False
         if self._running is None and todo and not self._left.is_set():
             info, dtype = todo[0]
@@ -172,8 +177,8 @@ class Demoter:
 
     def _run(self, info: CheckpointInfo, dtype: str | None, draft: WeightsDraft) -> None:
         try:
-            if self._sign is None and self._storage.exists(f"{info.name}/{SIGNATURE}"):
-                raise ConfigError("it is signed, and they would not be: demote it in a run (sign_manifest=)")
+            if (refusal := self.refusal(info)) is not None:
+                raise ConfigError(f"it {refusal}")
             abandon(self._storage, draft.working)  # of an attempt that was killed
             self._write(info, dtype, self._raise_if_left)
         except (CheckpointError, OSError) as error:

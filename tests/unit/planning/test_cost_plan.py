@@ -13,7 +13,16 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ckpt_core import CheckpointManager, KeepAll, KeepBest, KeepEvery, KeepLatest, TrainState
+from ckpt_core import (
+    CheckpointManager,
+    KeepAll,
+    KeepBest,
+    KeepEvery,
+    KeepLatest,
+    KeepWeights,
+    KeepWithin,
+    TrainState,
+)
 from ckpt_core.cli import main
 from ckpt_core.errors import ConfigError
 from ckpt_core.planning import CostPlan, PlanTerms, find_model, kept_of
@@ -230,6 +239,23 @@ def test_what_is_kept_is_what_the_real_policies_keep():
     assert latest.mean == pytest.approx(3, rel=0.03)
     assert kept_of(KeepAll(), month).mean == pytest.approx(59.5)
     assert kept_of(KeepLatest(1) | KeepBest("loss", n=4), month).at_end in {4, 5}
+
+
+def test_of_what_is_demoted_only_the_weights_are_counted_also_within_a_budget():
+    month = [(number, number * MONTH / 100) for number in range(1, 101)]
+    rule = KeepLatest(2) | KeepWeights(KeepEvery(10), dtype="bf16")
+    sizes = {"size_bytes": 120, "weights_bytes": {"bf16": 20, None: 40}.__getitem__}
+
+    kept = kept_of(rule, month, **sizes)
+    assert (kept.at_end, kept.peak) == (11, 12)
+    assert kept.peak_bytes == 3 * 120 + 9 * 20
+    assert kept_of(rule & KeepWithin(300), month, **sizes).peak_bytes <= 300 + 120
+
+    plan = plan_of(keep={"": rule}, save=3600.0, step_seconds=3600.0).record()
+    whole = plan_of(keep={"": KeepLatest(2) | KeepEvery(10)}, save=3600.0, step_seconds=3600.0).record()
+    (light,), (heavy,) = plan["retention"], whole["retention"]
+    assert light["checkpoints_mean"] == heavy["checkpoints_mean"]
+    assert light["storage_dollars"] < 0.4 * heavy["storage_dollars"]
 
 
 @given(st.integers(40, 400), st.integers(1, 200), st.integers(1, 90))

@@ -17,7 +17,6 @@ from ckpt_core.commit import Catalog, Inventory, Lease, collect_orphans, look_ar
 from ckpt_core.errors import ConfigError, CorruptCheckpointError
 from ckpt_core.hosting import number_in
 from ckpt_core.journal import add_event
-from ckpt_core.names import SIGNATURE
 from ckpt_core.options import CheckpointOptions, bytes_text
 from ckpt_core.retention import (
     UNVERIFIED,
@@ -93,7 +92,8 @@ def run(arguments: Namespace) -> Outcome:
 
     if arguments.dry_run:
         torn = [] if policy is None else Catalog(storage).torn()
-        return _outcome(storage, choose(Inventory(storage).history()), torn, light=light)
+        plan = _possible(choose(Inventory(storage).history()), demoter)
+        return _outcome(storage, plan, torn, light=light)
     with claimed(storage, "ckpt prune", take_over=arguments.take_over) as lease:
         plan = _applied(storage, choose, lease, demoter)
         if plan.drop:
@@ -107,15 +107,23 @@ def run(arguments: Namespace) -> Outcome:
             with suppress(OSError):  # a journal that cannot be written does not matter
                 add_event(storage, "prune", time.time(), fields)
         orphans = [] if policy is None else collect_orphans(storage, keep=())
-    return _outcome(storage, plan, orphans)
+    return _outcome(storage, _possible(plan, demoter), orphans)
+
+
+def _possible(plan: PrunePlan, demoter: Demoter | None) -> PrunePlan:
+    """Leave out the demotions that are refused, and say of each why it stays whole."""
+    refused = {info.step: demoter.refusal(info) for info, _ in plan.demote} if demoter else {}
+    whole = {step: f"stays whole: {why}" for step, why in refused.items() if why is not None}
+    keep = {step: (*why, *([whole[step]] if step in whole else [])) for step, why in plan.keep.items()}
+    return replace(plan, keep=keep, demote=tuple(each for each in plan.demote if each[0].step not in whole))
 
 
 def demote(arguments: Namespace) -> Outcome:
     storage, step, name = find_step(arguments.checkpoint, arguments.storage_options)
     catalog, dtype = Catalog(storage), arguments.dtype
     info = catalog.find(step=None if name else step, name=name)
-    _refuse_demotion(storage, info)
     demoter = _demoter(storage)
+    _refuse_demotion(storage, info, demoter.refusal(info))
     light = demoter.weights_bytes(info, dtype)
     if not arguments.dry_run:
         with claimed(storage, "ckpt demote", take_over=arguments.take_over) as lease:
@@ -151,7 +159,7 @@ def _demoter(storage: Storage) -> Demoter:
     return demoter_of(storage, {}, beside=False)
 
 
-def _refuse_demotion(storage: Storage, info: CheckpointInfo) -> None:
+def _refuse_demotion(storage: Storage, info: CheckpointInfo, refusal: str | None) -> None:
     """Refuse to take from a root what must stay whole."""
     newest = Catalog(storage).latest()
     problems = {
@@ -159,9 +167,7 @@ def _refuse_demotion(storage: Storage, info: CheckpointInfo) -> None:
         f"is pinned ({info.pinned}): `ckpt unpin` it first": info.pinned is not None,
         "is marked as damaged or bad: see `ckpt verify` and `ckpt mark`": info.marked,
         "is what a resume would load": newest is not None and newest.name == info.name,
-        "is signed, and its weights would not be: demote it in a run, with sign_manifest=": storage.exists(
-            f"{info.name}/{SIGNATURE}"
-        ),
+        str(refusal): refusal is not None,
     }
     if problem := next((text for text, holds in problems.items() if holds), None):
         raise ConfigError(f"{storage.url}/{info.name} {problem}; nothing was written")
