@@ -262,7 +262,7 @@ class Prior(NamedTuple):
 
 
 PRIOR: Final = Prior(device_seconds=50_700 * _HOUR, weight=0.02)
-"""Llama 3: 419 interruptions in 54 days on 16,384 GPUs; see docs/journal.md for the weight."""
+"""Llama 3: 419 interruptions in 54 days on 16,384 GPUs; docs/measurements.md has the weight."""
 
 
 def failure_rate(history: Sequence[Record], devices: int, *, prior: Prior = PRIOR) -> FailureRate:

@@ -49,7 +49,7 @@ GAINS: Final[Mapping[str, Mapping[str, Gain]]] = {
     "weights bf16": {"zstd": Gain(1.30, 900e6), "planes": Gain(1.44, 400e6)},
     "moments fp32": {"zstd": Gain(1.10, 800e6), "planes": Gain(1.21, 620e6)},
 }
-"""Of a training of a small GPT, in frames of 1 MiB; docs/tiers.md has the table."""
+"""Of a training of a small GPT, in frames of 1 MiB; docs/measurements.md has the table."""
 _LLAMA_3: Final = "419 interruptions in 54 days on 16,384 GPUs (Llama 3, arXiv 2407.21783, section 3.3.4)"
 
 

@@ -84,7 +84,7 @@ def test_a_job_has_a_device_at_least(devices):
 
 @pytest.mark.parametrize("too_long", [0.1, 1.0, 10.0, 100.0, 1000.0])
 def test_learning_costs_at_most_a_fiftieth_of_the_goodput(too_long):
-    """The table of docs/journal.md, by the estimate itself."""
+    """The table of docs/measurements.md, by the estimate itself."""
     chance, true, stall = random.Random(7), 6 * HOUR, 5.0
     prior = PRIOR._replace(device_seconds=too_long * true)
     best = math.sqrt(2 * stall * true)

@@ -17,7 +17,7 @@ MEASURED = {
     "first moments": {"zstd": Gain(1.08, 880e6), "planes": Gain(1.18, 620e6)},
     "second moments": {"zstd": Gain(1.12, 720e6), "planes": Gain(1.25, 620e6)},
 }
-"""As docs/tiers.md has them: bf16 weights, moments in fp32."""
+"""As docs/measurements.md has them: bf16 weights, moments in fp32."""
 
 
 def seconds(choice, *, write_rate, cores, passes=1, reading=0.0, sizes=SIZES, measured=MEASURED):
