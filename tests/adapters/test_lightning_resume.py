@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import WeightAveraging
 from torch.utils.data import DataLoader
 
 from ckpt_core import AtSteps, CheckpointManager, EverySeconds, EverySteps, TrainState
-from ckpt_core.staging import _host_copies
+from ckpt_core.staging import _copies
 from lightning_ckpt import ShardedCheckpoint, ShardedCheckpointIO
 from tests.adapters.lightning_jobs import Job, Model, Outcome, committed, digest, fit, make_trainer
 
@@ -66,8 +66,8 @@ def test_overlapped_staging_saves_the_same(tmp_path):
 @pytest.mark.slow
 def test_weights_that_averaging_exchanges_do_not_reach_an_overlapped_save(tmp_path, monkeypatch):
     """The copies are held back until somebody waits for them: an exchange that did not would be saved."""
-    begin, start = threading.Event(), _host_copies.start_thread
-    monkeypatch.setattr(_host_copies, "start_thread", lambda work: start(lambda: begin.wait(5) and work()))
+    begin, start = threading.Event(), _copies.start_thread
+    monkeypatch.setattr(_copies, "start_thread", lambda work: start(lambda: begin.wait(5) and work()))
 
     class Averaging(WeightAveraging):
         """Its average is far from the weights."""

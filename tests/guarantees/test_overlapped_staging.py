@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ckpt_core import CheckpointManager, SaveError, TrainState
-from ckpt_core.staging import _host_copies
+from ckpt_core.staging import _copies
 
 TENSORS = 40
 LONG = 60.0
@@ -20,12 +20,12 @@ LONG = 60.0
 @pytest.fixture
 def held(monkeypatch):
     """Keeps the thread that copies from beginning until it is set: whoever needs a copy has to make it."""
-    begin, start = threading.Event(), _host_copies.start_thread
+    begin, start = threading.Event(), _copies.start_thread
 
     def start_later(work: Callable[[], None]) -> bool:
         return start(lambda: begin.wait(LONG) and work())
 
-    monkeypatch.setattr(_host_copies, "start_thread", start_later)
+    monkeypatch.setattr(_copies, "start_thread", start_later)
     yield begin
     begin.set()
 

@@ -13,7 +13,7 @@ import torch
 from ckpt_core.dcp import _image, _tensor_reads
 from ckpt_core.devices import _fetching, _streams
 from ckpt_core.reading import _requests
-from ckpt_core.staging import _device_copies, _host_copies
+from ckpt_core.staging import _copies, _overlap
 from tests.streams.world import Choose, Pruned, World, factory
 
 Scenario = Callable[[World], None]
@@ -28,10 +28,10 @@ def simulated(choose: Choose) -> Generator[World]:
         for name in ("empty", "zeros", "arange"):
             patch.setattr(torch, name, factory(world, getattr(torch, name)))
         patch.setattr(_streams, "_accelerator", world)
-        patch.setattr(_device_copies, "start_thread", world.spawn)
-        patch.setattr(_host_copies, "start_thread", lambda work: False)
+        patch.setattr(_overlap, "start_thread", world.spawn)
+        patch.setattr(_copies, "start_thread", lambda work: False)
         # So small that two tensors take two of each.
-        patch.setattr(_device_copies, "GROUP_BYTES", 8)
+        patch.setattr(_overlap, "GROUP_BYTES", 8)
         # Every tensor in a piece of its own, as large ones are.
         patch.setattr(_image, "PIECE_BYTES", 4096)
         patch.setattr(_image, "_SMALL_BYTES", 0)

@@ -16,13 +16,12 @@ import pytest
 from ckpt_core.dcp import _fingerprints, _tensor_reads
 from ckpt_core.devices import _fetching, _streams
 from ckpt_core.saving import _stager
-from ckpt_core.staging import _device_copies, _overlap
+from ckpt_core.staging import _overlap
 from ckpt_core.state import _items
 
 MODULES = [
     _streams,
     _fetching,
-    _device_copies,
     _overlap,
     _stager,
     _fingerprints,
@@ -125,57 +124,57 @@ FETCHED = """\
         fetch.finish()
 """
 WRONG: list[tuple[Any, ...]] = [
-    ("an event before the copies of its group", _device_copies, (RECORD, ""), (COPIES, RECORD + COPIES)),
+    ("an event before the copies of its group", _overlap, (RECORD, ""), (COPIES, RECORD + COPIES)),
     (
         "events of the training's stream",
-        _device_copies,
+        _overlap,
         (
             "    with side, torch.no_grad",
             "    training = current_stream(device)\n    with side, torch.no_grad",
         ),
         ("append(side.record_event", "append(training.record_event"),
     ),
-    ("copies on the training's stream", _device_copies, ("with side, torch.no_grad", "with torch.no_grad")),
+    ("copies on the training's stream", _overlap, ("with side, torch.no_grad", "with torch.no_grad")),
     (
         "a side stream that waits for itself",
-        _device_copies,
+        _overlap,
         ("wait_stream(current_stream(device))", "wait_stream(side)"),
     ),
     (
         "a step that waits for the first group",
-        _device_copies,
+        _overlap,
         ("wait_event(groups.events[-1])", "wait_event(groups.events[0])"),
     ),
     (
         "a side stream that waits instead of the training's",
-        _device_copies,
+        _overlap,
         ("current_stream(device).wait_event", "side_stream(device).wait_event"),
     ),
     (
         "a writer that waits for the group before",
-        _device_copies,
+        _overlap,
         ("begun - 1", "max(0, begun - 2)"),
     ),
     (
         "a slot that counts to the group before",
-        _device_copies,
+        _overlap,
         ("bisect_right(groups.slots, slot)", "bisect_right(groups.slots, slot - 1)"),
     ),
     (
         "done when the first group is",
-        _device_copies,
+        _overlap,
         ("groups.events[-1].query()", "groups.events[0].query()"),
     ),
-    ("done when one device is", _device_copies, ("ended = all(", "ended = any(")),
-    ("done without a look at versions", _device_copies, ("        if ended:\n", "        if False:\n")),
+    ("done when one device is", _overlap, ("ended = all(", "ended = any(")),
+    ("done without a look at versions", _overlap, ("        if ended:\n", "        if False:\n")),
     (
         "an end that is that of the first group",
-        _device_copies,
+        _overlap,
         ("groups.events[-1].synchronize()", "groups.events[0].synchronize()"),
     ),
     (
         "all copies on one device",
-        _device_copies,
+        _overlap,
         ("setdefault(copy.source.device, [])", "setdefault(copies[0].source.device, [])"),
     ),
     ("buffers without a clone", _stager, ("source.detach().clone()", "source.detach()")),

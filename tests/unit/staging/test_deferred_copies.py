@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ckpt_core.errors import CheckpointError
-from ckpt_core.staging import Copy, DeferredCopies, _host_copies
+from ckpt_core.staging import Copy, DeferredCopies, _copies
 from ckpt_core.staging._copies import PIECE_BYTES, pieces_of
 
 LONG = 30.0
@@ -165,7 +165,7 @@ def test_an_error_in_the_copying_thread_reaches_finish_and_nobody_hangs():
 
 
 def test_an_error_of_whoever_helps_fails_the_save_and_not_the_training(monkeypatch):
-    monkeypatch.setattr(_host_copies, "start_thread", no_thread)
+    monkeypatch.setattr(_copies, "start_thread", no_thread)
     gate = Gate.new()
     gate.broken = True
     gate.opened.set()
@@ -180,7 +180,7 @@ def test_an_interruption_of_whoever_helps_goes_on_and_leaves_nobody_waiting(monk
         def copy_(self, *_: object, **__: object) -> Gate:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(_host_copies, "start_thread", no_thread)
+    monkeypatch.setattr(_copies, "start_thread", no_thread)
     target = torch.zeros(1, dtype=torch.float64).as_subclass(Interrupted)
     copies = DeferredCopies([Copy("w", torch.zeros(1), target)])
     with pytest.raises(KeyboardInterrupt):
