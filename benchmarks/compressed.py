@@ -36,9 +36,10 @@ from benchmarks.machine import in_words, machine_facts
 from benchmarks.training import one_thread
 from ckpt_core import CheckpointManager, KeepEvery, KeepLatest, KeepWeights, KeepWithin, Upload
 from ckpt_core.commit import Catalog
-from ckpt_core.storage import LocalStorage, MemoryStorage, RangeReader, Storage, StorageEntry, Throttle
+from ckpt_core.storage import LocalStorage, RangeReader, Storage, StorageEntry, Throttle
 from ckpt_core.storage._layered import ReadOnlyStorage
 from ckpt_core.tiers import CopyTerms, ShareTerms, compress_share, copy_checkpoint, view_of
+from tests.kit.memory import MemoryStorage
 
 RATES = (0.05e9, 0.2e9, 1e9, 3e9)
 CODECS = ("none", "zstd", "planes", "auto")

@@ -30,7 +30,6 @@ from ckpt_core import (
     KeepLatest,
     OnPreemption,
 )
-from ckpt_core.storage import MemoryStorage
 from tests.adapters.accelerate_jobs import (
     Job,
     accelerator,
@@ -41,6 +40,7 @@ from tests.adapters.accelerate_jobs import (
     step,
     weights,
 )
+from tests.kit.memory import MemoryStorage
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 

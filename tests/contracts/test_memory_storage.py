@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_core.storage import MemoryStorage, Storage
+from ckpt_core.storage import Storage
 from ckpt_core.testing import StorageTests
+from tests.kit.memory import MemoryStorage
 
 
 class TestMemoryStorage(StorageTests):

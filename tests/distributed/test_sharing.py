@@ -16,8 +16,8 @@ from ckpt_core.coordination import Coordinator, coordinator_for_job
 from ckpt_core.dcp import TensorRead, TensorTarget
 from ckpt_core.loading._reads import Bucket, Reads, dealt
 from ckpt_core.reading import Engine, Payload
-from ckpt_core.storage import MemoryStorage
 from ckpt_core.testing import Fault, FaultyStorage, Operation
+from tests.kit.memory import MemoryStorage
 from tests.kit.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from ckpt_core import CheckpointManager, Upload
 from ckpt_core.errors import LoadError
-from ckpt_core.storage import MemoryStorage
 from ckpt_core.telemetry import InMemorySink
 from ckpt_core.testing import Fault, FaultyStorage
+from tests.kit.memory import MemoryStorage
 
 THREE = "step-000000003"
 

@@ -29,10 +29,11 @@ from ckpt_core.formats.frames import Frames, compress, decompress
 from ckpt_core.loading import located, open_parts
 from ckpt_core.names import PLAIN
 from ckpt_core.reading import Engine, RangeRead
-from ckpt_core.storage import LocalStorage, MemoryStorage
+from ckpt_core.storage import LocalStorage
 from ckpt_core.testing import Fault, FaultyStorage
 from ckpt_core.tiers import CopyTerms, ShareTerms, compress_share, copy_checkpoint, view_of
 from ckpt_core.types import FileEntry
+from tests.kit.memory import MemoryStorage
 from tests.unit.commit.checkpoints import bucket_like
 
 NAME = "step-000000003"

@@ -15,9 +15,10 @@ from ckpt_core.commit import Catalog, plain_files, verify
 from ckpt_core.errors import ConfigError
 from ckpt_core.formats.frames import ZSTD
 from ckpt_core.names import SIGNATURE
-from ckpt_core.storage import LocalStorage, MemoryStorage
+from ckpt_core.storage import LocalStorage
 from ckpt_core.testing import Fault, FaultyStorage
 from ckpt_core.tiers import _copy_process
+from tests.kit.memory import MemoryStorage
 from tests.unit.commit.checkpoints import bucket_like
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -17,8 +17,9 @@ import torch
 
 from ckpt_core import CheckpointManager, EverySteps, Upload, UploadError
 from ckpt_core.commit import Catalog, verify
-from ckpt_core.storage import LocalStorage, MemoryStorage, Storage, object_storage
+from ckpt_core.storage import LocalStorage, Storage, object_storage
 from ckpt_core.tiers import CheckpointCopy, CopyProcess, CopyTerms
+from tests.kit.memory import MemoryStorage
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),

@@ -25,8 +25,9 @@ from ckpt_core import (
 )
 from ckpt_core.cli import main
 from ckpt_core.commit import Catalog, verify
-from ckpt_core.storage import LocalStorage, MemoryStorage, open_storage
+from ckpt_core.storage import LocalStorage, open_storage
 from ckpt_core.testing import Fault, FaultyStorage
+from tests.kit.memory import MemoryStorage
 from tests.reliability.copies import demotions
 
 KEEP = KeepLatest(1) | KeepWeights(KeepEvery(2), dtype="bf16")

@@ -26,8 +26,9 @@ from ckpt_core.errors import (
     SaveError,
 )
 from ckpt_core.loading import _committed_files as files
-from ckpt_core.storage import ForeignFileError, LocalStorage, MemoryStorage, object_storage, read_small
+from ckpt_core.storage import ForeignFileError, LocalStorage, object_storage, read_small
 from ckpt_core.testing import Fault, FaultyStorage
+from tests.kit.memory import MemoryStorage
 from tests.unit.commit.checkpoints import bucket_like, manifest_of, posix_like, save
 
 HUGE = 40 << 30

@@ -24,10 +24,11 @@ from ckpt_core import (
 from ckpt_core.commit import Catalog, verify
 from ckpt_core.retention import plan_prune
 from ckpt_core.saving._disk_space import droppable
-from ckpt_core.storage import LocalStorage, MemoryStorage
+from ckpt_core.storage import LocalStorage
 from ckpt_core.telemetry import InMemorySink
 from ckpt_core.testing import FaultyStorage
 from ckpt_core.types import CheckpointInfo
+from tests.kit.memory import MemoryStorage
 from tests.kit.ranks import run_ranks
 
 pytestmark = pytest.mark.reliability

@@ -17,10 +17,11 @@ import torch
 
 from ckpt_core import CheckpointManager, ConfigError, EverySteps, Export, KeepBest, KeepLatest
 from ckpt_core.commit import Catalog
-from ckpt_core.storage import LocalStorage, MemoryStorage
+from ckpt_core.storage import LocalStorage
 from ckpt_core.telemetry import InMemorySink
 from ckpt_core.tiers import read_exports
 from tests.guarantees.export_jobs import dies, job
+from tests.kit.memory import MemoryStorage
 from tests.kit.ranks import run_ranks
 
 pytestmark = [

@@ -11,7 +11,8 @@ import torch
 
 from ckpt_core import CheckpointManager, ConfigError, KeepLatest, RootBusyError
 from ckpt_core.commit import Lease
-from ckpt_core.storage import LocalStorage, MemoryStorage
+from ckpt_core.storage import LocalStorage
+from tests.kit.memory import MemoryStorage
 from tests.unit.commit.checkpoints import bucket_like, posix_like
 from tests.unit.training import LONG, Gate
 

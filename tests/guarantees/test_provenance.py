@@ -13,9 +13,10 @@ from torch.utils.data import DataLoader
 from ckpt_core import CheckpointManager, KeepLatest, SaveError, TrainState
 from ckpt_core.commit import Catalog
 from ckpt_core.data import LoaderPosition
-from ckpt_core.storage import LocalStorage, MemoryStorage
+from ckpt_core.storage import LocalStorage
 from ckpt_core.testing import Fault, FaultyStorage
 from ckpt_core.types import DataPosition, Parent, Provenance
+from tests.kit.memory import MemoryStorage
 
 
 def state_of(step: int) -> dict[str, Any]:

@@ -15,9 +15,10 @@ from ckpt_core.cli._main import main
 from ckpt_core.commit import Catalog, verify
 from ckpt_core.errors import NoRoomError, lost
 from ckpt_core.formats.chunks import decode_table
-from ckpt_core.storage import LocalStorage, MemoryStorage, Storage
+from ckpt_core.storage import LocalStorage, Storage
 from ckpt_core.testing import FaultyStorage
 from tests.guarantees.replica_jobs import MARKER, TWIN, partner_dies, whoever
+from tests.kit.memory import MemoryStorage
 from tests.kit.ranks import run_ranks
 from tests.support.thorough import THOROUGH
 from tests.unit.commit.checkpoints import bucket_like, posix_like

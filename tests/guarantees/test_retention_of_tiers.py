@@ -8,8 +8,9 @@ import torch
 
 from ckpt_core import CheckpointManager, KeepLatest, Upload
 from ckpt_core.commit import Catalog
-from ckpt_core.storage import LocalStorage, MemoryStorage
+from ckpt_core.storage import LocalStorage
 from ckpt_core.testing import Fault, FaultyStorage
+from tests.kit.memory import MemoryStorage
 
 
 def manager(root, fault: Fault) -> CheckpointManager:

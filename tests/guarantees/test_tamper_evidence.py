@@ -14,9 +14,10 @@ import torch
 from ckpt_core import CheckpointManager, CheckpointOptions, ConfigError, CorruptCheckpointError, TrainState
 from ckpt_core.cli import main
 from ckpt_core.commit import Catalog
-from ckpt_core.storage import LocalStorage, MemoryStorage, object_storage
+from ckpt_core.storage import LocalStorage, object_storage
 from ckpt_core.types import CapturedState
 from tests.guarantees.forged import forge
+from tests.kit.memory import MemoryStorage
 
 SHARDS = "__0_0.distcp"
 

@@ -16,10 +16,11 @@ import torch
 from ckpt_core import CheckpointManager, Upload, UploadError
 from ckpt_core.commit import Catalog, Lease, Owner, verify
 from ckpt_core.errors import ConfigError, LoadError, RootBusyError
-from ckpt_core.storage import LocalStorage, MemoryStorage, Storage, object_storage
+from ckpt_core.storage import LocalStorage, Storage, object_storage
 from ckpt_core.testing import Fault, FaultyStorage
 from ckpt_core.tiers import FurtherTier
 from ckpt_core.tiers.uploading import _tier_uploads
+from tests.kit.memory import MemoryStorage
 from tests.support.service_faults import ServiceControl, ServiceFault
 from tests.unit.commit.checkpoints import bucket_like
 

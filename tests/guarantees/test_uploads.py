@@ -15,10 +15,11 @@ import torch.distributed.checkpoint as dcp
 from ckpt_core import CheckpointManager, EverySteps, KeepLatest, Upload, UploadError
 from ckpt_core.commit import Catalog, Lease, verify
 from ckpt_core.errors import ConfigError, RootBusyError
-from ckpt_core.storage import LocalStorage, MemoryStorage, Storage, object_storage
+from ckpt_core.storage import LocalStorage, Storage, object_storage
 from ckpt_core.telemetry import InMemorySink
 from ckpt_core.testing import Fault, FaultyStorage
 from ckpt_core.tiers import read_tiers
+from tests.kit.memory import MemoryStorage
 from tests.unit.commit.checkpoints import bucket_like
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -28,7 +28,8 @@ from ckpt_core.hosting import (
     root_of,
 )
 from ckpt_core.policies import leaves
-from ckpt_core.storage import LocalStorage, MemoryStorage
+from ckpt_core.storage import LocalStorage
+from tests.kit.memory import MemoryStorage
 from tests.unit.commit.checkpoints import save
 
 

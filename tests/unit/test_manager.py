@@ -24,7 +24,8 @@ from ckpt_core.errors import (
     ConfigError,
     IncompatibleCheckpointError,
 )
-from ckpt_core.storage import LocalStorage, MemoryStorage
+from ckpt_core.storage import LocalStorage
+from tests.kit.memory import MemoryStorage
 from tests.unit.training import LONG, Gate, Run, assert_equal, children, values_of
 
 

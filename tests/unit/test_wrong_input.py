@@ -21,8 +21,9 @@ from torch.distributed.checkpoint.state_dict import (
 from ckpt_core import CheckpointManager, Counters, EverySteps, KeepLatest, TrainState
 from ckpt_core.commit import Catalog, describe, look_around
 from ckpt_core.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError, LoadError
-from ckpt_core.storage import LocalStorage, MemoryStorage, object_storage, open_storage
+from ckpt_core.storage import LocalStorage, object_storage, open_storage
 from ckpt_core.testing import Fault, FaultyStorage
+from tests.kit.memory import MemoryStorage
 from tests.unit.commit.checkpoints import save
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

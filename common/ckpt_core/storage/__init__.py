@@ -14,7 +14,6 @@ from ckpt_core.storage._base import (
 from ckpt_core.storage._framed import FramedStorage
 from ckpt_core.storage._keys import RangeStream
 from ckpt_core.storage._layered import LayeredStorage
-from ckpt_core.storage._memory import MemoryStorage
 from ckpt_core.storage._open import (
     around,
     is_in_bucket,
@@ -37,7 +36,6 @@ __all__ = [
     "LocalStorage",
     "Lock",
     "MappedReader",
-    "MemoryStorage",
     "ObjectStorage",
     "Pace",
     "RangeReader",

@@ -26,7 +26,8 @@ from ckpt_core.dcp import check_metadata, check_stock, entries, load_chunk, load
 from ckpt_core.formats.chunks import ChunkTable, decode_table
 from ckpt_core.names import DAMAGED, METADATA, PINS, WRITER
 from ckpt_core.state._items import decode_buffers, decode_items, encode_buffers
-from ckpt_core.storage import LocalStorage, MemoryStorage
+from ckpt_core.storage import LocalStorage
+from tests.kit.memory import MemoryStorage
 
 NAME: Final = "step-000000001"
 DATA: Final = "__0_0.distcp"

@@ -11,8 +11,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from ckpt_core.commit import Manifest, begin, commit
 from ckpt_core.formats.checksums import checksum
 from ckpt_core.names import step_name
-from ckpt_core.storage import MemoryStorage, Storage, object_storage
+from ckpt_core.storage import Storage, object_storage
 from ckpt_core.types import CheckpointInfo, FileEntry
+from tests.kit.memory import MemoryStorage
 
 FILES = {
     "__0_0.distcp": bytes(range(256)) * 40,

@@ -9,8 +9,8 @@ import pytest
 
 from ckpt_core.commit import Catalog, Inventory, begin, commit, remove
 from ckpt_core.names import run_name, step_name
-from ckpt_core.storage import MemoryStorage
 from ckpt_core.types import Lineage
+from tests.kit.memory import MemoryStorage
 from tests.unit.commit.checkpoints import bucket_like, manifest_of, posix_like
 
 

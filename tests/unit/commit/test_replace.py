@@ -10,9 +10,10 @@ import pytest
 from ckpt_core.commit import Catalog, Manifest, begin, commit, verify
 from ckpt_core.errors import CheckpointExistsError, SaveError
 from ckpt_core.formats.checksums import checksum
-from ckpt_core.storage import LocalStorage, MemoryStorage, Storage, object_storage
+from ckpt_core.storage import LocalStorage, Storage, object_storage
 from ckpt_core.testing import Fault, FaultyStorage
 from ckpt_core.types import FileEntry
+from tests.kit.memory import MemoryStorage
 
 
 def _save(storage: Storage, step: int, save_id: str, *, replace: bool) -> None:

@@ -25,7 +25,8 @@ from ckpt_core.formats.checksums import crc32
 from ckpt_core.loading import CommittedFiles, LocatedTensor, located, open_parts
 from ckpt_core.loading._checkpoint import _foreign
 from ckpt_core.sources import Layout, StoredChunk, StoredTensor
-from ckpt_core.storage import LocalStorage, MemoryStorage, Space, Storage, object_storage
+from ckpt_core.storage import LocalStorage, Space, Storage, object_storage
+from tests.kit.memory import MemoryStorage
 from tests.kit.ranks import run_ranks
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from ckpt_core.saving._files import RankFiles
 from ckpt_core.saving._reports import ReportCache
-from ckpt_core.storage import MemoryStorage
+from tests.kit.memory import MemoryStorage
 
 
 def pieces_of(*contents: bytes) -> list[memoryview]:

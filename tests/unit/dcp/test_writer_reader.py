@@ -17,8 +17,9 @@ from ckpt_core.errors import CorruptCheckpointError, UnsafeCheckpointError
 from ckpt_core.formats.checksums import checksum
 from ckpt_core.formats.chunks import ChunkTable, encode_table
 from ckpt_core.saving._files import RankFiles
-from ckpt_core.storage import LocalStorage, MemoryStorage, Storage
+from ckpt_core.storage import LocalStorage, Storage
 from ckpt_core.types import ChunkEntry
+from tests.kit.memory import MemoryStorage
 from tests.unit.dcp.saved_entries import stored_crc
 from tests.unit.dcp.shard_reader import ShardReader
 from tests.unit.dcp.tensors import SHAPES, all_dtypes, content, filled

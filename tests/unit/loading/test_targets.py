@@ -9,7 +9,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from ckpt_core import CheckpointManager
 from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.loading._targets import Misfits
-from ckpt_core.storage import MemoryStorage
+from tests.kit.memory import MemoryStorage
 
 
 def metadata(tree: dict[str, Any]):

@@ -9,7 +9,8 @@ from pathlib import Path
 from zlib import crc32
 
 from ckpt_core.reading import Payload, RangeRead
-from ckpt_core.storage import LocalStorage, MemoryStorage, Storage, object_storage
+from ckpt_core.storage import LocalStorage, Storage, object_storage
+from tests.kit.memory import MemoryStorage
 
 MIB = 1 << 20
 STORAGES = ("local", "memory", "object")

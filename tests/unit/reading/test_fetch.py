@@ -15,8 +15,9 @@ import pytest
 
 from ckpt_core.errors import CorruptCheckpointError
 from ckpt_core.reading import REQUEST_BYTES, Engine, Payload, RangeRead
-from ckpt_core.storage import LocalStorage, MemoryStorage, object_storage
+from ckpt_core.storage import LocalStorage, object_storage
 from ckpt_core.testing import Fault, FaultyStorage
+from tests.kit.memory import MemoryStorage
 from tests.unit.reading.payloads import MIB, STORAGES, DataFile, TensorTarget, descriptors, make_storage
 
 SIZES = [1, 300, 16_384, 70_000, 3 * MIB, 70_000, 5, 19 * MIB + 3, 9]

@@ -9,9 +9,10 @@ import threading
 import pytest
 
 from ckpt_core.reading import Engine, Payload, RangeRead
-from ckpt_core.storage import LocalStorage, MemoryStorage
+from ckpt_core.storage import LocalStorage
 from ckpt_core.storage.local import _paths
 from ckpt_core.testing import Fault, FaultyStorage
+from tests.kit.memory import MemoryStorage
 from tests.unit.reading.payloads import MIB, STORAGES, DataFile, descriptors, make_storage, whole
 
 LAYOUTS = {

@@ -24,9 +24,10 @@ from ckpt_core.saving._reports import Findings, RankReport, ReportCache
 from ckpt_core.saving._save import Means, Save
 from ckpt_core.saving._stager import Stager
 from ckpt_core.staging import Arenas
-from ckpt_core.storage import LocalStorage, MemoryStorage, Storage, Throttle
+from ckpt_core.storage import LocalStorage, Storage, Throttle
 from ckpt_core.telemetry import Telemetry
 from ckpt_core.types import FileEntry
+from tests.kit.memory import MemoryStorage
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -9,7 +9,7 @@ from torch import nn
 from ckpt_core import CheckpointManager, TrainState
 from ckpt_core.options import Headroom
 from ckpt_core.saving._disk_space import DiskSpace, SpaceFree, SpaceNeeded
-from ckpt_core.storage import MemoryStorage
+from tests.kit.memory import MemoryStorage
 
 SLACK_BYTES = 100_000
 

@@ -15,8 +15,8 @@ from ckpt_core.errors import SaveError
 from ckpt_core.groups import RemoteDisk, serve_disk
 from ckpt_core.saving._reports import ReportCache
 from ckpt_core.saving._twins import TwinSession, choose_partners, host_name
-from ckpt_core.storage import MemoryStorage
 from ckpt_core.testing import Fault, FaultyStorage
+from tests.kit.memory import MemoryStorage
 from tests.kit.talks import talks_of
 
 

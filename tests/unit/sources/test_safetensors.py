@@ -22,7 +22,8 @@ from ckpt_core.errors import (
 )
 from ckpt_core.loading import open_parts
 from ckpt_core.sources import recognise
-from ckpt_core.storage import MemoryStorage, open_around
+from ckpt_core.storage import open_around
+from tests.kit.memory import MemoryStorage
 
 MUTATIONS = 10_000
 DTYPES = [

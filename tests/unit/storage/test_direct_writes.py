@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from ckpt_core.storage import LocalStorage, MemoryStorage, object_storage
+from ckpt_core.storage import LocalStorage, object_storage
+from tests.kit.memory import MemoryStorage
 
 
 def pieces_of(content: bytes, piece_bytes: int):

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from ckpt_core.errors import ConfigError
-from ckpt_core.storage import LocalStorage, MemoryStorage, ObjectStorage, open_storage
+from ckpt_core.storage import LocalStorage, ObjectStorage, open_storage
+from tests.kit.memory import MemoryStorage
 
 
 @pytest.mark.parametrize("form", ["{}", "file://{}", "local://{}"])

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_core.storage import LocalStorage, MemoryStorage, object_storage
+from ckpt_core.storage import LocalStorage, object_storage
 from ckpt_core.storage._keys import StreamRanges
 from ckpt_core.testing import Fault, FaultyStorage
+from tests.kit.memory import MemoryStorage
 
 
 def read(storage, key: str, start: int, stop: int) -> bytes:

@@ -10,8 +10,9 @@ import pytest
 
 from ckpt_core.errors import CorruptCheckpointError
 from ckpt_core.groups import GroupedStorage
-from ckpt_core.storage import MemoryStorage, Storage, read_intact, read_small
+from ckpt_core.storage import Storage, read_intact, read_small
 from ckpt_core.testing import Fault, FaultyStorage
+from tests.kit.memory import MemoryStorage
 
 KEY = "step/manifest.json"
 WHOLE = b"whole"

@@ -9,9 +9,10 @@ import sys
 
 import pytest
 
-from ckpt_core.storage import LocalStorage, MemoryStorage
+from ckpt_core.storage import LocalStorage
 from ckpt_core.testing import Fault, FaultyStorage
 from tests.kit.clock import FakeClock
+from tests.kit.memory import MemoryStorage
 
 
 def full() -> OSError:

@@ -15,10 +15,11 @@ from ckpt_core.commit import Catalog, begin, collect_orphans, commit, verify, wo
 from ckpt_core.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError
 from ckpt_core.formats.checksums import checksum
 from ckpt_core.names import aside_name, run_name
-from ckpt_core.storage import LocalStorage, MemoryStorage, Storage
+from ckpt_core.storage import LocalStorage, Storage
 from ckpt_core.testing import Fault, FaultyStorage
 from ckpt_core.tiers import CheckpointCopy, CopyTerms, copy_checkpoint
 from ckpt_core.types import FileEntry
+from tests.kit.memory import MemoryStorage
 from tests.unit.commit.checkpoints import FILES, bucket_like, manifest_of, save, write_files
 
 pytestmark = pytest.mark.reliability

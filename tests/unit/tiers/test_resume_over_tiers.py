@@ -16,8 +16,9 @@ from ckpt_core.errors import (
     UntrustedCheckpointError,
 )
 from ckpt_core.names import SIGNATURE, is_run_file
-from ckpt_core.storage import LayeredStorage, LocalStorage, MemoryStorage
+from ckpt_core.storage import LayeredStorage, LocalStorage
 from ckpt_core.testing import Fault, FaultyStorage
+from tests.kit.memory import MemoryStorage
 from tests.unit.tiers.two_tiers import ONE, THREE, TWO, Two, marks, state
 from tests.unit.training import children, damage
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ckpt_core.errors import CorruptCheckpointError, IncompatibleCheckpointError
-from ckpt_core.storage import MemoryStorage
 from ckpt_core.tiers import TierRecord, Uploading, read_tiers, write_tiers
+from tests.kit.memory import MemoryStorage
 
 RECORDS = [
     TierRecord(

@@ -1,4 +1,4 @@
-"""Storage in a dictionary, for tests and notebooks."""
+"""Storage in a dictionary."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import IO, final
 
-from ckpt_core.storage._base import Lock, Space, Storage, StorageEntry
+from ckpt_core.storage import Lock, Space, Storage, StorageEntry
 from ckpt_core.storage._keys import file_key, key_parts, parent_keys
 
 
