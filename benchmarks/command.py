@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Sequence
@@ -12,13 +14,14 @@ from typing import Any
 
 import torch
 
+from benchmarks import records
 from benchmarks.machine import in_words, machine_facts
 from benchmarks.picture import PictureError, draw, require_matplotlib
 from benchmarks.report import Report
 
 Mode = Callable[[argparse.Namespace, Path], Report]
 
-_LOCAL_OPTIONS = {"root", "json", "picture"}
+_LOCAL_OPTIONS = {"root", "json", "picture", "record"}
 
 
 def add_state_options(parser: argparse.ArgumentParser, gib_help: str, tensors_help: str) -> None:
@@ -41,6 +44,7 @@ def add_common_options(group: Any, keys: Collection[str]) -> None:
         "--root", type=Path, help="directory on the disk to measure (default: a temporary one)"
     )
     group.add_argument("--json", type=Path, help="write everything that was measured there")
+    group.add_argument("--record", type=Path, help="write there what docs/measurements.md shows")
     group.add_argument("--picture", type=Path, help="draw there, e.g. out.png")
 
 
@@ -52,11 +56,14 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace, mode: Mode
             require_matplotlib()
         with tempfile.TemporaryDirectory(prefix="bench-", dir=options.root) as directory:
             machine = machine_facts(Path(directory), options.device)
+            load = os.getloadavg()[0]
             report = mode(options, Path(directory))
     except PictureError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
     _show(report, in_words(machine))
+    if options.record:
+        records.write(options.record, report, machine=in_words(machine), command=_command(parser), load=load)
     if options.json:
         options.json.write_text(json.dumps(report.as_json(machine, _public(options)), indent=1) + "\n")
     if options.picture:
@@ -91,7 +98,17 @@ def keys_among(known: Collection[str]) -> Callable[[str], Sequence[str]]:
 
 
 def _show(report: Report, machine: str) -> None:
-    print("\n".join(["", report.title, machine, *report.conditions, "", *report.table]))
+    print("\n".join(["", report.title, machine, *report.conditions, "", *report.lines()]))
+
+
+def _command(parser: argparse.ArgumentParser) -> str:
+    """The command line of this process, without places."""
+    given = [
+        part for part in sys.argv[1:] if "=" not in part or part[2:].partition("=")[0] not in _LOCAL_OPTIONS
+    ]
+    pairs = zip(given, ["", *given], strict=False)
+    local = {f"--{name}" for name in _LOCAL_OPTIONS}
+    return shlex.join([*parser.prog.split(), *(part for part, before in pairs if not {part, before} & local)])
 
 
 def _public(options: argparse.Namespace) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, final
 
 from benchmarks.contenders import Contender, Entrant
-from benchmarks.report import Bar, Bars, Report, render, spread_json
+from benchmarks.report import Bar, Bars, Report, Table, spread_json
 from benchmarks.state import GIB
 from benchmarks.timing import MEASURES, Spread, short
 
@@ -70,7 +70,7 @@ def report_rows(
     return Report(
         benchmark=benchmark,
         title=title,
-        table=[*_table(rows, size_bytes), "", *_ratio_lines(rows, size_bytes)],
+        table=[_table(rows, size_bytes), "", *_ratio_lines(rows, size_bytes)],
         results=_data(rows, size_bytes),
         panels=[
             panel(rows, "stall_s", "The training stands still for", log=True),
@@ -80,7 +80,7 @@ def report_rows(
     )
 
 
-def _table(rows: Sequence[Row[Contender]], size_bytes: int) -> list[str]:
+def _table(rows: Sequence[Row[Contender]], size_bytes: int) -> Table:
     ours = next((row for row in rows if row.contender.kind == "ours" and row.timings), None)
     body: list[list[str]] = []
     for row in rows:
@@ -99,7 +99,7 @@ def _table(rows: Sequence[Row[Contender]], size_bytes: int) -> list[str]:
         )
         if row.not_run:
             body.append([f"  {row.contender.name}", f"stopped: {row.not_run}"])
-    return render(_HEADER, body)
+    return Table(_HEADER, body)
 
 
 def _with_ratio(row: Row[Any], measure: str, ours: Row[Any] | None) -> tuple[str, str]:

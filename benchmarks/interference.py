@@ -19,7 +19,7 @@ import torch
 from benchmarks.contenders import Contender, Task
 from benchmarks.lineup import ContenderType, opened
 from benchmarks.machine import CONDITIONS
-from benchmarks.report import Bar, Bars, Report, render, spread_json
+from benchmarks.report import Bar, Bars, Report, Table, spread_json
 from benchmarks.state import StateShape, make_state
 from benchmarks.timing import Spread, end_of, settle, short, wait_for_device
 from benchmarks.training import Training, one_thread
@@ -166,7 +166,7 @@ def _report(findings: Sequence[Finding], settings: Settings, *, repeats: int) ->
     return Report(
         benchmark="interference",
         title=f"A one-thread training loop (steps of {length}) beside saves of {settings.shape}",
-        table=render(_HEADER, [_row(each) for each in findings]),
+        table=[Table(_HEADER, [_row(each) for each in findings])],
         results={
             "step_passes": repeats,
             "contenders": {each.contender.key: _data(each) for each in findings},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from benchmarks.contenders import Kind
 from benchmarks.timing import Spread
@@ -47,6 +47,13 @@ class Lines:
     log: bool = False
 
 
+class Table(NamedTuple):
+    """Cells as text; the first column names the rows, and a short row ends in a remark."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
@@ -54,10 +61,15 @@ class Report:
 
     benchmark: str
     title: str
-    table: Sequence[str]
+    table: Sequence[Table | str]  # and lines beside them
     results: Mapping[str, Any]
     panels: Sequence[Bars | Lines] = ()
     conditions: Sequence[str] = field(default_factory=tuple[str, ...])
+
+    def lines(self) -> list[str]:
+        """For the terminal."""
+        parts = [render(*part) if isinstance(part, Table) else [part] for part in self.table]
+        return [line for lines in parts for line in lines]
 
     def as_json(self, machine: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
         """For the file."""

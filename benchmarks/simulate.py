@@ -13,7 +13,7 @@ import psutil
 
 from benchmarks.our_planning import OurPlanning
 from benchmarks.planning import LAYOUTS, Planning, PlanningCost, Workload
-from benchmarks.report import Lines, Report, render
+from benchmarks.report import Lines, Report, Table
 from benchmarks.state import GIB
 from benchmarks.stock_planning import StockCachedPlanning, StockPlanning
 from benchmarks.timing import short
@@ -56,7 +56,7 @@ def run_simulation(
     return Report(
         benchmark="simulate-ranks",
         title=f"Planning a save of {tensors:,} tensors on every rank",
-        table=_table(outcomes),
+        table=[_table(outcomes)],
         results={"tensors": tensors, "outcomes": [_data(each) for each in outcomes]},
         panels=[
             _panel(outcomes, "Coordinator", "CPU seconds", value=lambda cost, _: cost.coordinator_cpu_s),
@@ -96,7 +96,7 @@ def _resident_bytes(what: str, *, reset_peak: bool = False) -> int:
     return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith(what))
 
 
-def _table(outcomes: Sequence[Outcome]) -> list[str]:
+def _table(outcomes: Sequence[Outcome]) -> Table:
     header = (
         "", "layout", "ranks",
         "first: CPU s", "MiB", "KiB per rank", "later: CPU s", "KiB per rank",
@@ -113,7 +113,7 @@ def _table(outcomes: Sequence[Outcome]) -> list[str]:
         )
         first.insert(1, f"{each.first.peak_bytes / 2**20:,.0f}")
         rows.append([each.planning.name, of.layout, str(of.world_size), *first, *later])
-    return render(header, rows)
+    return Table(header, rows)
 
 
 def _data(outcome: Outcome) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import psutil
 
 from benchmarks.contenders import Task
 from benchmarks.machine import CONDITIONS
-from benchmarks.report import Lines, Report, render
+from benchmarks.report import Lines, Report, Table
 from ckpt_core import CheckpointManager, KeepLatest
 from ckpt_core.types import CapturedState
 
@@ -109,7 +109,7 @@ def _report(task: Task, samples: Sequence[Sample], *, staging_bytes: int) -> Rep
     return Report(
         benchmark="soak",
         title=f"{len(samples):,} saves of {size} in one process",
-        table=[*_table(trends), "", f"Given back by close(): {kept:.3f} x the bytes of the state"],
+        table=[_table(trends), "", f"Given back by close(): {kept:.3f} x the bytes of the state"],
         results={
             "size_bytes": task.size_bytes,
             "saves": len(samples),
@@ -126,12 +126,12 @@ def _report(task: Task, samples: Sequence[Sample], *, staging_bytes: int) -> Rep
     )
 
 
-def _table(trends: Mapping[str, Trend]) -> list[str]:
+def _table(trends: Mapping[str, Trend]) -> Table:
     rows = [
         [name, f"{each.first:.5g}", f"{each.last:.5g}", f"{each.per_thousand:+.3g}"]
         for name, each in trends.items()
     ]
-    return render(("", "first tenth", "last tenth", "growth per 1,000 saves"), rows)
+    return Table(("", "first tenth", "last tenth", "growth per 1,000 saves"), rows)
 
 
 def _panels(columns: Mapping[str, Sequence[float]]) -> list[Lines]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from benchmarks import accelerate, lineup, save, trainable
+from benchmarks import accelerate, lineup, records, save, trainable
 from benchmarks.comparison import Row, ratios
 from benchmarks.contenders import Contender, InFlight, NotRunError, Task, ended
 from benchmarks.interference import disturbance
@@ -258,6 +258,30 @@ def test_a_trend_shows_growth_and_forgives_the_first_saves():
 def test_tables_keep_remarks_out_of_the_columns_widths():
     lines = render(("", "a"), [["x", "1"], ["y", "not run: " + "z" * 50, "more"]])
     assert lines[1] == "x  1"
+
+
+def test_the_page_of_measurements_is_that_of_its_records():
+    """`python -m benchmarks.records` writes it."""
+    assert records.PAGE.read_text(encoding="utf-8") == records.page()
+    pictures = {path.name for path in records.PAGE.parent.glob("*.png")}
+    assert {name for name in pictures if f"]({name})" in records.page()} == pictures
+
+
+def test_a_record_takes_new_figures_and_keeps_what_people_have_written(tmp_path, monkeypatch):
+    written = {"section": "Loads", "title": "Ours", "compares": "What?", "note": "Why", "tables": ["old"]}
+    record = tmp_path / "record.json"
+    record.write_text(json.dumps(written))
+    arguments = [*SMALL, "--only", "memcpy", "--root", str(tmp_path), f"--record={record}"]
+    monkeypatch.setattr("sys.argv", ["save.py", *arguments])
+    assert save.main(arguments) == 0
+    found = json.loads(record.read_text())
+    assert {name: found[name] for name in ("section", "title", "compares", "note")} == {
+        name: written[name] for name in ("section", "title", "compares", "note")
+    }
+    assert found["command"] == f"python -m benchmarks.save {' '.join(SMALL)} --only memcpy"
+    assert [row[0] for row in found["tables"][0]["rows"]] == [Memcpy.name]
+    assert str(tmp_path) not in record.read_text()
+    assert any("page cache" in each for each in found["conditions"])
 
 
 def test_fsync_reaches_every_file_and_fails_loudly(tmp_path):

@@ -8,7 +8,7 @@ from typing import Any, Final
 from benchmarks.buckets.clients import BucketClient, Way
 from benchmarks.buckets.turns import Turn
 from benchmarks.comparison import Row, compare, over, panel
-from benchmarks.report import Report, render
+from benchmarks.report import Report, Table
 from benchmarks.timing import Spread
 
 LIMITS: Final[Mapping[Way, str]] = {"save": "obstore", "load": "obstore"}
@@ -37,7 +37,7 @@ def report_objects(
     peaks: Peaks,
 ) -> Report:
     """Table, data and picture."""
-    table: list[str] = []
+    table: list[Table | str] = []
     results: dict[str, Any] = {}
     panels = []
     ways: tuple[Way, ...] = ("save", "load")
@@ -45,7 +45,7 @@ def report_objects(
         taking = [each for each in types if way in each.ways]
         costs = {key: [turn[way] for turn in found if way in turn] for key, found in turns.items()}
         rows = compare(taking, costs, not_run)
-        table += [way, *_table(rows, way, peaks), ""]
+        table += [way, _table(rows, way, peaks), ""]
         results[way] = {
             row.contender.key: _data(row, peaks.get(row.contender.key, {}).get(way)) for row in rows
         }
@@ -58,7 +58,7 @@ def report_objects(
     )
 
 
-def _table(rows: Sequence[Row[BucketClient]], way: Way, peaks: Peaks) -> list[str]:
+def _table(rows: Sequence[Row[BucketClient]], way: Way, peaks: Peaks) -> Table:
     limit = next((row for row in rows if row.contender.key == LIMITS[way] and row.timings), None)
     body: list[list[str]] = []
     for row in rows:
@@ -80,7 +80,7 @@ def _table(rows: Sequence[Row[BucketClient]], way: Way, peaks: Peaks) -> list[st
         )
         if row.not_run:
             body.append([f"  {name}", f"stopped: {row.not_run}"])
-    return render(_HEADER, body)
+    return Table(_HEADER, body)
 
 
 def _ratio(row: Row[Any], limit: Row[Any] | None, measure: str) -> str:

@@ -9,7 +9,7 @@ from benchmarks.comparison import Row, over, panel, ratios
 from benchmarks.loading.loader import Loader
 from benchmarks.loading.pages import CONDITIONS, PageState
 from benchmarks.loading.timing import MEASURES
-from benchmarks.report import Bar, Bars, Report, render, spread_json
+from benchmarks.report import Bar, Bars, Report, Table, spread_json
 from benchmarks.state import GIB
 from benchmarks.timing import Spread
 
@@ -49,7 +49,7 @@ def report_loads(
     return Report(
         benchmark=benchmark,
         title=title,
-        table=[*_table(rows, size_bytes, pages), "", *_ratio_lines(rows)],
+        table=[_table(rows, size_bytes, pages), "", *_ratio_lines(rows)],
         results={
             "size_bytes": size_bytes,
             "pages": pages,
@@ -89,7 +89,7 @@ def verification_cost(rows: Sequence[LoadRow]) -> dict[str, float]:
     return costs
 
 
-def _table(rows: Sequence[LoadRow], size_bytes: int, pages: PageState) -> list[str]:
+def _table(rows: Sequence[LoadRow], size_bytes: int, pages: PageState) -> Table:
     stock = next((row.median("seconds") for row in rows if row.contender.key == STOCK_KEY), None)
     body: list[list[str]] = []
     for row in rows:
@@ -101,7 +101,7 @@ def _table(rows: Sequence[LoadRow], size_bytes: int, pages: PageState) -> list[s
             body.append([f"  {row.contender.name}", f"stopped: {row.not_run}"])
         if as_stated(row, size_bytes, pages) is False:
             body.append([f"  {row.contender.name}", f"not {pages}: see the bytes from the device"])
-    return render(_HEADER, body)
+    return Table(_HEADER, body)
 
 
 def _cells(row: LoadRow, size_bytes: int, stock: float | None) -> list[str]:
@@ -121,7 +121,7 @@ def _factor(spread: Spread | None) -> str:
     return "" if spread is None else f"{spread.median:.2f}"
 
 
-def _ratio_lines(rows: Sequence[LoadRow]) -> list[str]:
+def _ratio_lines(rows: Sequence[LoadRow]) -> list[Table | str]:
     """Ours against the limits: 1.00 is as quick as this machine can be; and what verification costs."""
     ours = [row for row in rows if row.contender.kind == "ours" and row.timings]
     limits = [row for row in rows if row.contender.kind == "limit" and row.timings]
@@ -132,7 +132,7 @@ def _ratio_lines(rows: Sequence[LoadRow]) -> list[str]:
         f"{names[key]}: verification costs {cost:+.1%} of the unverified load"
         for key, cost in verification_cost(rows).items()
     ]
-    return [*(render(header, body) if ours and limits else ()), "", *costs]
+    return [*([Table(header, body)] if ours and limits else []), "", *costs]
 
 
 def _times(ours: LoadRow, limit: LoadRow) -> str:

@@ -20,7 +20,7 @@ from benchmarks.loading.lineup import ALL
 from benchmarks.loading.loader import Loader, LoaderType, LoadTask
 from benchmarks.loading.pages import CONDITIONS, PageState, bring_to
 from benchmarks.loading.rounds import VERIFIED, make_load_task, prepare_all
-from benchmarks.report import Report, render
+from benchmarks.report import Report, Table
 from benchmarks.state import StateShape, tensor_sizes
 from benchmarks.timing import Spread
 
@@ -126,7 +126,7 @@ def _report(rows: Sequence[Row[Loader]], settings: Settings, size_bytes: int) ->
     return Report(
         benchmark="load-peak",
         title=f"Memory that loading {settings.shape} takes beyond the model itself",
-        table=_table(rows),
+        table=[_table(rows)],
         results={
             "size_bytes": size_bytes,
             "pages": settings.pages,
@@ -140,14 +140,14 @@ def _report(rows: Sequence[Row[Loader]], settings: Settings, size_bytes: int) ->
     )
 
 
-def _table(rows: Sequence[Row[Loader]]) -> list[str]:
+def _table(rows: Sequence[Row[Loader]]) -> Table:
     body = [
         [row.contender.name, *(_text(row.spread(measure)) for measure in MEASURES)]
         if row.timings
         else [row.contender.name, f"not run: {row.not_run}"]
         for row in rows
     ]
-    return render(("", "MiB at most, median [min, max]", "MiB without mapped files"), body)
+    return Table(("", "MiB at most, median [min, max]", "MiB without mapped files"), body)
 
 
 def _text(spread: Spread | None) -> str:

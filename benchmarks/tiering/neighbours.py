@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import final
 
 from benchmarks.comparison import Row, panel
-from benchmarks.report import Report, render
+from benchmarks.report import Report, Table
 from benchmarks.tiering.savers import TierSaver
 from benchmarks.timing import settle, short
 from benchmarks.training import Training
@@ -93,7 +93,7 @@ def report_neighbours(title: str, rows: Sequence[Row[TierSaver]], conditions: Se
     return Report(
         benchmark="tiers-interference",
         title=title,
-        table=render(_HEADER, body),
+        table=[Table(_HEADER, body)],
         results={row.contender.key: row.as_json(MEASURES) for row in rows},
         panels=[
             panel(rows, "lost_s", "Training time lost per save"),

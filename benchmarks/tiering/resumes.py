@@ -13,7 +13,7 @@ from benchmarks.buckets.bare import BareObstore
 from benchmarks.buckets.clients import BucketTask
 from benchmarks.comparison import Row, over, panel
 from benchmarks.contenders import Entrant, Kind
-from benchmarks.report import Report, render
+from benchmarks.report import Report, Table
 from ckpt_core import CheckpointManager, Upload
 
 MEASURES = ("seconds", "received")
@@ -184,7 +184,7 @@ def report_resumes(title: str, rows: Sequence[Row[Resume]], conditions: Sequence
     return Report(
         benchmark="tiers-resume",
         title=title,
-        table=render(_HEADER, body),
+        table=[Table(_HEADER, body)],
         results={row.contender.key: row.as_json(MEASURES) for row in rows},
         panels=[panel(rows, "seconds", "A resume takes")],
         conditions=[*_NOTES, *conditions],

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import final
 
 from benchmarks.comparison import Row, over, panel
-from benchmarks.report import Report, render
+from benchmarks.report import Report, Table
 from benchmarks.tiering.savers import TierSaver
 from benchmarks.timing import Spread, end_of, settle
 
@@ -62,7 +62,7 @@ def report_stages(title: str, rows: Sequence[Row[TierSaver]], conditions: Sequen
     return Report(
         benchmark="tiers",
         title=title,
-        table=render(_HEADER, body),
+        table=[Table(_HEADER, body)],
         results={row.contender.key: row.as_json(MEASURES) for row in rows},
         panels=[panel(rows, measure, text) for measure, text in zip(MEASURES, titles, strict=True)],
         conditions=[*_NOTES, *conditions],
