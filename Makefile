@@ -57,7 +57,7 @@ pyright: setup
 lint-imports: setup
 	@$(BIN)/lint-imports
 
-exactness: setup  ## Run the matrix of exact resumes and write docs/exactness.md (a quarter of an hour)
+exactness: setup  ## Run the matrix of exact resumes and write docs/reference/exactness.md (a quarter of an hour)
 	@$(BIN)/python -m tests.exactness $(ARGS)
 
 bench: setup $(VENV)/.bench  ## Measure saves, or loads with MODULE=benchmarks.load (ARGS="--gib 2 --rounds 11 --picture out.png")

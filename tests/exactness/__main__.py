@@ -1,4 +1,4 @@
-"""`python -m tests.exactness`: run the matrix, and write `docs/exactness.md`.
+"""`python -m tests.exactness`: run the matrix, and write `docs/reference/exactness.md`.
 
 All of it takes about half an hour on two cores; `--strength 2` is a sample, and
 `--only host=lightning --only strategy=ddp` a part, which writes no page. With `--verdicts FILE` it can be
@@ -24,7 +24,7 @@ from tests.exactness.page import page
 from tests.exactness.rig import judged
 from tests.exactness.verdicts import Verdict
 
-PAGE = Path(__file__).parents[2] / "docs" / "exactness.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "exactness.md"
 _PRELOAD = (
     "torch._dynamo.repro.after_dynamo", "torch.profiler", "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torchdata.stateful_dataloader",

@@ -1,6 +1,6 @@
 """A resumed training is the rest of the uninterrupted one, under every host, strategy, loader and place.
 
-`make exactness` runs more of the matrix, and writes `docs/exactness.md`.
+`make exactness` runs more of the matrix, and writes `docs/reference/exactness.md`.
 """
 
 from __future__ import annotations

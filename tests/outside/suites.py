@@ -138,7 +138,7 @@ DOCUMENTED_OF_HUGGING_FACE: Mapping[str, str] = {
     "our callback is in the Trainer's list": r"First extra element \d:\n(E +)?'TrainerEvents'",
     "a search keeps the stock checkpoints": r"disable_trainer\(\) before hyperparameter_search",
 }
-"""The same, of docs/accelerate.md: "What differs from stock"."""
+"""The same, of docs/accelerate.md and docs/trainer.md: "What differs from stock"."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 import sys
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -69,16 +68,7 @@ EXPECTED = CheckpointOptions(
 )
 
 
-def test_the_table_of_the_docs_has_every_option_once_and_its_default():
-    page = (Path(__file__).parents[2] / "docs" / "lightning.md").read_text(encoding="utf-8")
-    table = page.partition("\n## Options\n")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| (`[^|]+`) \| ([^|]+) \|", table, flags=re.MULTILINE)
-    shown = [(name, default) for names, default in rows for name in re.findall(r"`(\w+)`", names)]
-    assert len(dict(shown)) == len(shown)
-    for option in fields(CheckpointOptions):
-        written = dict(shown)[option.name]
-        if option.default is not MISSING and written.startswith("`"):
-            assert ast.literal_eval(written.strip("`")) == option.default, option.name
+def test_every_option_has_its_text_in_the_docstring():
     assert CheckpointOptions.described().keys() == {option.name for option in fields(CheckpointOptions)}
 
 
