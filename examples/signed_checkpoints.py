@@ -2,7 +2,7 @@
 
     python examples/signed_checkpoints.py [root]
 
-Saving and loading jobs share the key; see docs/signing.md for public keys and key services.
+Saving and loading jobs share the key; see docs/cookbook.md for public keys and key services.
 """
 
 from __future__ import annotations

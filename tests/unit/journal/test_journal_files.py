@@ -175,8 +175,8 @@ def test_secrets_in_urls_stay_out():
 
 
 def test_the_examples_of_the_documentation_are_records_of_every_kind():
-    page = Path(__file__).parents[3].joinpath("docs", "journal.md").read_text(encoding="utf-8")
-    lines = page.partition("```json\n")[2].partition("```")[0].encode()
+    page = Path(__file__).parents[3].joinpath("docs", "cookbook.md").read_text(encoding="utf-8")
+    lines = page.partition("```json")[2].partition("\n")[2].partition("```")[0].encode()
     found = decode(lines)
     assert encode(found) == lines
     assert {each["kind"] for each in found} == set(_KINDS)
