@@ -15,10 +15,8 @@ from accelerate.utils import ProjectConfiguration, set_seed
 import accelerate_ckpt
 from ckpt_core import EverySeconds, EverySteps, OnPreemption
 
-EPOCHS = 3
 
-
-def main(root: str) -> None:
+def main(root: str = "runs/accelerate", epochs: str = "3") -> None:
     # Stock settings: names `checkpoint_{n}` below `<root>/checkpoints`, and how many stay.
     project = ProjectConfiguration(project_dir=root, automatic_checkpoint_naming=True, total_limit=2)
     accelerator = Accelerator(project_config=project)
@@ -38,7 +36,7 @@ def main(root: str) -> None:
     done = accelerate_ckpt.checkpoints(accelerator).step
     accelerator.print(f"at step {done}")
 
-    for epoch in range(done // len(data), EPOCHS):
+    for epoch in range(done // len(data), int(epochs)):
         rest = accelerator.skip_first_batches(data, done % len(data)) if done % len(data) else data
         data.set_epoch(epoch)
         for (batch,) in rest:
@@ -57,4 +55,4 @@ def main(root: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "runs/accelerate")
+    main(*sys.argv[1:])

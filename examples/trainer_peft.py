@@ -1,10 +1,14 @@
-"""Train with the Hugging Face Trainer: run it, stop it, run it again."""
+"""Train adapters of PEFT with the Hugging Face Trainer: run it, stop it, run it again.
+
+Only the adapters and their optimizer are saved; the frozen base is referred to, and compared.
+"""
 
 from __future__ import annotations
 
 import sys
 
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import accelerate_ckpt
@@ -22,7 +26,8 @@ class Counting(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def main(root: str, max_steps: int) -> None:
+def main(root: str = "runs/trainer", max_steps: str = "50") -> None:
+    torch.manual_seed(0)  # a base that is the same in every run, as one from the Hub is
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=32,
@@ -32,15 +37,16 @@ def main(root: str, max_steps: int) -> None:
         num_key_value_heads=2,
         attention_dropout=0.1,
     )
+    model = get_peft_model(LlamaForCausalLM(config), LoraConfig(target_modules=["q_proj", "v_proj"]))
     arguments = TrainingArguments(
         output_dir=root,
-        max_steps=max_steps,
+        max_steps=int(max_steps),
         save_total_limit=2,
         logging_steps=20,
         report_to=[],
         disable_tqdm=True,
     )
-    trainer = Trainer(model=LlamaForCausalLM(config), args=arguments, train_dataset=Counting())
+    trainer = Trainer(model=model, args=arguments, train_dataset=Counting())
     # The one new line; `save` replaces `save_strategy`, `save_total_limit` becomes a retention policy.
     accelerate_ckpt.enable_trainer(trainer, save=EverySteps(20) | EverySeconds(300) | OnPreemption())
     latest = accelerate_ckpt.trainer_checkpoints(trainer).latest()
@@ -51,4 +57,4 @@ def main(root: str, max_steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "runs/trainer", int(sys.argv[2]) if len(sys.argv) > 2 else 50)
+    main(*sys.argv[1:])

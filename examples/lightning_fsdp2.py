@@ -1,4 +1,7 @@
-"""Train with Lightning: run it, stop it with Ctrl-C, run it again."""
+"""Train with Lightning and FSDP2: run it, stop it with Ctrl-C, run it again, on another number of ranks, too.
+
+python examples/lightning_fsdp2.py runs/lightning 100 2      # 100 steps on 2 ranks
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import sys
 
 import lightning
 import torch
-from torchdata.stateful_dataloader import StatefulDataLoader
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
 
 from ckpt_core import EverySeconds, EverySteps, KeepBest, KeepLatest, OnPreemption
 from lightning_ckpt import ShardedCheckpoint
@@ -18,6 +22,9 @@ class Classifier(lightning.LightningModule):
         layers = [torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(64, 4)]
         self.net = torch.nn.Sequential(*layers)
 
+    def configure_model(self) -> None:
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
     def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
         loss = torch.nn.functional.cross_entropy(self.net(batch), batch[:, :4].argmax(1))
         self.log("loss", loss, prog_bar=True)
@@ -27,7 +34,7 @@ class Classifier(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def main(root: str, max_steps: int) -> None:
+def main(root: str = "runs/lightning", max_steps: str = "100", ranks: str = "2") -> None:
     lightning.seed_everything(0)
     checkpoint = ShardedCheckpoint(
         root,
@@ -36,18 +43,17 @@ def main(root: str, max_steps: int) -> None:
     )
     trainer = lightning.Trainer(
         accelerator="cpu",
-        devices=1,
-        max_steps=max_steps,
+        devices=int(ranks),
+        strategy=ModelParallelStrategy(data_parallel_size=int(ranks), tensor_parallel_size=1),
+        max_steps=int(max_steps),
         callbacks=[checkpoint],
         logger=False,
         enable_model_summary=False,
     )
-    data = StatefulDataLoader(torch.randn(512, 16), batch_size=8, shuffle=True)  # saves its position
+    data = torch.utils.data.DataLoader(torch.randn(512, 16), batch_size=8, shuffle=True)
     trainer.fit(Classifier(), data, ckpt_path="last")
-    print(f"last: {checkpoint.last_model_path}, best: {checkpoint.best_model_path}")
+    trainer.print(f"last: {checkpoint.last_model_path}, best: {checkpoint.best_model_path}")
 
 
 if __name__ == "__main__":
-    main(
-        sys.argv[1] if len(sys.argv) > 1 else "runs/lightning", int(sys.argv[2]) if len(sys.argv) > 2 else 100
-    )
+    main(*sys.argv[1:])
