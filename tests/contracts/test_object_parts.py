@@ -9,8 +9,7 @@ import obstore
 import pytest
 
 from ckpt_core.errors import ConfigError
-from ckpt_core.storage.object._azure import AZURE_METADATA, AzureContainer
-from ckpt_core.storage.object._gcs import GCS_METADATA, GcsBucket
+from ckpt_core.storage.object._obstore import AZURE_METADATA, GCS_METADATA, AzureContainer, GcsBucket
 from tests.support.clouds import Cloud
 
 pytestmark = pytest.mark.emulator

@@ -19,7 +19,7 @@ from ckpt_core import CheckpointManager
 from ckpt_core.errors import ConfigError
 from ckpt_core.options import CheckpointOptions
 from ckpt_core.storage import ObjectStorage, Storage, object_storage
-from ckpt_core.storage.object import _s3_requests
+from ckpt_core.storage.object import _s3
 from ckpt_core.testing import StorageTests
 from tests.support.service_faults import ServiceControl, ServiceFault
 
@@ -244,7 +244,7 @@ def test_a_file_whose_parts_were_aborted_meanwhile_makes_no_object(verified: Obj
 def test_what_changes_on_its_way_is_refused_by_the_service(
     verified: ObjectStorage, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_s3_requests, "crc32_header", lambda checksum: base64.b64encode(b"else").decode())
+    monkeypatch.setattr(_s3, "crc32_header", lambda checksum: base64.b64encode(b"else").decode())
     with pytest.raises(OSError, match="the object store failed"):
         verified.write_pieces("step/a", [memoryview(bytes(size))])
     assert not verified.exists("step/a")

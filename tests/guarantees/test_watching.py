@@ -26,7 +26,7 @@ from ckpt_core import (
     watch,
 )
 from ckpt_core.cli import main
-from ckpt_core.commit import Catalog, Inventory, _notes, in_use, note_measured, read_notes
+from ckpt_core.commit import Catalog, Inventory, _catalog, in_use, note_measured, read_notes
 from ckpt_core.names import NOTES
 from ckpt_core.storage import LocalStorage
 from ckpt_core.testing import Fault, FaultyStorage
@@ -180,7 +180,7 @@ def test_the_pin_of_a_watcher_that_was_killed_ends_by_itself(tmp_path, monkeypat
     clock = FakeClock(time.time())
     monkeypatch.setattr(time, "time", clock)
     assert prune(storage, KeepLatest(1)) == [1, 2]
-    clock.advance(_notes.LEASE_SECONDS + 1)
+    clock.advance(_catalog.LEASE_SECONDS + 1)
     assert read_notes(storage).in_use == {}
     assert prune(storage, KeepLatest(1)) == [2]
     held = watching(storage)
@@ -191,11 +191,11 @@ def test_the_pin_of_a_watcher_that_was_killed_ends_by_itself(tmp_path, monkeypat
 def test_a_pin_is_renewed_while_its_process_lives_even_past_a_failure(monkeypatch, caplog):
     failing = Fault(method="create", key=NOTES + "/*", nth=1, error=OSError("a hiccup"))
     storage, clock = FaultyStorage(posix_like(), [failing]), FakeClock()
-    monkeypatch.setattr(_notes, "_RENEW_SECONDS", 0.005)
+    monkeypatch.setattr(_catalog, "_RENEW_SECONDS", 0.005)
     monkeypatch.setattr(time, "time", clock)
     with in_use(storage, 7):
         (begun,) = noted(storage, "in-use")
-        clock.advance(_notes.LEASE_SECONDS - 1)
+        clock.advance(_catalog.LEASE_SECONDS - 1)
         deadline = time.monotonic() + 30
         while noted(storage, "in-use") in ([begun], []) and time.monotonic() < deadline:
             time.sleep(0.005)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import IO, final
 
 from ckpt_core.storage import Lock, Space, Storage, StorageEntry
-from ckpt_core.storage._keys import file_key, key_parts, parent_keys
+from ckpt_core.storage._base import file_key, key_parts, parent_keys
 
 
 @final

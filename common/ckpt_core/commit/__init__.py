@@ -5,13 +5,20 @@ torch, so that listing and verifying stay fast.
 """
 
 from ckpt_core.commit._catalog import (
+    MAX_SIGNATURE_BYTES,
     Catalog,
     Survey,
+    forget_notes,
+    in_use,
     known_pins,
+    note_measured,
     plain_files,
     plain_storage,
     read_entry,
     read_manifest,
+    read_notes,
+    require_trusted,
+    write_signature,
 )
 from ckpt_core.commit._inventory import Inventory
 from ckpt_core.commit._lease import Lease, Owner
@@ -25,7 +32,6 @@ from ckpt_core.commit._manifest import (
     on_present_line,
     present_lineage,
 )
-from ckpt_core.commit._notes import forget_notes, in_use, note_measured, read_notes
 from ckpt_core.commit._occupant import (
     Occupant,
     content_of,
@@ -46,9 +52,15 @@ from ckpt_core.commit._protocol import (
     working_name,
 )
 from ckpt_core.commit._prune import collect_orphans, remove, remove_drafts, settle_asides, strangers
-from ckpt_core.commit._signature import MAX_SIGNATURE_BYTES, require_trusted, write_signature
-from ckpt_core.commit._stock_dcp import stock_parts, verify_part, verify_stock
-from ckpt_core.commit._verify import TensorEntry, list_tensors, share, verify
+from ckpt_core.commit._verify import (
+    TensorEntry,
+    list_tensors,
+    share,
+    stock_parts,
+    verify,
+    verify_part,
+    verify_stock,
+)
 
 __all__ = [
     "MAX_MARKER_BYTES",

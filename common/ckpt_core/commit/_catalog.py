@@ -1,16 +1,21 @@
-"""The checkpoints of a root, from their markers, with pins and damage marks."""
+"""The checkpoints of a root, from their markers, with pins, marks, notes and signatures."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
 import json
+import math
 import os
+import re
+import secrets
+import socket
+import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Final, final
+from typing import Any, Final, TypeAlias, final
 from weakref import WeakKeyDictionary
 
 from ckpt_core.commit._manifest import (
@@ -24,7 +29,6 @@ from ckpt_core.commit._manifest import (
     read_committed,
     whole_info,
 )
-from ckpt_core.commit._notes import Notes, read_notes
 from ckpt_core.commit._occupant import is_link, is_torn_step
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
@@ -35,7 +39,10 @@ from ckpt_core.errors import (
     CorruptCheckpointError,
     FileFailure,
     IncompatibleCheckpointError,
+    LoadError,
     PartialCheckpointError,
+    SaveError,
+    UntrustedCheckpointError,
 )
 from ckpt_core.formats import codec
 from ckpt_core.formats.checksums import checksum
@@ -46,8 +53,10 @@ from ckpt_core.names import (
     FORMAT_VERSION,
     MANIFEST,
     MARKER,
+    NOTES,
     PINS,
     PLAIN,
+    SIGNATURE,
     TWIN_SUFFIX,
     can_count,
     is_incomplete,
@@ -56,11 +65,118 @@ from ckpt_core.names import (
     parse_step_name,
     set_aside,
     step_name,
+    twin_name,
 )
+from ckpt_core.options import VerifyManifest
 from ckpt_core.storage import FramedStorage, Storage, read_intact, read_small
 from ckpt_core.types import CheckpointInfo, FileEntry, Lineage
 
 _logger = logger_of(__name__)
+
+LEASE_SECONDS: Final = 900
+"""How long a pin outlives its process, and how far clocks may be apart."""
+_RENEW_SECONDS: Final = LEASE_SECONDS / 5
+_IN_USE: Final = re.compile(r"in-use-(?P<step>[0-9]{9,18})-(?P<until>[0-9]{1,12})-[0-9a-f]{16}")
+_MEASURED: Final = re.compile(r"measured-(?P<of>[0-9a-f]{32})-[0-9a-f]{16}-(?P<name>[0-9a-f]+)=(?P<value>.+)")
+_LONGEST_NAME: Final = 80
+"""In bytes: a file has at most 255."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Notes:
+    """What others note of committed checkpoints; `in_use` is step -> until when, in words.
+
+    Each note is a file that says everything by its name: it appears as a whole, is read by a listing, and
+    belongs to its writer alone. So nobody needs the root, or a lock.
+    """
+
+    in_use: Mapping[int, str]
+    _measured: Mapping[str, Mapping[str, float]]
+
+    def measured(self, save_id: str) -> Mapping[str, float]:
+        """Return the numbers written back last of the checkpoint that a save wrote."""
+        return self._measured.get(_key(save_id), {})
+
+
+def read_notes(storage: Storage) -> Notes:
+    """Read all notes, by one listing."""
+    now, in_use, measured = time.time(), dict[int, str](), dict[str, dict[str, float]]()
+    for name in sorted(entry.name for entry in storage.list(NOTES)):  # later ones last
+        if (pin := _IN_USE.fullmatch(name)) is not None and now < int(pin["until"]):
+            words = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(int(pin["until"])))
+            in_use[int(pin["step"])] = f"in use, at least until {words}"
+        with suppress(ValueError):
+            if (found := _MEASURED.fullmatch(name)) is not None and math.isfinite(float(found["value"])):
+                of_save = measured.setdefault(found["of"], {})
+                of_save[bytes.fromhex(found["name"]).decode()] = float(found["value"])
+    return Notes(in_use, measured)
+
+
+def note_measured(storage: Storage, save_id: str, metrics: Mapping[str, float]) -> None:
+    """Write finite numbers of the checkpoint of a save; ConfigError for long names."""
+    names = {name: name.encode().hex() for name in metrics}
+    if long := [name for name, digits in names.items() if len(digits) > 2 * _LONGEST_NAME]:
+        raise ConfigError(f"the name of a metric has at most {_LONGEST_NAME} bytes: {long[0]!r:.100}")
+    for name, value in metrics.items():
+        moment = int(time.time() * 1e6)
+        with suppress(FileExistsError):  # the same number at the same moment
+            key = f"{NOTES}/measured-{_key(save_id)}-{moment:016x}-{names[name]}={float(value)!r}"
+            storage.write_bytes(key, _who())
+
+
+def forget_notes(storage: Storage, save_id: str) -> None:
+    """Delete what was measured of a checkpoint, and pins that have ended."""
+    for name in [entry.name for entry in storage.list(NOTES)]:
+        pin = _IN_USE.fullmatch(name)
+        if name.startswith(f"measured-{_key(save_id)}-") or (pin and int(pin["until"]) < time.time()):
+            storage.delete(f"{NOTES}/{name}")
+
+
+@contextmanager
+def in_use(storage: Storage, step: int) -> Generator[None]:
+    """Protect a step from pruning in this block, by a pin that ends with the process.
+
+    A thread renews it; after a crash it counts for `LEASE_SECONDS` at most. A removal that was decided before
+    may still come: look for the checkpoint in this block. OSError if nothing can be written there.
+    """
+    over, keys = threading.Event(), list[str]()
+
+    def renew() -> None:
+        until = int(time.time()) + LEASE_SECONDS
+        keys.append(f"{NOTES}/in-use-{step:09d}-{until}-{secrets.token_hex(8)}")
+        storage.write_bytes(keys[-1], _who())
+        while len(keys) > 1:
+            storage.delete(keys.pop(0))
+
+    def keep() -> None:
+        while not over.wait(_RENEW_SECONDS):
+            try:
+                renew()
+            except OSError as error:  # there is time for another try
+                _logger.warning("the pin of step %d in %s was not renewed: %s", step, storage.url, error)
+
+    renew()
+    # A daemon: a process that ends need not wait for storage.
+    thread = threading.Thread(target=keep, name="ckpt-pin", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        with suppress(OSError):  # it ends by itself
+            for key in keys:
+                storage.delete(key)
+
+
+def _key(save_id: str) -> str:
+    return hashlib.sha256(save_id.encode(errors="replace")).hexdigest()[:32]
+
+
+def _who() -> bytes:
+    return json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode()
+
 
 MAX_PINS_BYTES: Final = 16 << 20
 MAX_MARKS: Final = 1000
@@ -681,3 +797,97 @@ def _located(place: str, error: CheckpointError | OSError) -> CheckpointError | 
     if isinstance(error, IncompatibleCheckpointError | ArchivedError):
         return error.retold(f"{place}: {error}")
     return error
+
+
+Sign: TypeAlias = Callable[[bytes], bytes]
+
+MAX_SIGNATURE_BYTES: Final = 1 << 20
+"""A larger file is no signature, and must not be read into memory."""
+
+
+def write_signature(storage: Storage, working: str, manifest: Manifest, sign: Sign) -> bytes:
+    """Sign a manifest as `commit` writes it; write and return the signature.
+
+    A manifest binds the content of files as firmly as its checksums do: with `checksum="sha256"` as firmly as
+    the signature. It cannot list that, which is known by its name, and moved and deleted with the manifest.
+    """
+    try:
+        signature: Any = sign(manifest.to_bytes())
+    except Exception as error:  # a user's function: its error is reported with the failed save
+        raise _unsigned(storage, manifest, f"sign_manifest raised {type(error).__name__}: {error}") from error
+    if not isinstance(signature, bytes) or not 0 < len(signature) <= MAX_SIGNATURE_BYTES:
+        what = f"{len(signature)} bytes" if isinstance(signature, bytes) else type(signature).__name__
+        problem = f"sign_manifest returned {what}: it must return 1 to {MAX_SIGNATURE_BYTES} bytes"
+        raise _unsigned(storage, manifest, problem)
+    storage.write_bytes(f"{working}/{SIGNATURE}", signature)
+    return signature
+
+
+def require_trusted(storage: Storage, name: str, verify: VerifyManifest | None) -> str | None:
+    """Raise unless the user's function accepts the checkpoint's manifest.
+
+    Called before any other file of the checkpoint is used. Returns the SHA-256 of the accepted manifest, so
+    that later reads can require the same one; None without `verify`.
+
+    Raises:
+        UntrustedCheckpointError: it was refused, or has no manifest of ours.
+        CheckpointNotFoundError: the directory does not exist.
+        CorruptCheckpointError: the manifest is not the one that was committed.
+        LoadError: the function could not decide.
+    """
+    if verify is None:
+        return None
+    place = f"{storage.url}/{name}"
+    try:
+        content = read_manifest(storage, name)
+    except CheckpointNotFoundError:
+        if not storage.list(name) and not storage.exists(name):
+            raise
+        raise _refused(place, f"it has no manifest to be judged, because there is no {MARKER}") from None
+    try:
+        _judge(verify, name, content, _signature(storage, name, place), place=place)
+    except UntrustedCheckpointError:
+        # A signature has no checksum: which of the two is damaged, only a second judgement shows.
+        if Manifest.from_bytes(content).replicas == 1:
+            raise
+        _judge(verify, name, content, _signature(storage, name, place, twin_name(SIGNATURE)), place=place)
+    return hashlib.sha256(content).hexdigest()
+
+
+def _judge(verify: VerifyManifest, name: str, content: bytes, signature: bytes, *, place: str) -> None:
+    try:
+        accepted: Any = verify(name, content, signature)
+    except OSError as error:
+        raise LoadError(
+            f"verify_manifest could not judge {place}: {type(error).__name__}: {error}. No other checkpoint "
+            "was tried and nothing was loaded; fix what verify_manifest depends on, and try again"
+        ) from error
+    except Exception as error:  # a user's function: it refuses by any other error
+        raise _refused(place, f"verify_manifest raised {type(error).__name__}: {error}") from error
+    if accepted is not True:
+        raise _refused(place, f"verify_manifest returned {accepted!r:.80}, and not True")
+
+
+def _signature(storage: Storage, name: str, place: str, path: str = SIGNATURE) -> bytes:
+    try:
+        return read_small(storage, f"{name}/{path}", MAX_SIGNATURE_BYTES)
+    except FileNotFoundError:
+        return b""
+    except CorruptCheckpointError as error:
+        problem = "; ".join(map(str, error.failures))
+        raise _refused(place, f"its signature file is too large, or no file of ours: {problem}") from error
+
+
+def _refused(place: str, why: str) -> UntrustedCheckpointError:
+    return UntrustedCheckpointError(
+        f"{place} is not trusted: {why}. Nothing was loaded; find out who wrote it, or load another", why=why
+    )
+
+
+def _unsigned(storage: Storage, manifest: Manifest, why: str) -> SaveError:
+    return SaveError(
+        f"step {manifest.step} was not committed to {storage.url}: its manifest could not be signed: {why}. "
+        "Earlier checkpoints are untouched; fix the signing, and save again",
+        step=manifest.step,
+        phase="commit",
+    )

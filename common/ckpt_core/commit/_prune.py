@@ -26,9 +26,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
-from ckpt_core.commit._catalog import Catalog
+from ckpt_core.commit._catalog import Catalog, forget_notes
 from ckpt_core.commit._manifest import MAX_MANIFEST_BYTES, Manifest, join
-from ckpt_core.commit._notes import forget_notes
 from ckpt_core.commit._occupant import Occupant, is_link, occupant, quarantine
 from ckpt_core.crew import run_all
 from ckpt_core.disclosure import logger_of

@@ -9,11 +9,11 @@ from ckpt_core.coordination._base import CommitChannel, Coordinator
 from ckpt_core.coordination._job import (
     HOST_VARIABLE,
     JobCoordinator,
+    Solo,
     coordinator_for_job,
     place_in_job,
     require_same_process,
 )
-from ckpt_core.coordination._solo import Solo
 from ckpt_core.coordination._store import StoreCoordinator
 from ckpt_core.coordination._talks import Talk, Talks
 

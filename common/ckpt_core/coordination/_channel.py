@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from ckpt_core import messages
 from ckpt_core.coordination._base import CommitChannel, R, T
-from ckpt_core.coordination._store_thread import StoreThread
+from ckpt_core.coordination._talks import StoreThread
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, CoordinationError, DeadlineError, Failure
 

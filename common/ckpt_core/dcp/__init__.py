@@ -14,10 +14,20 @@ from ckpt_core.dcp._decide import (
 )
 from ckpt_core.dcp._fingerprints import Fingerprints, sample
 from ckpt_core.dcp._image import Image, ImageLayout, ShardSpec, spec_of
-from ckpt_core.dcp._leaves import Leaves, is_expanded
-from ckpt_core.dcp._metadata import encode_metadata, entries, load_metadata, metadata_of, places_in
-from ckpt_core.dcp._plan import Part, held_by_this_rank
-from ckpt_core.dcp._reader import check_stock, load_chunk, load_plain, load_value, read_linked, without_pickle
+from ckpt_core.dcp._metadata import (
+    check_stock,
+    encode_metadata,
+    entries,
+    load_chunk,
+    load_metadata,
+    load_plain,
+    load_value,
+    metadata_of,
+    places_in,
+    read_linked,
+    without_pickle,
+)
+from ckpt_core.dcp._plan import Leaves, Part, held_by_this_rank, is_expanded
 from ckpt_core.dcp._tensor_reads import Cut, Cuts, TensorRead, TensorTarget, boxes_of_range, bytes_of
 from ckpt_core.dcp._torch_zip import (
     TensorForm,

@@ -35,7 +35,7 @@ from ckpt_core.errors import (
 from ckpt_core.formats.checksums import crc32
 from ckpt_core.formats.consistency import check
 from ckpt_core.formats.dcp_metadata import collector_paused
-from ckpt_core.formats.extensions import plain_entry
+from ckpt_core.formats.frames import plain_entry
 from ckpt_core.formats.index import decode
 from ckpt_core.formats.zips import ZipError
 from ckpt_core.loading._committed_files import CommittedFiles

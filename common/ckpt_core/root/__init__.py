@@ -1,7 +1,6 @@
 """The root of a run: the right to write to it, its lineage, and retention."""
 
-from ckpt_core.root._demoter import Demoter, WeightsDraft
 from ckpt_core.root._ownership import Job, OwnerHooks, Ownership
-from ckpt_core.root._pruner import Pruner
+from ckpt_core.root._pruner import Demoter, Pruner, WeightsDraft
 
 __all__ = ["Demoter", "Job", "OwnerHooks", "Ownership", "Pruner", "WeightsDraft"]

@@ -36,8 +36,16 @@ from ckpt_core.root import Job, Ownership, Pruner
 from ckpt_core.saving._checks import StaleJudge, TrainedSlots, refuse_non_finite, trained_digests
 from ckpt_core.saving._disk_space import DiskSpace, SpaceNeeded
 from ckpt_core.saving._files import RankFiles
-from ckpt_core.saving._handle import SaveHandle, SaveRequest, failed_in, fulfil, reject, save_error
-from ckpt_core.saving._in_flight import SaveThread, Task
+from ckpt_core.saving._in_flight import (
+    SaveHandle,
+    SaveRequest,
+    SaveThread,
+    Task,
+    failed_in,
+    fulfil,
+    reject,
+    save_error,
+)
 from ckpt_core.saving._plan_cache import KeepOwn, PlanCache
 from ckpt_core.saving._reports import Evidence, Judge, RankReport, ReportCache
 from ckpt_core.saving._stager import NOTHING_STAGED, StagedParts

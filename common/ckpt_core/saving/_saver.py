@@ -30,8 +30,7 @@ from ckpt_core.saving._checks import (
     trained_slots,
 )
 from ckpt_core.saving._disk_space import SpaceNeeded
-from ckpt_core.saving._handle import SaveHandle, SaveRequest, failed_in, save_error
-from ckpt_core.saving._in_flight import InFlightSaves
+from ckpt_core.saving._in_flight import InFlightSaves, SaveHandle, SaveRequest, failed_in, save_error
 from ckpt_core.saving._plan_cache import KeepOwn, Offer
 from ckpt_core.saving._save import Means, Save
 from ckpt_core.saving._stager import StagedParts, Stager, StepGuard

@@ -17,7 +17,7 @@ from ckpt_core._torch_internals import PLAIN, copy_all, inner_tensors, own_part
 from ckpt_core.dcp import Image, ImageLayout, Part
 from ckpt_core.devices import current_stream, has_streams, side_stream
 from ckpt_core.errors import ConfigError, StagingMemoryError
-from ckpt_core.saving._handle import failed_in
+from ckpt_core.saving._in_flight import failed_in
 from ckpt_core.staging import Arena, Arenas, Copy, DeferredCopies, Waves, flat_parts, whole_pages
 
 

@@ -11,7 +11,6 @@ from ckpt_core.state._contents import (
     saves_base,
     supplied,
 )
-from ckpt_core.state._gradients import Gradients
 from ckpt_core.state._items import (
     PICKLED,
     BufferKey,
@@ -22,14 +21,18 @@ from ckpt_core.state._items import (
     decode,
     decode_buffers,
     decode_items,
+    derive_rng,
     encode,
     encode_items,
     function_free,
     has_shards,
     is_large,
     load_item,
+    load_rng_state,
     pickled_key,
     put_buffers,
+    rng_seed,
+    rng_state,
 )
 from ckpt_core.state._model import load_model_state, local_buffers, model_state, model_target, owner
 from ckpt_core.state._nested import empty_like, get, leaves, put, shard_like, template, under
@@ -43,10 +46,10 @@ from ckpt_core.state._optimizer import (
     unwrap_optimizer,
 )
 from ckpt_core.state._override import Override
-from ckpt_core.state._rng import derive_rng, load_rng_state, rng_seed, rng_state
 from ckpt_core.state._train_state import (
     POSITIONS,
     DictState,
+    Gradients,
     State,
     StateSource,
     TrainState,

@@ -15,19 +15,20 @@ import hashlib
 import io
 import json
 import math
+import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path, PurePath
 from types import FunctionType, MethodType, SimpleNamespace
-from typing import Any, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
 import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from ckpt_core.data import is_stateful
-from ckpt_core.devices import to_host
+from ckpt_core.devices import accelerator_type, to_host
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
     CheckpointError,
@@ -44,8 +45,10 @@ from ckpt_core.state._nested import (
     get,
     is_sharded,
     leaves,
+    matches,
     rekeyed,
     template,
+    under,
     with_empties,
 )
 from ckpt_core.state._optimizer import (
@@ -58,7 +61,7 @@ from ckpt_core.state._optimizer import (
     unwrap_optimizer,
 )
 from ckpt_core.state._tensor_sums import own_checksum
-from ckpt_core.types import SavedEntries
+from ckpt_core.types import SavedEntries, SavedTensor
 
 MAX_ARRAY_BYTES = 16 << 20
 """Larger arrays are not encoded as JSON."""
@@ -538,3 +541,97 @@ def put_buffers(local: Mapping[BufferKey, torch.Tensor], part: str, loaded: Mapp
         target = loaded.get(key)
         if of_part == part and isinstance(target, torch.Tensor) and target.shape == value.shape:
             target.detach().copy_(value)
+
+
+_OF_THE_HOST: Final = {"python", "numpy", "torch"}
+
+
+def rng_state() -> dict[str, Any]:
+    """Return the state of every generator, as values for `encode`; draws nothing."""
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        **_of_devices(),
+    }
+
+
+def _of_devices() -> dict[str, Any]:
+    """Return the state of every device's generator, by the type of the accelerator."""
+    kind = accelerator_type()
+    module: Any = None if kind is None else torch.get_device_module(kind)
+    # To ask devices that were not used yet for their state would initialise them. MPS has no such question.
+    if kind is None or not getattr(module, "is_initialized", module.is_available)():
+        return {}
+    return {kind: [module.get_rng_state(device) for device in range(module.device_count())]}
+
+
+def rng_item(rank: int) -> str:
+    """Return the item with the generators of a rank in what others wrote."""
+    return f"rng.{rank}"
+
+
+def rng_target(entries: SavedEntries, rank: int) -> dict[str, Any]:
+    """Return a load target for what others wrote of a rank, as `rng_state` has it.
+
+    Raises:
+        IncompatibleCheckpointError: a state is missing, or none of this release of torch.
+    """
+    item = rng_item(rank)
+    saved = under(entries, item)
+    if not saved:
+        return {}
+    if not {(name,) for name in _OF_THE_HOST} <= saved.keys() or not matches(
+        torch.get_rng_state(), saved["torch",] or SavedTensor(shape=(), dtype="")
+    ):
+        raise IncompatibleCheckpointError(f"{item} is not what the random number generators here take")
+    return {item: template({}, saved)}
+
+
+def rng_seed(state: Mapping[str, Any]) -> int:
+    """Derive a number from `state`, for ranks that it was not saved for."""
+    digest = hashlib.sha256(json.dumps(encode(dict(state)), sort_keys=True).encode()).digest()
+    return int.from_bytes(digest[:8], "big")
+
+
+def load_rng_state(state: Mapping[str, Any]) -> Sequence[str]:
+    """Restore every generator exactly; return notes for the user.
+
+    Raises:
+        IncompatibleCheckpointError: a generator refuses its state.
+    """
+    try:
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
+        torch.set_rng_state(state["torch"])
+        return [
+            note for kind in sorted(state.keys() - _OF_THE_HOST) for note in _load_devices(kind, state[kind])
+        ]
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise IncompatibleCheckpointError(
+            f"a random number generator refused its saved state: {error!r}"
+        ) from error
+
+
+def _load_devices(kind: str, states: Sequence[torch.Tensor]) -> Sequence[str]:
+    here = kind == accelerator_type()
+    module: Any = torch.get_device_module(kind) if here else torch.cpu
+    devices = module.device_count() if here and module.is_available() else 0
+    for device, state in zip(range(devices), states, strict=False):
+        module.set_rng_state(state, device)
+    if states and len(states) != devices:
+        saved = f"{len(states)} {kind.upper()} devices"
+        return [f"the checkpoint has RNG states of {saved} per rank; there are {devices} here"]
+    return []
+
+
+def derive_rng(seed: int, rank: int) -> None:
+    """Seed the generators of a rank without saved state with its own stream.
+
+    It is deterministic, and different from any saved one.
+    """
+    digest = hashlib.sha256(f"{seed}:{rank}".encode()).digest()
+    random.seed(int.from_bytes(digest[:8], "big"))
+    np.random.seed(int.from_bytes(digest[8:12], "big"))
+    # Seeds every device as well.
+    torch.manual_seed(int.from_bytes(digest[12:20], "big") >> 1)

@@ -2,17 +2,23 @@
 
 from ckpt_core.storage._base import (
     ALIGNMENT,
+    BIGGEST_SMALL_FILE,
+    ForeignFileError,
     Lock,
     MappedReader,
+    Pace,
     RangeReader,
+    RangeStream,
     Space,
     SpreadReader,
     Storage,
     StorageEntry,
+    Throttle,
     is_full,
+    read_intact,
+    read_small,
 )
 from ckpt_core.storage._framed import FramedStorage
-from ckpt_core.storage._keys import RangeStream
 from ckpt_core.storage._layered import LayeredStorage
 from ckpt_core.storage._open import (
     around,
@@ -22,8 +28,6 @@ from ckpt_core.storage._open import (
     open_storage,
     unwritable,
 )
-from ckpt_core.storage._putting import Pace, Throttle
-from ckpt_core.storage._small import BIGGEST_SMALL_FILE, ForeignFileError, read_intact, read_small
 from ckpt_core.storage.local import LocalStorage, excludes_others
 from ckpt_core.storage.object import ObjectStorage
 

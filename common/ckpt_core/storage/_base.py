@@ -7,15 +7,226 @@ the root itself.
 from __future__ import annotations
 
 import errno
+import io
 import math
+import mmap
+import os
+import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import IO, Final, NamedTuple, Protocol, runtime_checkable
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import lru_cache
+from typing import (
+    IO,
+    Any,
+    Final,
+    NamedTuple,
+    Protocol,
+    TypeAlias,
+    cast,
+    final,
+    runtime_checkable,
+)
 
+from ckpt_core.disclosure import logger_of
+from ckpt_core.errors import CorruptCheckpointError, FileFailure
 from ckpt_core.formats.checksums import crc32
-from ckpt_core.storage._keys import StreamRanges
-from ckpt_core.storage._putting import Pace, Progress, PutSource, ReadAt, nothing, put_whole, unlimited
+
+
+def key_parts(key: str) -> tuple[str, ...]:
+    """Split a key into its parts, () for the root; ValueError if it is not plain."""
+    if key == "":
+        return ()
+    parts = tuple(key.split("/"))
+    if not all(map(is_plain, parts)):
+        raise ValueError(
+            f"storage key {key!r} must be relative to the root, in plain form: no leading or doubled '/', "
+            "no '.' or '..'"
+        )
+    return parts
+
+
+def is_plain(name: str) -> bool:
+    return name not in {"", ".", ".."} and "\0" not in name
+
+
+def file_key(key: str) -> str:
+    """Return the key; ValueError if it is malformed, or the root."""
+    if not key_parts(key):
+        raise ValueError("the root itself cannot be written, renamed or deleted through its storage")
+    return key
+
+
+def parent_keys(key: str) -> list[str]:
+    parts = key_parts(key)
+    return ["/".join(parts[:count]) for count in range(1, len(parts))]
+
+
+@final
+class StreamRanges:
+    """Ranges of a seekable stream; reads take turns for its one position."""
+
+    def __init__(self, stream: IO[bytes], where: str) -> None:
+        self._stream = cast("io.BufferedIOBase", stream)
+        self._where = where
+        self._guard = threading.Lock()
+        self.size_bytes = stream.seek(0, io.SEEK_END)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        end = offset + len(buffer)
+        with self._guard:
+            self._stream.seek(offset)
+            while buffer and (count := self._stream.readinto(buffer)):
+                buffer = buffer[count:]
+        if buffer:
+            raise ends_early(self._where, end, min(end - len(buffer), self.size_bytes))
+
+
+@final
+class RangeStream(io.RawIOBase):
+    """A seekable stream; `read` fills a buffer from an offset on, as far as it goes."""
+
+    def __init__(self, size_bytes: int, read: Callable[[int, memoryview], int], where: str) -> None:
+        super().__init__()
+        self._size_bytes = size_bytes
+        self._read = read
+        self._where = where
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size_bytes}[whence]
+        if start + offset < 0:
+            raise ValueError(f"negative position {start + offset} in {self._where}")
+        self._position = start + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")[: max(0, self._size_bytes - self._position)]
+        count = self._read(self._position, view) if view else 0
+        self._position += count
+        return count
+
+    def readall(self) -> bytes:
+        content = bytearray(max(0, self._size_bytes - self._position))
+        return bytes(content[: self.readinto(content)])
+
+
+def ends_early(where: str, needed: int, found: int) -> EOFError:
+    return EOFError(f"{where}: ends at byte {found}, but bytes up to {needed} are needed")
+
+
+ReadAt: TypeAlias = Callable[[int, memoryview], None]
+"""Fills a whole buffer from an offset on; called from several threads, also twice for the same bytes."""
+Pace: TypeAlias = Callable[[Iterable[memoryview]], Iterable[memoryview]]
+"""Lets pieces pass as fast as they may; a `Throttle` is one."""
+Progress: TypeAlias = Callable[[int], None]
+
+PIECE_BYTES: Final = 8 * 2**20
+
+
+class PutSource(NamedTuple):
+    """The content of a file to put, and how to do it; see `Storage.put_file`."""
+
+    size_bytes: int
+    read: ReadAt
+    pace: Pace
+    progress: Progress
+
+    def counted(self) -> Generator[memoryview]:
+        """Yield pieces, each in pages of memory of its own; count those taken."""
+        for piece in self.pace(self._pieces()):
+            yield piece
+            self.progress(len(piece))
+
+    def equals(self, reader: RangeReader) -> bool:
+        """Compare with a file of the same size, up to the first difference."""
+        for offset in range(0, self.size_bytes, PIECE_BYTES):
+            count = min(PIECE_BYTES, self.size_bytes - offset)
+            wanted, there = memoryview(bytearray(count)), memoryview(bytearray(count))
+            self.read(offset, wanted)
+            reader.read_into(offset, there)
+            if wanted != there:
+                return False
+        return True
+
+    def _pieces(self) -> Generator[memoryview]:
+        for offset in range(0, self.size_bytes, PIECE_BYTES):
+            piece = memoryview(mmap.mmap(-1, min(PIECE_BYTES, self.size_bytes - offset)))
+            self.read(offset, piece)
+            yield piece
+
+
+def unlimited(pieces: Iterable[memoryview]) -> Iterable[memoryview]:
+    """Let all pieces pass at once."""
+    return pieces
+
+
+def nothing(count: int) -> None:
+    """Ignore a count of bytes."""
+    del count
+
+
+def put_whole(storage: Storage, key: str, source: PutSource) -> None:
+    """Put a file that nobody else writes, over what an earlier call left of it."""
+    found = None
+    with suppress(FileNotFoundError):
+        found = storage.size(key)
+    if found == source.size_bytes:
+        with storage.open_ranges(key) as reader:
+            equal = source.equals(reader)
+        if equal:
+            # The process that wrote it may have been killed before its fsync. Memory has no descriptor.
+            with storage.open(key) as stream, suppress(io.UnsupportedOperation):
+                os.fsync(stream.fileno())
+            source.progress(source.size_bytes)
+            return
+    if found is not None:
+        storage.delete(key)
+    storage.write_pieces(key, source.counted())
+
+
+@final
+class Throttle:
+    """Rate limiter for the pieces of files; any thread, all files share the cap.
+
+    A token bucket of the size of one piece: after a pause of any length, one piece passes without waiting.
+    `clock` gives monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        bytes_per_second: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._bytes_per_second = bytes_per_second
+        self._clock = clock
+        self._sleep = sleep
+        self._free_at = clock()
+        self._guard = threading.Lock()
+
+    def __call__(self, pieces: Iterable[memoryview]) -> Generator[memoryview]:
+        """Yield each of `pieces` as soon as the average rate permits it."""
+        for piece in pieces:
+            # Asleep, too: a file that waits its turn is as slow as the cap demands.
+            with self._guard:
+                pause = self._free_at - self._clock()
+                if pause > 0:
+                    self._sleep(pause)
+                self._free_at = max(self._free_at, self._clock()) + len(piece) / self._bytes_per_second
+            yield piece
+
 
 ALIGNMENT: Final = 4096
 """Direct writes need memory, offsets and lengths that are multiples of this, and so do fast direct reads."""
@@ -381,3 +592,86 @@ class Storage(ABC):
         except FileNotFoundError:
             return False
         return True
+
+
+_logger = logger_of(__name__)
+
+BIGGEST_SMALL_FILE: Final = 1 << 30
+"""In bytes: the limit of `.metadata`, a chunk table or a rank's items; no save writes a larger one."""
+
+
+class ForeignFileError(PermissionError):
+    """An entry that must not be read as one of our files: a link out, pipe or device."""
+
+
+def read_small(
+    storage: Storage, key: str, most_bytes: int = BIGGEST_SMALL_FILE, *, committed_bytes: int | None = None
+) -> bytes:
+    """Read a whole small file after checking its size.
+
+    More than `most_bytes` are not read; `committed_bytes` is the only right size, None for any.
+
+    Raises:
+        FileNotFoundError: no such file.
+        CorruptCheckpointError: it has another size, or is not a regular file.
+        OSError: storage failed.
+    """
+    try:
+        with storage.open(key) as stream:
+            size = stream.seek(0, os.SEEK_END)
+            if committed_bytes is not None and size != committed_bytes:
+                raise _foreign(storage, key, f"has {size} bytes, {committed_bytes} were committed")
+            if size > most_bytes:
+                raise _foreign(storage, key, f"has {size} bytes, and may have {most_bytes} at most")
+            stream.seek(0)
+            return stream.read()
+    except ForeignFileError as error:
+        raise _foreign(storage, key, str(error.strerror)) from error
+    except IsADirectoryError as error:
+        raise _foreign(storage, key, "is a directory instead of a file") from error
+
+
+def read_intact(
+    storage: Storage, key: str, read: Callable[[Storage], bytes], problem: Callable[[bytes], str]
+) -> tuple[bytes, str]:
+    """Read bytes, and again if they are not intact: a transfer may have failed.
+
+    Of a root on several disks each may have the file: it is read from one after the other. `problem` returns
+    what is wrong with bytes, "" if they are intact. Returns intact bytes and "", or others and what is wrong
+    with them.
+
+    Raises:
+        Exception: what `read` raises on one disk, or on the first of several of which none has intact bytes.
+    """
+    disks = storage.parts
+    if len(disks) == 1:
+        content = read(storage)
+        return (content, "") if not problem(content) else ((again := read(storage)), problem(again))
+    found: tuple[bytes, str] | None = None
+    failure: Exception | None = None
+    for each in (storage, *disks):
+        try:
+            content = read(each)
+        except (CorruptCheckpointError, OSError) as error:
+            failure = failure or error
+            continue
+        if not (wrong := problem(content)):
+            if found is not None or failure is not None:
+                _tell_of_other_disk(f"{storage.url}/{key}", str(failure) if found is None else found[1])
+            return content, ""
+        found = found or (content, wrong)
+    if found is None and failure is not None:
+        raise failure
+    return cast("tuple[bytes, str]", found)
+
+
+@lru_cache(maxsize=256)
+def _tell_of_other_disk(place: str, problem: str) -> None:
+    _logger.warning(
+        "%s is not whole on the disk of one node (%s), and is read from that of another", place, problem
+    )
+
+
+def _foreign(storage: Storage, key: str, problem: str) -> CorruptCheckpointError:
+    failure = FileFailure(path=key.partition("/")[2] or key, problem=problem)
+    return CorruptCheckpointError(f"{storage.url}/{key}: {problem}", failures=(failure,))

@@ -14,8 +14,7 @@ from typing_extensions import override
 
 from ckpt_core.crew import run_all
 from ckpt_core.formats.frames import Frames, compress, decompress
-from ckpt_core.storage._base import RangeReader, Storage, StorageEntry
-from ckpt_core.storage._keys import RangeStream
+from ckpt_core.storage._base import RangeReader, RangeStream, Storage, StorageEntry
 from ckpt_core.storage._layered import ReadOnlyStorage
 
 _TRIES: Final = 2

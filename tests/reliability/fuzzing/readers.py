@@ -20,8 +20,7 @@ import torch.distributed.checkpoint as dcp
 from ckpt_core import CheckpointManager, Counters, TrainState
 from ckpt_core.commit import Manifest, Marker, Owner, list_tensors, verify_stock
 from ckpt_core.commit._catalog import read_marks, read_pins
-from ckpt_core.commit._stock_dcp import zip_problem
-from ckpt_core.commit._verify import index_failures
+from ckpt_core.commit._verify import index_failures, zip_problem
 from ckpt_core.dcp import check_metadata, check_stock, entries, load_chunk, load_metadata, load_plain
 from ckpt_core.formats.chunks import ChunkTable, decode_table
 from ckpt_core.names import DAMAGED, METADATA, PINS, WRITER

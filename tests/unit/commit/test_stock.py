@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ckpt_core.commit import verify_stock
-from ckpt_core.commit._stock_dcp import zip_problem
+from ckpt_core.commit._verify import zip_problem
 from ckpt_core.errors import CheckpointNotFoundError
 from ckpt_core.storage import LocalStorage
 

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from ckpt_core.coordination._channel import Channel
-from ckpt_core.coordination._store_thread import StoreThread
+from ckpt_core.coordination._talks import StoreThread
 from ckpt_core.errors import CoordinationError, DeadlineError
 
 LONG = 30.0

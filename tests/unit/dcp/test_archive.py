@@ -7,7 +7,7 @@ import zlib
 import pytest
 import torch
 
-from ckpt_core.commit._stock_dcp import zip_problem
+from ckpt_core.commit._verify import zip_problem
 from ckpt_core.dcp._torch_zip import (
     ALIGNMENT,
     build_archive,

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ckpt_core import CheckpointManager
-from ckpt_core.dcp._leaves import check_kind
+from ckpt_core.dcp._plan import check_kind
 from ckpt_core.errors import ConfigError, SaveError
 from tests.unit.dcp.saved_entries import stored_crc
 from tests.unit.dcp.tensors import SHAPES, all_dtypes, content, filled

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint._traverse import traverse_state_dict
 
 from ckpt_core.dcp import Part, decide
-from ckpt_core.dcp._leaves import Leaves
+from ckpt_core.dcp._plan import Leaves
 from ckpt_core.errors import ConfigError
 
 

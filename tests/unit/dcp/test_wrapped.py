@@ -19,7 +19,7 @@ from ckpt_core._torch_internals import inner_tensors
 from ckpt_core.dcp import Image, ImageLayout, WrapMismatchError, fillings, load_chunk
 from ckpt_core.dcp._fingerprints import Fingerprints, sample
 from ckpt_core.dcp._image import specs_of
-from ckpt_core.dcp._leaves import Kinds, check_kind
+from ckpt_core.dcp._plan import Kinds, check_kind
 from ckpt_core.dcp._wrapped_tensors import wrapped_pickle
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError, SaveError
 from tests.unit.dcp.saved_entries import stored_crc

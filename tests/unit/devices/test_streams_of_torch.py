@@ -12,7 +12,7 @@ import torch
 from ckpt_core.crew import run_all
 from ckpt_core.devices import DeviceFetch, _fetching, _streams, fetch_to, has_streams, to_host
 from ckpt_core.errors import IncompatibleCheckpointError
-from ckpt_core.state import _rng, load_rng_state, rng_state
+from ckpt_core.state import _items, load_rng_state, rng_state
 from tests.streams.mutants import MODULES, ORDERING
 
 ROOT = Path(__file__).parents[3]
@@ -149,7 +149,7 @@ class Module:
 def accelerator(monkeypatch):
     def install(kind: str, *states: int) -> Module:
         module = Module(*states)
-        monkeypatch.setattr(_rng, "accelerator_type", lambda: kind)
+        monkeypatch.setattr(_items, "accelerator_type", lambda: kind)
         monkeypatch.setattr(torch, "get_device_module", lambda device: module)
         return module
 

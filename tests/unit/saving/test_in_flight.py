@@ -11,8 +11,7 @@ import pytest
 from ckpt_core.coordination import Solo
 from ckpt_core.errors import SaveError
 from ckpt_core.options import CheckpointOptions
-from ckpt_core.saving._handle import SaveHandle
-from ckpt_core.saving._in_flight import InFlightSaves, SaveThread, Task
+from ckpt_core.saving._in_flight import InFlightSaves, SaveHandle, SaveThread, Task
 from ckpt_core.types import CheckpointInfo
 
 INFO = CheckpointInfo(step=1, name="step-000000001", created=0.0)

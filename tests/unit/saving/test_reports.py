@@ -18,8 +18,7 @@ from ckpt_core.messages import decode, encode
 from ckpt_core.options import CheckpointOptions
 from ckpt_core.root import Job as Served
 from ckpt_core.root import Ownership, Pruner
-from ckpt_core.saving._handle import SaveRequest
-from ckpt_core.saving._in_flight import SaveThread
+from ckpt_core.saving._in_flight import SaveRequest, SaveThread
 from ckpt_core.saving._reports import Findings, RankReport, ReportCache
 from ckpt_core.saving._save import Means, Save
 from ckpt_core.saving._stager import Stager

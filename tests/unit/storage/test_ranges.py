@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_core.storage import LocalStorage, object_storage
-from ckpt_core.storage._keys import StreamRanges
+from ckpt_core.storage._base import StreamRanges
 from ckpt_core.testing import Fault, FaultyStorage
 from tests.kit.memory import MemoryStorage
 

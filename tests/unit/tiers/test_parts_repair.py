@@ -18,7 +18,7 @@ from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError
 from ckpt_core.formats.checksums import checksum
 from ckpt_core.groups import GroupedStorage
 from ckpt_core.names import EVERY_GROUP, MANIFEST, twin_name
-from ckpt_core.root._disks import settle_parts
+from ckpt_core.root._ownership import settle_parts
 from ckpt_core.storage import LocalStorage, Storage
 from ckpt_core.testing import Fault, FaultyStorage, Operation
 from ckpt_core.tiers import CopyTerms, copy_checkpoint

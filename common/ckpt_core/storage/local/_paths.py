@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import IO, Any, Final, cast, final
 
 from ckpt_core.names import OWN, aside_name
-from ckpt_core.storage._keys import ends_early
-from ckpt_core.storage._small import ForeignFileError
+from ckpt_core.storage._base import ForeignFileError, ends_early
 
 _UNSUPPORTED: Final = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP}
 _AT_FDCWD: Final = -100

@@ -14,8 +14,16 @@ from pathlib import Path
 from typing import IO, Final, final
 
 from ckpt_core.names import SPARES, draft_name
-from ckpt_core.storage._base import Lock, RangeReader, Space, Storage, StorageEntry, is_full
-from ckpt_core.storage._keys import file_key, key_parts
+from ckpt_core.storage._base import (
+    Lock,
+    RangeReader,
+    Space,
+    Storage,
+    StorageEntry,
+    file_key,
+    is_full,
+    key_parts,
+)
 from ckpt_core.storage.local._direct import write_direct
 from ckpt_core.storage.local._locks import holder_of, try_lock_file
 from ckpt_core.storage.local._paths import (

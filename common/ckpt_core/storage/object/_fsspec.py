@@ -9,9 +9,7 @@ from typing import IO, Any, Final, cast, final
 
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError
-from ckpt_core.storage._base import StorageEntry
-from ckpt_core.storage._keys import file_key
-from ckpt_core.storage._putting import PutSource
+from ckpt_core.storage._base import PutSource, StorageEntry, file_key
 from ckpt_core.storage.object._storage import ObjectRanges, ObjectStorage, RequestTerms
 from ckpt_core.storage.object._translation import refused, translated_errors
 

@@ -20,9 +20,7 @@ from typing import IO, Any, Final, Protocol, Self, cast, final
 from ckpt_core.crew import Workers, run_all
 from ckpt_core.disclosure import logger_of
 from ckpt_core.formats.checksums import crc32
-from ckpt_core.storage._base import StorageEntry
-from ckpt_core.storage._keys import file_key
-from ckpt_core.storage._putting import PutSource
+from ckpt_core.storage._base import PutSource, StorageEntry, file_key
 from ckpt_core.storage.object._storage import ObjectStorage
 from ckpt_core.storage.object._translation import translated_errors
 

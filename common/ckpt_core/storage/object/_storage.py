@@ -11,8 +11,17 @@ from typing import IO, Any, Final, NamedTuple, final
 
 from ckpt_core.crew import run_all
 from ckpt_core.disclosure import Redaction, logger_of, public_url
-from ckpt_core.storage._base import Lock, RangeReader, Storage, StorageEntry
-from ckpt_core.storage._keys import RangeStream, ends_early, file_key, is_plain, key_parts
+from ckpt_core.storage._base import (
+    Lock,
+    RangeReader,
+    RangeStream,
+    Storage,
+    StorageEntry,
+    ends_early,
+    file_key,
+    is_plain,
+    key_parts,
+)
 from ckpt_core.storage.local._locks import UnguardedLock
 
 _PROBE: Final = ".probe"
