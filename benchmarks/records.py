@@ -89,7 +89,8 @@ def _entry(record: Mapping[str, Any]) -> str:
 def _origin(record: Mapping[str, Any]) -> Iterator[str]:
     """Where the figures come from, and under what conditions."""
     commit = f"commit {record['commit']}, " if record["commit"] else ""
-    yield f"*Measured* by `{record['command']}`, {commit}{record['date']}; beside it: {record['beside']}."
+    by = f"`{record['command']}`" if record["command"] else "hand"
+    yield f"*Measured* by {by}, {commit}{record['date']}; beside it: {record['beside']}."
     if not record.get("machine", MACHINE).startswith(MACHINE):
         yield f"On {record['machine']}."
     yield from record["conditions"]
