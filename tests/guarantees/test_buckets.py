@@ -1,4 +1,4 @@
-"""Versioned, encrypted and archived buckets, and odd keys in them, as `docs/disks-and-buckets.md` tells it."""
+"""Versioned, encrypted and archived buckets, and odd keys in them, as docs/disks-and-buckets.md tells it."""
 
 from __future__ import annotations
 

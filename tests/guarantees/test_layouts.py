@@ -1,4 +1,4 @@
-"""Every layout is resumed bit for bit, on the same ranks and on others: the table of docs/compatibility.md."""
+"""Every layout is resumed bit for bit, on the same ranks and on others: the table of docs/compatibility."""
 
 from __future__ import annotations
 

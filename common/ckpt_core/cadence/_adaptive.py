@@ -79,8 +79,8 @@ _MOST_CATCHING_UP: Final = 1.5
 class Optimal(SavePolicy):
     """Saves at the interval that loses the least time to saves and failures.
 
-    `docs/when-to-save.md` derives it. Until one save is measured and the rate of failures known, each wait is as
-    long as the run before it, at least 60 s and at most 30 min. The second save comes after half the
+    `docs/when-to-save.md` derives it. Until one save is measured and the rate of failures known, each wait is
+    as long as the run before it, at least 60 s and at most 30 min. The second save comes after half the
     interval, as the first one of a run costs more than those after it.
 
     Args:
