@@ -1,4 +1,4 @@
-"""The checkpoints of a root, from their markers, with pins, marks, notes and signatures."""
+"""The checkpoints of a root by their markers; pins, marks, notes, signatures."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class StateComponent(NamedTuple):
 
 
 class KeptMonth(NamedTuple):
-    """Checkpoints that a policy keeps, and their bytes: at the end, at most, and on average."""
+    """What a policy keeps, and its bytes: at the end, at most, on average."""
 
     at_end: int
     peak: int
@@ -294,7 +294,7 @@ class CostPlan:
         }
 
     def _weights_bytes(self, dtype: str | None) -> int:
-        """Return what is left of a checkpoint of which only the weights stay."""
+        """Return what a checkpoint has left once only its weights stay."""
         sizes = {each.name: each.size_bytes for each in self.components}
         cast = self.terms.model.parameters * DTYPE_BYTES[dtype] if dtype else sizes["weights"]
         return math.ceil((cast + sizes.get("buffers", 0)) * self.size_bytes / sum(sizes.values()))

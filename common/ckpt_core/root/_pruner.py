@@ -108,7 +108,7 @@ class Demoter:
         return info.size_bytes if given_up else self._sizes.get(key, info.size_bytes)
 
     def refusal(self, info: CheckpointInfo) -> str | None:
-        """Say why a checkpoint stays whole here, whatever the rules say; None if it need not."""
+        """Say why a checkpoint stays whole here in spite of the rules, or None."""
         if self._storage.num_disks > 1:
             return "is on disks of several nodes, where nothing is demoted: give the rule to an Upload"
         if self._sign is None and self._storage.exists(f"{info.name}/{SIGNATURE}"):
