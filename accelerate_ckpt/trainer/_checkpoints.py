@@ -194,7 +194,7 @@ class TrainerCheckpoints:
             with unpickling_nothing(pickles):
                 self._stock._load_optimizer_and_scheduler(checkpoint)
         else:
-            state = self._state(ours.checkpoint)
+            state = TrainingState(trainer, self._stock, self._settings)
             if self._session.load(ours.checkpoint, state, change=self._settings.override.values):
                 self._session.saved_step = None
             self._loaded = state.to_come
@@ -208,7 +208,8 @@ class TrainerCheckpoints:
         self.manager.wait()
         best = self._trainer.state.best_model_checkpoint
         if best is not None and is_ours(self._session, best):
-            self._session.load(best, self._state(best, with_optimizer=False), items=["model"])
+            state = TrainingState(self._trainer, self._stock, self._settings, with_optimizer=False)
+            self._session.load(best, state, items=["model"])
             return
         if best is not None:
             require_readable(self._session, best, ours=False)
@@ -302,12 +303,6 @@ class TrainerCheckpoints:
             logged=(norm.item() if isinstance(norm, torch.Tensor) else norm, rate),
         )
         return source
-
-    def _state(self, checkpoint: str, *, with_optimizer: bool = True) -> TrainingState:
-        storage = self._session.storage_at(CheckpointPath.of(checkpoint).root)
-        return TrainingState(
-            self._trainer, self._stock, self._settings, with_optimizer=with_optimizer, storage=storage
-        )
 
 
 @shows_options(stock_files=None, contents=None, override=None, log_costs=True)

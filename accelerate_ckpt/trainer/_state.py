@@ -14,7 +14,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
 from safetensors import safe_open
@@ -27,14 +27,13 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 
 from accelerate_ckpt._host_calls import files_in, private_directory
 from accelerate_ckpt._roots import Settings
-from accelerate_ckpt._small_files import verified_files
 from accelerate_ckpt._state import inner_entries, model_part, optimizer_part
 from accelerate_ckpt.trainer._callbacks import CallbackStates, ToCome
 from accelerate_ckpt.trainer._data import DataProgress, progress_file
 from ckpt_core._torch_internals import same_bytes
-from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
-from ckpt_core.formats.codec import damage
+from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.hosting import replaced
+from ckpt_core.names import IN_FILES
 from ckpt_core.state import (
     Contents,
     Override,
@@ -49,16 +48,11 @@ from ckpt_core.state import (
     optimizer_target,
     saved_part,
     saves_base,
-    shard_like,
     stable_tensors,
     supplied,
     unwrap_optimizer,
 )
-from ckpt_core.storage import Storage
 from ckpt_core.types import CapturedState, SavedState
-
-_IN_FILES: Final = "model.in_files"
-"""Shared item: name of a tensor of the model -> file, and name in that file."""
 
 # The stock Trainer takes any `pytorch_model_fsdp…` directory as a sign of FSDP and refuses without it.
 _PLAIN_MODEL_PART = "model_0"
@@ -81,7 +75,6 @@ class TrainingState(StateSource):
         *,
         with_optimizer: bool = True,
         progress: DataProgress | None = None,
-        storage: Storage | None = None,
     ) -> None:
         self.to_come = ToCome()
         self._trainer: Any = trainer  # its own annotations allow None where there is none while it trains
@@ -93,8 +86,6 @@ class TrainingState(StateSource):
         adapts = has_adapters(trainer.model) and not saves_base(self._trainer.model_wrapped, self._contents)
         # Adapters have a file of their own.
         self.stock_files = not adapts if given is None else given
-        self._storage = storage
-        self._from_files: dict[str, Any] = {}
         self._base: frozenset[str] = frozenset()
         self._with_optimizer = with_optimizer and not trainer.args.save_only_model
         self.change: Override | None = None
@@ -123,7 +114,7 @@ class TrainingState(StateSource):
         written = self.stock_files or has_adapters(_inner(trainer))
         if written and weights is None:
             places = self._places(files, state)
-            items |= {_IN_FILES: places}
+            items |= {IN_FILES: places}
             in_files = {name: state[name] for name in places}
             state = {name: value for name, value in state.items() if name not in places}
         sharded: dict[str, dict[str, Any]] = {part: {"model": state}}
@@ -180,9 +171,7 @@ class TrainingState(StateSource):
         )
         model = trainer.model_wrapped
         tree: dict[str, dict[str, Any]] = {}
-        base = supplied(model, saved, self._contents, place=_MODEL)
-        self._from_files = self._read_files(saved, whole=not base)
-        self._base = base | self._from_files.keys()
+        self._base = supplied(model, saved, self._contents, place=_MODEL)
         entries = inner_entries(saved, part, "model", may_lack=bool(self._base))
         tree[part] = {"model": model_target(model, entries, base=self._base)}
         if self._with_optimizer and optimizer_part(0) in saved.sharded:
@@ -206,41 +195,8 @@ class TrainingState(StateSource):
         if optimizer_part(0) in loaded:
             optimizer = loaded[optimizer_part(0)]["optimizer"]
             load_optimizer_state(trainer.model_wrapped, trainer.optimizer, optimizer)
-        state = {**loaded[_model_part_of(saved)]["model"], **self._from_files}
-        load_model_state(trainer.model_wrapped, state, base=self._base)
-        self._from_files = {}
+        load_model_state(trainer.model_wrapped, loaded[_model_part_of(saved)]["model"], base=self._base)
         return []
-
-    def _read_files(self, saved: SavedState, *, whole: bool) -> dict[str, Any]:
-        """Read the weights that files hold, verified, as shards where the live ones are."""
-        places: Mapping[str, tuple[str, str]] = saved.shared.get(_IN_FILES, {})
-        if not places:
-            return {}
-        if self._storage is None:
-            raise ConfigError("weights are read from the storage of a checkpoint, and none was given")
-        live, paths = model_state(self._trainer.model_wrapped), {file for file, _ in places.values()}
-        contents = verified_files(self._storage, saved.name, lambda path: path in paths)
-        files = {path: load(content) for path, content in contents.items()}
-        odd = [f"{name} is not in the model" for name in places if name not in live] if whole else []
-        taken: dict[str, Any] = {}
-        for name, (file, key) in places.items():
-            if name not in live:
-                continue
-            found = files.get(file, {}).get(key)
-            if found is None:
-                raise damage(f"{saved.name}/{file}", f"lacks {key!r:.200}. Nothing was loaded")
-            if found.shape == live[name].shape:
-                taken[name] = shard_like(found, live[name])
-            else:
-                shapes = f"shape {tuple(found.shape)} in the checkpoint, {tuple(live[name].shape)} here"
-                odd.append(f"{name}: {shapes}")
-        if odd:
-            more = f", and {len(odd) - 5} more" if len(odd) > 5 else ""
-            raise IncompatibleCheckpointError(
-                f"checkpoint {saved.name} is of another model, and nothing was loaded: "
-                f"{', '.join(odd[:5])}{more}"
-            )
-        return taken
 
     def _files(self) -> tuple[dict[str, bytes], Mapping[str, Any] | None]:
         """Return what the Trainer writes, single files for its own loader included.
@@ -318,8 +274,6 @@ def _model_part_of(saved: SavedState) -> str:
     for part in (model_part(0), _PLAIN_MODEL_PART):
         if part in saved.sharded:
             return part
-    if _IN_FILES in saved.shared:
-        return _PLAIN_MODEL_PART
     raise IncompatibleCheckpointError(
         f"checkpoint {saved.name} holds no model: it was not saved by enable_trainer()"
     )

@@ -374,6 +374,7 @@ class CheckpointManager:
             weights,
             source=initial.place,
             storage_options=initial.storage_options,
+            items=["model"],
             rename=initial.rename,
             strict=initial.strict,
             cast=True,
@@ -412,7 +413,8 @@ class CheckpointManager:
             name: directory name under the root, also of a directory that stock DCP wrote.
             source: instead of both, a folder or file anywhere, as a path or URL: weights of Hugging Face, an
                 adapter, a checkpoint of another root or of another program. Weights alone are the item
-                `model`. Saves do not continue from it.
+                `model`, and with `items=["model"]` they are so whatever their run calls them. Saves do not
+                continue from it.
             storage_options: for the URL of `source`; None for those of a root of the same kind of URL.
             items: load only these, e.g. `["model"]`.
             include: load only entries whose dotted name matches one of these patterns, as by `fnmatch`, e.g.
@@ -462,6 +464,8 @@ class CheckpointManager:
             own = separator and self.storage.url.startswith(f"{kind}://")
             others = self.options.storage_options if own else {}
             given = others if storage_options is None else storage_options
+            only_model = items is not None and set(items) == {"model"}
+            request = replace(request, whole="model" if only_model else "state")
             saved = self._loader.elsewhere(request, live, place, given)
         elif step is not None or name is not None:
             saved, info = self._loader.one(request, live, step=step, name=name)

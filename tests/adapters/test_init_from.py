@@ -176,6 +176,45 @@ def test_a_first_start_begins_with_them_and_a_resume_ignores_them(tmp_path, weig
     assert len([each for each in caplog.messages if "init_from= is ignored" in each]) == 1
 
 
+@pytest.mark.parametrize(("first", "second"), [*zip(HOSTS, [*HOSTS][1:], strict=False), ("the Trainer",) * 2])
+def test_a_run_begins_with_the_weights_of_another_whichever_hosts_they_are_in(tmp_path, first, second):
+    trained = HOSTS[first](tmp_path / "first", Net(), STEPS).state_dict()
+    for place in (
+        tmp_path / "first",
+        next((tmp_path / "first").glob("*2"), tmp_path / "first" / "checkpoint_1"),
+    ):
+        root = tmp_path / f"from {place.name}"
+        begun = HOSTS[second](root, Net(), 1, init_from=str(place)).state_dict()
+        assert begun.keys() == trained.keys()
+        assert all(torch.equal(begun[name], trained[name]) for name in trained)
+
+
+def test_of_several_models_each_has_its_weights_from_another_run(tmp_path):
+    def saved(root: Path, nets: list[Net]) -> None:
+        forget_accelerators()
+        accelerator = Accelerator(cpu=True)
+        accelerate_ckpt.enable(accelerator, root=root)
+        accelerator.prepare(*nets, *(net.configure_optimizers() for net in nets))
+        accelerator.save_state()
+        accelerator.end_training()
+
+    nets, again = [Net(), Net()], {"one": Net(), "other": Net()}
+    saved(tmp_path / "accelerate", nets)
+    with CheckpointManager(tmp_path / "next", init_from=tmp_path / "accelerate") as checkpoints:
+        checkpoints.initialise(TrainState(model=(live := [Net(), Net()])))
+    fabric = Fabric(accelerator="cpu", devices=1)
+    checkpoints = setup_fabric(fabric, tmp_path / "fabric")
+    fabric.save(f"{tmp_path}/fabric/step-1", dict(zip(again, nets, strict=True)))
+    checkpoints.close()
+    with CheckpointManager(tmp_path / "last", init_from=tmp_path / "fabric") as checkpoints:
+        checkpoints.initialise(TrainState(model=again))
+    for found in (live, [*again.values()]):
+        for net, each in zip(nets, found, strict=True):
+            assert all(
+                torch.equal(each.state_dict()[name], value) for name, value in net.state_dict().items()
+            )
+
+
 class Sharded(Net):
     def configure_model(self) -> None:
         fully_shard(self.body, mesh=self.device_mesh["data_parallel"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from ckpt_core import CheckpointManager, TrainState
-from ckpt_core.errors import CorruptCheckpointError
+from ckpt_core import CheckpointManager, TrainState, import_checkpoint
+from ckpt_core.convert import _importing
+from ckpt_core.coordination import coordinator_for_job
+from ckpt_core.errors import CheckpointExistsError, CorruptCheckpointError
 from ckpt_core.reading import Engine
+from ckpt_core.saving import RankFiles
 from tests.kit.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -74,6 +78,26 @@ def load(root: str, folder: str, groups: int) -> int:
     return sum(each.bytes_read for each in engines)
 
 
+def take_in(root: str, folder: str) -> list[int]:
+    """Import on this rank; return which data files it wrote."""
+    _importing._FILE_BYTES = 16 << 10
+    written: list[int] = []
+    write = RankFiles.write_image
+
+    def noted(self: RankFiles, *args: Any, **kwargs: Any) -> None:
+        written.append(self._rank)
+        write(self, *args, **kwargs)
+
+    RankFiles.write_image = noted  # type: ignore[method-assign]
+    ranks = coordinator_for_job()
+    info = import_checkpoint(folder, root, step=4, coordinator=ranks)
+    with pytest.raises(CheckpointExistsError, match="step 4 already"):
+        import_checkpoint(folder, root, step=4, coordinator=ranks)
+    ranks.close()
+    assert info.step == 4
+    return written
+
+
 def begin(root: str, folder: str) -> None:
     model = Model()
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
@@ -121,3 +145,13 @@ def test_a_missing_shard_is_one_error_on_every_rank(tmp_path, folder):
     one, other = run_ranks(refuse, 2, str(tmp_path / "run"), str(folder))
     assert one == other
     assert "not all there" in one
+
+
+def test_ranks_share_the_files_of_an_import(tmp_path, folder):
+    shares = run_ranks(take_in, 2, str(tmp_path / "run"), str(folder), timeout_seconds=120)
+    assert sorted(shares[0] + shares[1]) == [*range(len(shares[0]) + len(shares[1]))]
+    assert all(len(share) > 1 for share in shares)
+    with CheckpointManager(tmp_path / "run") as checkpoints:
+        assert checkpoints.verify() == []
+        checkpoints.load(TrainState(model=(model := Model())), items=["model"])
+    assert all(torch.equal(each, value(name)) for name, each in model.state_dict().items())

@@ -74,6 +74,9 @@ _OF_COPIES: Final = (
         "--take-over", "copy although writer.json names a job there, where no lock shows whether it is alive"
     ),
 )
+_MAP: Final = _one(
+    "--map", "FILE", "JSON, YAML or TOML: names of modules there -> ours; a part '*' is any one"
+)
 _OF_EXPORTS: Final = (
     _one("place", "SRC", "ROOT@STEP, a CHECKPOINT, a ROOT (its newest), or what others wrote"),
     _one("target", "OUT", "path or URL to write: a name that is free, or an empty directory"),
@@ -91,6 +94,7 @@ _OF_EXPORTS: Final = (
     _flag("--merge-adapters", "write the model with the adapters of PEFT in it"),
     _flag("--adapters", "write the adapters of PEFT alone, as PeftModel.from_pretrained reads them"),
     _many("--include", "PATTERN", "only tensors of such names, e.g. 'model.*'; may be repeated"),
+    _MAP,
     _one("--shard-size", "SIZE", "of the files of weights (5 GB)", default="5 GB"),
     _OTHER_OPTIONS,
 )
@@ -210,9 +214,7 @@ _COPYING: Final = (
             _one("place", "PLACE", "path or URL of the folder or file"),
             _one("root", "ROOT", "path or URL of the run that gets it"),
             _one("--step", None, "its step, where it does not say it", type=int),
-            _one(
-                "--map", "FILE", "JSON, YAML or TOML: names of modules there -> ours; a part '*' is any one"
-            ),
+            _MAP,
             _flag("--take-over", "import although writer.json names a job in ROOT"),
         ),
         "Reads, verifies, writes and commits 128 MiB at a time, without loading the model. A load from the "

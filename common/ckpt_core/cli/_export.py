@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal
@@ -53,6 +54,7 @@ def _exported(arguments: Namespace, **options: Any) -> Outcome:
             dtype=arguments.dtype,
             adapters="merge" if arguments.merge_adapters else kept,
             include=arguments.include,
+            names=_names(arguments),
             shard_bytes=parse_size("--shard-size", arguments.shard_size) or 0,
             storage_options=options_for(place, arguments),
             out_storage_options=given,
@@ -70,9 +72,14 @@ def _exported(arguments: Namespace, **options: Any) -> Outcome:
     )
 
 
+def _names(arguments: Namespace) -> Mapping[str, str] | None:
+    from ckpt_core.sources import NameTable  # it needs torch, which takes a second
+
+    return None if arguments.map is None else dict(NameTable.read(arguments.map).pairs)
+
+
 def import_(arguments: Namespace) -> Outcome:
-    from ckpt_core.convert import import_checkpoint  # it needs torch, which takes a second
-    from ckpt_core.sources import NameTable
+    from ckpt_core.convert import import_checkpoint
 
     target = open_target(arguments.root, options_for(arguments.root, arguments))
     with ProgressLine(f"importing to {target.url}", 0, plain=True) as line:
@@ -80,7 +87,7 @@ def import_(arguments: Namespace) -> Outcome:
             arguments.place,
             target,
             step=arguments.step,
-            names=None if arguments.map is None else dict(NameTable.read(arguments.map).pairs),
+            names=_names(arguments),
             storage_options=options_for(arguments.place, arguments),
             progress=line.add,
             claim=partial(claimed, command="ckpt import", take_over=arguments.take_over),

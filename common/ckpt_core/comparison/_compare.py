@@ -31,7 +31,7 @@ class TensorDifference:
     """A tensor that differs.
 
     Attributes:
-        name: DCP's, with its part in front; of a file of safetensors with the file in front.
+        name: of the entry in the whole state; of a file of safetensors of the host with the file in front.
         difference: the kind; `added` is in the second checkpoint only.
         a, b: its form in either; None where it is not.
         changed: elements with other bytes; None if they were not counted.
@@ -141,12 +141,11 @@ def _decided(
 ) -> TensorDifference | tuple[LocatedTensor, LocatedTensor] | None:
     """Compare a tensor without its bytes; return both if they have to be read."""
     a, b = one.tensors.get(name), other.tensors.get(name)
-    files = [each.file.path for each in (a, b) if each and each.file]
-    if len(files) == 2 and _same_file(one, other, files[0]):
+    held = [(side, file) for side, each in ((one, a), (other, b)) if each and (file := side.host_file(each))]
+    if len(held) == 2 and held[0][1] == held[1][1] and _same_file(one, other, held[0][1]):
         return None
-    for contents in (one, other):
-        if files and files[0] in contents.entries:
-            contents.verify(files[0])
+    for side, file in held:
+        side.verify(file)
     if a is None or b is None:
         form_a, form_b = (each and each.form for each in (a, b))
         return TensorDifference(name=name, difference="removed" if b is None else "added", a=form_a, b=form_b)

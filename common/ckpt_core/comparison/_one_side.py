@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Final, final
 
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from ckpt_core.dcp import ChunkLocation, load_plain
+from ckpt_core.dcp import load_plain
 from ckpt_core.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError
-from ckpt_core.formats.checksums import Checksum
 from ckpt_core.loading import CheckpointPart, LocatedTensor, located, open_parts
 from ckpt_core.names import METADATA, SHARED, data_rank, is_own_json, shared_rank
-from ckpt_core.reading import Payload
-from ckpt_core.sources import read_header
 from ckpt_core.state import decode_buffers, decode_items
 from ckpt_core.storage import Storage
 from ckpt_core.types import FileEntry
@@ -31,7 +29,7 @@ class Contents:
     """The contents of a checkpoint of ours or of others.
 
     Attributes:
-        tensors: by name, those of a further part with the part in front.
+        tensors: by name, of a file of the host that holds others the file in front.
         byte_entries: the values among them: part and key there.
         items: the values in our own small files, by name; those of a rank with its file in front.
         host_files: the files of a host framework, but those of tensors.
@@ -43,8 +41,7 @@ class Contents:
 
     def __init__(self, storage: Storage, name: str, file: str = "") -> None:
         self._storage = storage
-        _, self._files, parts = open_parts(storage, name, file=file)
-        self._verified: set[str] = set()
+        _, self._files, parts = open_parts(storage, name, file=file, whole="state")
         self.url = self._files.url
         self.entries = {entry.path: entry for entry in self._files.entries}
         self.tensors = located(parts)
@@ -61,12 +58,17 @@ class Contents:
                 self._read_items(path)
             elif path.rpartition("/")[2] != METADATA and data_rank(path) is None:
                 self.host_files[path] = entry
+        known = {self.host_file(each) for each in self.tensors.values()} if self.host_files else ()
         for path in [path for path in self.host_files if path.endswith(".safetensors")]:
             try:
-                self.tensors |= self._safetensors(path, next(iter(parts.values())))
-                del self.host_files[path]
+                inside = {} if path in known else located(open_parts(storage, name, file=path)[2])
             except (CorruptCheckpointError, IncompatibleCheckpointError):
                 self.verify(path)  # damaged, or else the bytes of the host's own file are compared
+                continue
+            for each in inside.values():
+                named = f"{path}: {'.'.join(map(str, each.path[1:]))}"
+                self.tensors[named] = replace(each, name=named)
+            del self.host_files[path]
 
     def _read_items(self, path: str) -> None:
         """Read the values in one of our own small files; pickled ones are byte entries."""
@@ -81,36 +83,19 @@ class Contents:
         prefix = "" if path.startswith("shared") else f"{path.removesuffix('.json')}: "
         self.items |= {f"{prefix}{key}": value for key, value in found.items()}
 
-    def _safetensors(self, path: str, part: CheckpointPart) -> dict[str, LocatedTensor]:
-        """Locate the tensors in a file of safetensors, by its header."""
-        found: dict[str, LocatedTensor] = {}
-        for key, each in read_header(self._storage, self._files.directory, path)[0].items():
-            payload = Payload(path=path, key=key, offset=each.offset, size_bytes=each.size_bytes, crc32=None)
-            place = ChunkLocation(
-                path=path, key=key, offset=each.offset, size_bytes=each.size_bytes, payload=payload
-            )
-            name = f"{path}: {key}"
-            found[name] = LocatedTensor(name=name, part=part, dtype=each.dtype, shape=each.shape, file=place)
-        return found
+    def host_file(self, tensor: LocatedTensor) -> str | None:
+        """Return the file of a host that holds a tensor, if one does."""
+        paths = {place.path for place in tensor.boxes.values()}
+        return next((path for path in paths if path in self.entries and data_rank(path) is None), None)
 
     def verify(self, path: str) -> None:
-        """Compare a large file with the manifest, once.
+        """Compare a file with the manifest, once.
 
         Raises:
             CorruptCheckpointError: it is missing, or was changed.
         """
-        if path in self._verified:
-            return
-        committed = self.entries[path].checksum
-        found = Checksum.like(committed)
-        try:
-            for piece in self.pieces(path):
-                found.update(piece)
-        except FileNotFoundError:
-            raise self._files.damaged(path, "missing") from None
-        if str(found) != committed:
-            raise self._files.damaged(path, f"checksum is {found}, {committed} was committed")
-        self._verified.add(path)
+        if failures := self._files.damaged_files([path]):
+            raise self._files.damaged(path, failures[0].problem)
 
     def pieces(self, path: str) -> Iterator[bytes]:
         """Yield the content of a file, piece by piece."""

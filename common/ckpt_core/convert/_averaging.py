@@ -78,7 +78,7 @@ def _compare(older: Sequence[tuple[str, Computed]], newest: Sequence[tuple[str, 
 def _weights(tensors: Mapping[str, LocatedTensor]) -> set[str]:
     """Return the floating tensors that are no state of an optimizer, nor gradients."""
     parts = {id(each.part): each.part for each in tensors.values()}.values()
-    paths = [path for part in parts for path in (part.metadata.planner_data or {}).values()]
+    paths = [path for part in parts for path in part.paths.values()]
     optimizers = {tuple(path[: path.index(_GROUPS)]) for path in paths if _GROUPS in path}
     return {
         name

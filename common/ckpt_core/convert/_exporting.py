@@ -21,6 +21,7 @@ from ckpt_core.disclosure import public_url
 from ckpt_core.errors import ConfigError
 from ckpt_core.loading import find_source
 from ckpt_core.names import MARKER
+from ckpt_core.sources import NameTable
 from ckpt_core.storage import Storage, open_around, open_storage
 from ckpt_core.validation import integer, one_of, require
 
@@ -68,6 +69,7 @@ def export(  # noqa: PLR0913 - what the command line has
     include: Sequence[str] = (),
     ema: str | None = None,
     shard_bytes: int = 5_000_000_000,
+    names: Mapping[str, str] | None = None,
     average: int | None = None,
     decay: float | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -97,6 +99,7 @@ def export(  # noqa: PLR0913 - what the command line has
         include: patterns of names of tensors, as by `fnmatch`; all if empty.
         ema: dotted name of the item that holds the weights, such as averaged ones; None for the model.
         shard_bytes: size of the files of weights.
+        names: of parameters and modules there -> ours, as `import_checkpoint` takes them.
         average: how many checkpoints to average, up to this one; None for none. See `averaged`.
         decay: of an exponential average, between 0 and 1; None for the mean.
         storage_options: for URLs; see `CheckpointManager`.
@@ -133,6 +136,7 @@ def export(  # noqa: PLR0913 - what the command line has
         include=include,
         ema=ema,
         shard_bytes=shard_bytes,
+        names=None if names is None else NameTable(tuple(names.items())),
     )
     sources = [source] if average is None else _before(source, average)
     with _in_use(sources if coordinator is None or coordinator.is_coordinator else ()):

@@ -195,8 +195,11 @@ class FileFill:
             engine, ranges = self._engines[key], [each for read in reads for each in read.ranges()]
             twin_of = files.twin if files.has_twins else None
             on_arrival = twin_of is None
+            bare = (each.payload.path for each in ranges if not each.payload.has_checksum)
             try:
-                failures = engine.verify(self._unverified(ranges), twin_of=twin_of, on_arrival=on_arrival)
+                failures = files.damaged_files(bare) or engine.verify(
+                    self._unverified(ranges), twin_of=twin_of, on_arrival=on_arrival
+                )
             except FileNotFoundError as error:
                 raise CorruptCheckpointError(f"{files.url}: a file is missing: {error}") from error
             if failures := files.without_mended(failures):

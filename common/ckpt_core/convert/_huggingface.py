@@ -48,8 +48,7 @@ def hugging_face(source: Place, options: ExportOptions) -> Conversion:
         IncompatibleCheckpointError: the configuration is of another model than the weights.
         CheckpointError: the source cannot be read.
     """
-    storage, directory, file = source
-    weights = Weights.of(storage, directory, file, item=options.ema, include=options.include)
+    weights = Weights.of(source, options)
     like = None if options.like is None else (*options.like[:2], "")
     folders = [*([] if like is None else [CommittedFiles(*like[:2], None)]), weights.files]
     adapted = _adapted(weights, folders, options)
@@ -212,7 +211,7 @@ def _base(weights: Weights, own: Collection[str], like: Place | None) -> Weights
             f"base, {source or 'whose name was not saved'} (like=, --like); adapters alone need none "
             '(adapters="keep", --adapters)'
         )
-    found = Weights.of(*like)
+    found = Weights.of(like, ExportOptions())
     for name in needed.keys() & found.names.keys():
         tensor = found.tensors[found.names[name]]
         whole = tensor.read(lambda _: None).view(tensor.shape)
@@ -362,4 +361,4 @@ def _text(value: Any) -> bytes:
 def _weights_in(like: Place | None) -> Collection[str]:
     if like is None or not any(each.name.endswith(".safetensors") for each in like[0].list(like[1])):
         return ()
-    return Weights.of(*like).names.keys()
+    return Weights.of(like, ExportOptions()).names.keys()

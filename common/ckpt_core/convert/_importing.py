@@ -6,10 +6,10 @@ import os
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
-from itertools import accumulate, count, filterfalse, groupby
+from itertools import accumulate, count, filterfalse, groupby, pairwise
 from math import prod
 from operator import attrgetter
 from typing import Any, Final, NamedTuple, final
@@ -39,22 +39,25 @@ from ckpt_core.commit import (
 )
 from ckpt_core.convert._fill import FileFill, size_of
 from ckpt_core.convert._huggingface import safetensors_file
-from ckpt_core.convert._laid_out import DTYPES, OutFile, Wanted, ignore
-from ckpt_core.convert._weights import IN_FILES
+from ckpt_core.convert._laid_out import DTYPES, OutFile, Wanted, ignore, phase
 from ckpt_core.convert._whole_state import WholeState
-from ckpt_core.dcp import Image, ImageLayout, ShardSpec, encode_metadata, entries, places_in
+from ckpt_core.coordination import Coordinator, Solo
+from ckpt_core.dcp import Image, ImageLayout, ShardSpec, encode_metadata, entries
 from ckpt_core.disclosure import public_url
 from ckpt_core.errors import CheckpointExistsError, ConfigError, CorruptCheckpointError, SaveError, lost
 from ckpt_core.formats.checksums import CRC32, Checksum
-from ckpt_core.formats.chunks import ChunkTable, encode_table
+from ckpt_core.formats.chunks import encode_table
 from ckpt_core.loading import CheckpointPart, CommittedFiles, LocatedTensor, located, open_parts
 from ckpt_core.names import (
     IMPORTED,
+    IN_FILES,
     KEPT,
     MANIFEST,
     MARKER,
     METADATA,
+    SHARED,
     chunks_name,
+    data_name,
     data_rank,
     is_own_file,
     step_name,
@@ -68,8 +71,8 @@ from ckpt_core.state import PICKLED
 from ckpt_core.storage import Storage, open_around, open_storage
 from ckpt_core.types import CheckpointInfo, FileEntry, Lineage, Parent
 
-_HEAVY: Final = frozenset({"optimizer", "optimizers", "gradients", PICKLED, KEPT})
-"""Items that are no weights, beside those that have groups of parameters."""
+_SHARDS, _VALUES = 0, 1
+"""The numbers that `RankFiles` gives to its data files."""
 _FILE_BYTES: Final = 64 << 20
 """Of a data file, which is made in memory; it may have twice as many."""
 
@@ -87,11 +90,12 @@ def import_checkpoint(  # noqa: PLR0913 - keywords of users
     storage_options: Mapping[str, Any] | None = None,
     progress: Callable[[int], None] = ignore,
     claim: Callable[[Storage], AbstractContextManager[Lease]] = _claim,
+    coordinator: Coordinator | None = None,
 ) -> CheckpointInfo:
     """Make a committed checkpoint of what others wrote, without loading the model.
 
     A load from it gives what a load from the place gives, optimizer and positions included. Reads, verifies
-    and writes 128 MiB at a time, in this process alone.
+    and writes 128 MiB at a time. Collective over the ranks of a coordinator.
 
     Args:
         place: a folder or a file, as a path or URL, of any format that `CheckpointManager.load` takes as
@@ -103,6 +107,7 @@ def import_checkpoint(  # noqa: PLR0913 - keywords of users
         storage_options: for URLs.
         progress: called with bytes that are written.
         claim: takes the root; by default as a manager does.
+        coordinator: of the ranks that each write a share of the files; None for this process alone.
 
     Returns:
         The checkpoint, of the present lineage of the root.
@@ -115,35 +120,27 @@ def import_checkpoint(  # noqa: PLR0913 - keywords of users
         RootBusyError: a live job writes to the root.
         ConfigError: the place does not say its step, or is a checkpoint of ours.
     """
-    storage, directory, file = open_around(place, storage_options)
     shown = public_url(os.fspath(place))
-    is_run = not file and Catalog(open_storage(place, storage_options)).survey().everything
-    if is_run or (not file and storage.exists(f"{directory}/{MARKER}")):
-        raise ConfigError(f"{shown} is a checkpoint or a run of ours: copy it, `ckpt cp {shown} ROOT`")
-    _, files, parts = open_parts(storage, directory, file=file)
-    if names:
-        parts = {part: each.renamed(NameTable(tuple(names.items()))) for part, each in parts.items()}
-    first, state = next(iter(parts.values())), WholeState.of(files, parts)
-    step = first.step if step is None else step
+    kind, state = _state_at(place, shown, names, storage_options)
+    step = state.step if step is None else step
     if step is None or step < 0:
         raise ConfigError(f"{shown} does not say at which step it was saved: give its number, --step N")
     target = root if isinstance(root, Storage) else open_storage(root, storage_options)
     refuse_as_root(target)
     target.check_root()
-    origin = {"from": shown, "format": first.kind or "a checkpoint of DCP"}
     producer = {"ckpt_suite": __version__, "torch": torch.__version__, **software_versions()}
-    with claim(target) as lease:
-        collect_orphans(target, keep=())
-        there = Catalog(target).survey().everything
-        if any(info.step == step and not info.abandoned for info in there):
-            raise CheckpointExistsError(
-                f"{target.url} has a checkpoint of step {step} already; nothing was written. Name another "
-                "root, or give the step another number: --step N"
-            )
-        lineage, save_id = present_lineage(there), secrets.token_hex(12)
-        working = begin(target, step_name(step), save_id)
+    ranks, name, save_id = coordinator or Solo(), step_name(step), secrets.token_hex(12)
+    lineage, leases = Lineage(), list[Lease]()
+    with ExitStack() as held:
+        working = ""
+        with phase(ranks, "beginning an import"):
+            if ranks.is_coordinator:
+                leases.append(held.enter_context(claim(target)))
+                lineage = _lineage_for(target, step)
+                working = begin(target, name, save_id)
+        working = ranks.broadcast(working)
+        written = _Writer(target, working, progress, ranks)
         try:
-            written = _Writer(target, working, progress)
             written.write(state)
             manifest = Manifest(
                 save_id=save_id,
@@ -151,17 +148,54 @@ def import_checkpoint(  # noqa: PLR0913 - keywords of users
                 created=time.time(),
                 world_size=max(1, len(state.per_rank)),
                 items=written.items,
-                annotations={"imported": origin},
-                producer={**producer, IMPORTED: origin["format"]},
+                annotations={"imported": {"from": shown, "format": kind}},
+                producer={**producer, IMPORTED: kind},
                 num_chunks=written.num_chunks,
-                lineage=lineage if lineage.number else Lineage(id=secrets.token_hex(4), number=1),
+                lineage=lineage,
                 files=tuple(sorted(written.entries, key=attrgetter("path"))),
             )
-            return commit(target, working, step_name(step), manifest, check=lease.check)
+            with phase(ranks, "committing an import"):
+                if ranks.is_coordinator:
+                    commit(target, working, name, manifest, check=leases[0].check)
         except BaseException as error:
-            if not (isinstance(error, SaveError) and error.in_doubt):
+            if ranks.is_coordinator and not (isinstance(error, SaveError) and error.in_doubt):
                 abandon(target, working)
             raise
+    return Catalog(target).find(name=name)
+
+
+def _lineage_for(target: Storage, step: int) -> Lineage:
+    """Return the lineage of an import, where leftovers of others are removed first."""
+    collect_orphans(target, keep=())
+    there = Catalog(target).survey().everything
+    if any(info.step == step and not info.abandoned for info in there):
+        raise CheckpointExistsError(
+            f"{target.url} has a checkpoint of step {step} already; nothing was written. Name another "
+            "root, or give the step another number: --step N"
+        )
+    lineage = present_lineage(there)
+    return lineage if lineage.number else Lineage(id=secrets.token_hex(4), number=1)
+
+
+def _state_at(
+    place: str | os.PathLike[str],
+    shown: str,
+    names: Mapping[str, str] | None,
+    storage_options: Mapping[str, Any] | None,
+) -> tuple[str, WholeState]:
+    """Open what others wrote; return what it is, too."""
+    storage, directory, file = open_around(place, storage_options)
+    is_run = not file and Catalog(open_storage(place, storage_options)).survey().everything
+    if is_run or (not file and storage.exists(f"{directory}/{MARKER}")):
+        raise ConfigError(f"{shown} is a checkpoint or a run of ours: copy it, `ckpt cp {shown} ROOT`")
+    # What was made of a checkpoint of ours has the parts of that one.
+    whole = not file and not storage.exists(f"{directory}/{SHARED}")
+    _, files, parts = open_parts(storage, directory, file=file, whole="state" if whole else "")
+    if names:
+        table = NameTable(tuple(names.items()))
+        parts = {part: each.renamed(table.of_all) for part, each in parts.items()}
+    first = next(iter(parts.values()))
+    return first.kind or "a checkpoint of DCP", WholeState.of(files, parts, first.step)
 
 
 def write_weights(storage: Storage, info: CheckpointInfo, dtype: str | None = None) -> None:
@@ -182,7 +216,7 @@ def write_weights(storage: Storage, info: CheckpointInfo, dtype: str | None = No
     """
     draft, (manifest, files, state) = WeightsDraft.of(storage, info, dtype), _weights_of(storage, info, dtype)
     working = begin(storage, draft.name, draft.save_id)
-    written = _Writer(storage, working, ignore)
+    written = _Writer(storage, working)
     written.write(state)
     hosts = _hosts_weights(storage, info, state)
     with RankFiles(storage, working) as others:
@@ -223,11 +257,13 @@ def _weights_of(
     storage: Storage, info: CheckpointInfo, dtype: str | None
 ) -> tuple[Manifest, CommittedFiles, WholeState]:
     manifest, files, parts = open_parts(storage, info.name, committed=info.manifest_sha256)
-    every = {name: _light(part) for name, part in parts.items()}
+    state = WholeState.of(files, parts)
+    in_files = {f"model.{name}" for name in state.shared.get(IN_FILES, {})}
+    every = {name: _light(part, without=in_files) for name, part in parts.items()}
     light = {name: part for name, part in every.items() if located({name: part})}
-    state = WholeState.of(files, light or every)
-    if manifest is None or not (light or state.shared.get(IN_FILES)):
+    if manifest is None or not (light or in_files):
         raise ConfigError(f"{files.url} holds no weights")
+    state = replace(state, parts=light or every)
     small = {name: content for name, content in state.small.items() if name not in state.per_rank}
     cast = None if dtype is None else DTYPES[dtype]
     return manifest, files, replace(state, per_rank={}, small=small, dtype=cast)
@@ -267,14 +303,12 @@ def _stream(storage: Storage, key: str, file: OutFile, tensors: Mapping[str, Loc
     return FileEntry(path=file.path, size_bytes=size, checksum=str(running))
 
 
-def _light(part: CheckpointPart) -> CheckpointPart:
-    """Return a part without optimizers and the like."""
-    found = part.metadata
-    paths = {key: tuple((found.planner_data or {}).get(key, (key,))) for key in found.state_dict_metadata}
-    heavy = _HEAVY | {path[0] for path in paths.values() if "param_groups" in path}
-    kept = {key: found.state_dict_metadata[key] for key, path in paths.items() if path[0] not in heavy}
-    metadata = replace(found, state_dict_metadata=kept, planner_data={key: paths[key] for key in kept})
-    return replace(part, metadata=metadata)
+def _light(part: CheckpointPart, *, without: Collection[str]) -> CheckpointPart:
+    """Return a part without optimizers and the like, and without some entries."""
+    found, paths, heavy = part.metadata, part.paths, part.heavy()
+    kept = {key: path for key, path in paths.items() if path[0] not in heavy and key not in without}
+    entries = {key: found.state_dict_metadata[key] for key in kept}
+    return replace(part, metadata=replace(found, state_dict_metadata=entries, planner_data=kept))
 
 
 @final
@@ -287,8 +321,15 @@ class _Writer:
         num_chunks: in all of them.
     """
 
-    def __init__(self, storage: Storage, working: str, progress: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        working: str,
+        progress: Callable[[int], None] = ignore,
+        coordinator: Coordinator | None = None,
+    ) -> None:
         self._storage, self._working, self._progress = storage, working, progress
+        self._coordinator = coordinator or Solo()
         self._ranks = count()
         self._memory = page_memory(1)
         self.entries: list[FileEntry] = []
@@ -296,17 +337,30 @@ class _Writer:
         self.num_chunks = 0
 
     def write(self, state: WholeState) -> None:
-        for directory, part in state.parts.items():
-            self._part(state, directory, part)
-        with RankFiles(self._storage, self._working) as files:
-            for name, content in state.small.items():
-                files.write(name, content)
-            self.entries += files.entries
+        """Write all of a state. Collective: each rank writes a share of the data files."""
+        with phase(self._coordinator, "writing the files of an import"):
+            metadata = {
+                f"{name}/{METADATA}".lstrip("/"): self._part(state, name, part)
+                for name, part in state.parts.items()
+            }
+            if self._coordinator.is_coordinator:
+                with RankFiles(self._storage, self._working) as files:
+                    for name, content in {**metadata, **state.small}.items():
+                        files.write(name, content)
+                    self.entries += files.entries
+        own = [(each.path, each.size_bytes, each.checksum) for each in self.entries]
+        shares = self._coordinator.gather(own, what="listing the files of an import")
+        self.entries = [
+            FileEntry(path=path, size_bytes=size, checksum=text)
+            for share in shares
+            for path, size, text in share
+        ]
         self.items |= dict.fromkeys(state.shared, "shared")
         self.items |= {item: "per_rank" for items in state.per_rank.values() for item in items}
 
-    def _part(self, state: WholeState, directory: str, part: CheckpointPart) -> None:
-        prefix, found = f"{directory}/" if directory else "", part.metadata
+    def _part(self, state: WholeState, directory: str, part: CheckpointPart) -> bytes:
+        """Write this rank's share of the data files of a part; return its metadata."""
+        found = part.metadata
         tensors = located({directory: part})
         dtypes = {name: _cast(each.dtype, state.dtype) for name, each in tensors.items()}
         values = {MetadataIndex(key): content for key, (_, content) in state.entries(part).items()}
@@ -314,33 +368,36 @@ class _Writer:
         places: dict[MetadataIndex, StorageInfo] = {}
         with FileFill(tensors) as fill:
             for slabs in list(_windows(tensors.values(), dtypes)) or [[]]:
-                rank = next(self._ranks)
-                with RankFiles(self._storage, self._working, rank) as files:
-                    self._image(files, directory, slabs, fill)
-                    files.write_values(directory, values)
-                    table = encode_table(files.tables)
-                    files.write(chunks_name(rank), table)
-                    self.entries += files.entries
-                values = {}
-                for index, _, shape in (slab.spec for slab in slabs):
+                rank, layout = next(self._ranks), ImageLayout([slab.spec for slab in slabs])
+                if rank % self._coordinator.world_size == self._coordinator.rank:
+                    with RankFiles(self._storage, self._working, rank) as files:
+                        self._image(files, directory, slabs, fill, layout=layout)
+                        files.write_values(directory, values)
+                        files.write(chunks_name(rank), encode_table(files.tables))
+                        self.entries += files.entries
+                for (index, _, shape), (start, end) in zip(
+                    (slab.spec for slab in slabs), layout.spans.tolist(), strict=True
+                ):
                     box = ChunkStorageMetadata(index.offset or torch.Size(()), torch.Size(shape))
                     chunks[index.fqn].append(box)
-                places |= places_in(ChunkTable.from_bytes(table, source=chunks_name(rank)), directory)
+                    places[index] = StorageInfo(data_name(rank, _SHARDS), start, end - start)
+                ends = list(accumulate(map(len, values.values()), initial=0))
+                for index, (start, end) in zip(values, pairwise(ends), strict=True):
+                    places[index] = StorageInfo(data_name(rank, _VALUES), start, end - start)
+                values = {}
         described = {
             key: _described(entry, chunks[key], state.dtype)
             if isinstance(entry, TensorStorageMetadata)
             else entry
             for key, entry in found.state_dict_metadata.items()
         }
-        content = encode_metadata(Metadata(described, planner_data=found.planner_data), places)
-        with RankFiles(self._storage, self._working) as files:
-            files.write(f"{prefix}{METADATA}", content)
-            self.entries += files.entries
         self.num_chunks += len(places)
         self.items |= {str(path[0]): "sharded" for path in entries(found) if path[0] not in {PICKLED, KEPT}}
+        return encode_metadata(Metadata(described, planner_data=found.planner_data), places)
 
-    def _image(self, files: RankFiles, directory: str, slabs: Sequence[_Slab], fill: FileFill) -> None:
-        layout = ImageLayout([slab.spec for slab in slabs])
+    def _image(
+        self, files: RankFiles, directory: str, slabs: Sequence[_Slab], fill: FileFill, *, layout: ImageLayout
+    ) -> None:
         if layout.size_bytes > len(self._memory):
             self._memory = page_memory(layout.size_bytes)
         image = Image(layout, torch.frombuffer(self._memory, dtype=torch.uint8))

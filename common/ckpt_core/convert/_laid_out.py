@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Final, Literal, Self, TypeAlias, final
 
 import torch
 
-from ckpt_core.loading import LocatedTensor
+from ckpt_core.collective import collective_phase
+from ckpt_core.commit import Manifest
+from ckpt_core.coordination import Coordinator
+from ckpt_core.loading import CheckpointPart, CommittedFiles, LocatedTensor, open_parts
+from ckpt_core.sources import NameTable
 from ckpt_core.storage import Storage
 
 
 def ignore(_: int) -> None:
     """Ignore progress."""
+
+
+def phase(ranks: Coordinator, what: str) -> AbstractContextManager[object]:
+    """Open a phase that fails on all ranks or on none; errors of one process stay."""
+    return nullcontext() if ranks.world_size == 1 else collective_phase(ranks, f"{what} failed", what=what)
 
 
 DTYPES: Final[Mapping[str, torch.dtype]] = {
@@ -142,7 +152,19 @@ class ExportOptions:
     adapters: Adapters | None = None
     include: Sequence[str] = ()
     ema: str | None = None
-    shard_bytes: int
+    shard_bytes: int = 5_000_000_000
+    names: NameTable | None = None
+
+    def opened(self, source: Place) -> tuple[Manifest | None, CommittedFiles, dict[str, CheckpointPart]]:
+        """Open a checkpoint, whose parameters get the names that they have there.
+
+        Raises:
+            ConfigError: two would have one name, or cannot be brought back.
+        """
+        manifest, files, parts = open_parts(*source[:2], file=source[2])
+        if self.names is not None:
+            parts = {part: each.renamed(self.names.back) for part, each in parts.items()}
+        return manifest, files, parts
 
 
 @final

@@ -18,13 +18,12 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from math import prod
-from typing import Any, Final, final
+from typing import Final, final
 
-from ckpt_core.collective import collective_phase
 from ckpt_core.convert._fill import FileFill, size_of
-from ckpt_core.convert._laid_out import Computed, OutFile, Wanted, ignore
+from ckpt_core.convert._laid_out import Computed, OutFile, Wanted, ignore, phase
 from ckpt_core.coordination import Coordinator, Solo
 from ckpt_core.crew import run_all
 from ckpt_core.errors import (
@@ -82,27 +81,22 @@ def write(
     place = _OutPlace(target, directory, files)
     what = f"writing {target.url}/{directory}"
 
-    def phase() -> Any:
-        return (
-            nullcontext() if ranks.world_size == 1 else collective_phase(ranks, f"{what} failed", what=what)
-        )
-
     def fill(file: OutFile) -> None:
         with FileFill(tensors) as content:
             place.write(file, content.windows(file), progress)
 
     with _explained(tensors, place), place.locked():
         is_whole = False
-        with phase():
+        with phase(ranks, what):
             if ranks.is_coordinator:
                 size = sum(size_of(piece, tensors) for file in files for piece in file.pieces)
                 is_whole = place.begin(_digest(tensors, files), size)
         is_whole = ranks.broadcast(is_whole)
-        with phase():
+        with phase(ranks, what):
             share = () if is_whole else files if target.supports_rename else files[:-1]
             threads = _THREADS if target.supports_rename and ranks.world_size == 1 else 1
             run_all(fill, share[ranks.rank :: ranks.world_size], threads, name="ckpt-export")
-        with phase():
+        with phase(ranks, what):
             if ranks.is_coordinator:
                 if not target.supports_rename:
                     fill(files[-1])

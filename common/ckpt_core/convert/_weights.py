@@ -7,18 +7,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self, final
 
-from ckpt_core.commit import verify
-from ckpt_core.errors import ConfigError, CorruptCheckpointError, FileFailure, lost
-from ckpt_core.loading import CommittedFiles, LocatedTensor, located, open_parts, values_beside
-from ckpt_core.names import KEPT
+from ckpt_core.convert._laid_out import ExportOptions, Place
+from ckpt_core.errors import ConfigError
+from ckpt_core.loading import CommittedFiles, LocatedTensor, located, values_beside
 from ckpt_core.state import PICKLED
-from ckpt_core.storage import Storage
 from ckpt_core.types import matches_any
 
 _MODEL: Final = "model"
-IN_FILES: Final = "model.in_files"
-"""Shared item of the Trainer: name of a tensor of the model -> file, and name in that file."""
-_OTHERS: Final = frozenset({"optimizer", "optimizers", "gradients", "lightning", PICKLED, KEPT})
+_OTHERS: Final = "lightning"
+"""The item of what Lightning keeps of its own."""
 _WRAPPERS: Final = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _PARALLEL: Final = "module."
 _AVERAGED: Final = "n_averaged"
@@ -48,32 +45,19 @@ class Weights:
     of_lightning: bool
 
     @classmethod
-    def of(
-        cls,
-        storage: Storage,
-        directory: str,
-        file: str = "",
-        *,
-        item: str | None = None,
-        include: Sequence[str] = (),
-    ) -> Self:
+    def of(cls, source: Place, options: ExportOptions) -> Self:
         """Find the weights in a checkpoint, or in a folder or file of others.
-
-        Args:
-            storage: that holds it.
-            directory: in it.
-            file: in the directory; "" for the directory itself.
-            item: dotted name of what holds them; None for the model.
-            include: patterns of names; all if empty.
 
         Raises:
             CheckpointError: there is no checkpoint, or it is damaged.
-            ConfigError: nothing is of that name, or several models are.
+            ConfigError: nothing is of a name that the options give, or several models are.
         """
-        manifest, files, parts = open_parts(storage, directory, file=file)
+        item, include = options.ema, options.include
+        manifest, files, parts = options.opened(source)
         tensors: dict[str, LocatedTensor] = {}
         found: dict[tuple[str, str], dict[str, str]] = {}
         for part, each in parts.items():
+            others = {_OTHERS, *each.heavy()}
             for name, tensor in located({part: each}).items():
                 tensors[name] = tensor
                 top, *rest = tensor.path if len(tensor.path) > 1 else ("", *tensor.path)
@@ -83,13 +67,10 @@ class Weights:
                         item if dotted.startswith(f"{inner}.") else PICKLED,
                         [dotted[len(inner) + 1 :]],
                     )
-                if top not in _OTHERS:
+                if top not in others:
                     found.setdefault((part, str(top)), {})[".".join(map(str, rest))] = name
         shared = values_beside(files, parts)[0] if files.is_ours else {}
         if item is None:
-            if in_files := _in_files(storage, directory, shared.get(IN_FILES, {}), tensors):
-                key = next((key for key in found if key[1] == _MODEL), ("", _MODEL))
-                found[key] = {**found.get(key, {}), **in_files}
             found = {key: each for key, each in found.items() if key[1] == _MODEL} or found
         bare = {key: chosen for key, each in found.items() if (chosen := _chosen(_bare(each), include))}
         if len(bare) != 1:
@@ -150,26 +131,3 @@ def _bare(names: Mapping[str, str]) -> dict[str, str]:
 
 def _chosen(names: Mapping[str, str], include: Sequence[str]) -> dict[str, str]:
     return {name: value for name, value in names.items() if matches_any((name,), include)}
-
-
-def _in_files(
-    storage: Storage, directory: str, places: Mapping[str, Any], tensors: dict[str, LocatedTensor]
-) -> dict[str, str]:
-    """Locate, and verify, the tensors that only the host's own files hold."""
-    files = sorted({file for file, _ in places.values()})
-    if failures := lost(verify(storage, directory, paths=files) if files else []):
-        raise CorruptCheckpointError(f"{storage.url}/{directory}/{failures[0]}", failures=tuple(failures))
-    inside: dict[tuple[str, str], str] = {}
-    for file in files:
-        for name, tensor in located(open_parts(storage, directory, file=file)[2]).items():
-            tensors[f"{file}: {name}"] = tensor
-            inside[file, ".".join(map(str, tensor.path[1:]))] = f"{file}: {name}"
-    found: dict[str, str] = {}
-    for name, (file, key) in places.items():
-        # Those of an adapter have their names in the model, not in the file.
-        place = inside.get((file, key)) or inside.get((file, name))
-        if place is None:
-            failure = FileFailure(path=file, problem=f"lacks {key!r:.200}")
-            raise CorruptCheckpointError(f"{storage.url}/{directory}/{failure}", failures=(failure,))
-        found[name] = place
-    return found

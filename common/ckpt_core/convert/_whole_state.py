@@ -18,7 +18,6 @@ from ckpt_core.loading import (
     CommittedFiles,
     LocatedTensor,
     located,
-    open_parts,
     values_beside,
 )
 from ckpt_core.names import KEPT, SHARED, shared_rank
@@ -71,8 +70,7 @@ class WholeState:
         others = {"like": options.like, "adapters": options.adapters, "ema": options.ema}
         if given := [name for name, value in others.items() if value is not None]:
             raise ConfigError(f"{', '.join(given)} concerns weights alone, and this writes a whole state")
-        storage, directory, file = source
-        manifest, files, parts = open_parts(storage, directory, file=file)
+        manifest, files, parts = options.opened(source)
         step = next(iter(parts.values())).step if manifest is None else manifest.step
         return replace(cls.of(files, parts, step), dtype=options.dtype, include=options.include)
 
@@ -94,11 +92,9 @@ class WholeState:
 
     def entries(self, part: CheckpointPart) -> dict[str, tuple[Path, bytes]]:
         """Read the plain values of a part: key -> path, and bytes of `torch.save`."""
-        paths = part.metadata.planner_data or {}
+        entries = part.metadata.state_dict_metadata
         names = {
-            name: tuple(paths.get(name, (name,)))
-            for name, entry in part.metadata.state_dict_metadata.items()
-            if isinstance(entry, BytesStorageMetadata)
+            name: path for name, path in part.paths.items() if isinstance(entries[name], BytesStorageMetadata)
         }
         wanted = {name: path for name, path in names.items() if matches_any(path, self.include)}
         places = part.find(map(MetadataIndex, wanted))

@@ -23,7 +23,6 @@ from ckpt_core.dcp._metadata import (
     load_plain,
     load_value,
     metadata_of,
-    places_in,
     read_linked,
     without_pickle,
 )
@@ -82,7 +81,6 @@ __all__ = [
     "load_value",
     "metadata_of",
     "pickled_state",
-    "places_in",
     "read_linked",
     "read_record",
     "sample",

@@ -50,19 +50,6 @@ def encode_metadata(metadata: Metadata, places: Mapping[MetadataIndex, StorageIn
     return b"".join(encode(index_of(replace(metadata, storage_data=places))))
 
 
-def places_in(table: ChunkTable, part: str) -> Iterator[tuple[MetadataIndex, StorageInfo]]:
-    """Yield DCP's storage data of one part, from a rank's chunk table."""
-    for path, chunks in table.files.items():
-        directory, _, name = path.rpartition("/")
-        if directory != part:
-            continue
-        columns = chunks.columns
-        rows = zip(columns.key, columns.shard_offsets, columns.offset, columns.size_bytes, strict=True)
-        for key, shard_offsets, offset, size in rows:
-            index = MetadataIndex(key) if shard_offsets is None else MetadataIndex(key, shard_offsets)
-            yield index, StorageInfo(relative_path=name, offset=offset, length=size)
-
-
 def load_metadata(content: bytes, path: str) -> Metadata:
     """Read a `.metadata` file.
 

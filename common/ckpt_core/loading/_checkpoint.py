@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import errno
+import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, takewhile
 from math import prod
-from typing import Any, Final, final
+from typing import Any, Final, Literal, TypeAlias, final
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from ckpt_core.commit import Catalog, Manifest, plain_storage
 from ckpt_core.coordination import Coordinator
@@ -42,6 +44,7 @@ from ckpt_core.loading._committed_files import CommittedFiles
 from ckpt_core.loading._selection import Selection
 from ckpt_core.names import (
     IMPORTED,
+    IN_FILES,
     KEPT,
     MANIFEST,
     MARKER,
@@ -58,16 +61,29 @@ from ckpt_core.sources import (
     LayoutLocator,
     Locator,
     MegatronLocator,
-    NameTable,
+    Path,
+    StoredTensor,
     find_common,
+    read_header,
     recognise,
 )
-from ckpt_core.state import PICKLED, BufferKey, decode_buffers, decode_items, pickled_key
+from ckpt_core.state import PICKLED, BufferKey, decode_buffers, decode_items, is_of_base, pickled_key
 from ckpt_core.storage import BIGGEST_SMALL_FILE, Storage, read_intact
 from ckpt_core.types import SavedState
 
-_OF_PARAMETERS: Final = frozenset({"model", "master"})
+Whole: TypeAlias = Literal["", "state", "model"]
+"""Whether all parts are one, as those of a state, or of the weights of a model."""
+_MODEL: Final = "model"
+_OF_PARAMETERS: Final = frozenset({_MODEL, "master"})
 """Items that name parameters."""
+_HEAVY: Final = frozenset({"optimizer", "optimizers", "gradients", PICKLED, KEPT})
+"""Items that are no weights, beside those that have groups of parameters."""
+_OTHERS: Final = frozenset({"items", "lightning"})
+"""Items of objects, which are no model."""
+_NUMBERED: Final = re.compile(r"(?:pytorch_model_fsdp|optimizer)_(\d+)")
+"""Parts with a model or an optimizer each, of several."""
+_OF_FILES: Final = "model_0"
+"""The part whose tensors a host's own files may hold."""
 
 
 @final
@@ -95,6 +111,16 @@ class CheckpointPart:
         """The files of its checkpoint."""
         return self._files
 
+    @property
+    def paths(self) -> dict[str, Path]:
+        """The path of each entry in the nested state, by its name."""
+        known: Mapping[str, Path] = self.metadata.planner_data or {}
+        return {key: tuple(known.get(key, (key,))) for key in self.metadata.state_dict_metadata}
+
+    def heavy(self) -> frozenset[str]:
+        """Return the items that are no weights: optimizers, gradients and the like."""
+        return _HEAVY | {str(path[0]) for path in self.paths.values() if "param_groups" in path}
+
     def engine(self) -> Engine:
         """Return a reader of the files that can compare on arrival."""
         return Engine(self._storage, self._files.directory, once=True)
@@ -108,22 +134,19 @@ class CheckpointPart:
         if self._files.is_ours:
             Catalog(self._storage).marker(self._files.directory)
 
-    def renamed(self, table: NameTable) -> CheckpointPart:
+    def renamed(self, table: Callable[[Iterable[str]], Mapping[str, str]]) -> CheckpointPart:
         """Return it with other names in the model, and in the optimizer's state.
 
         Raises:
             ConfigError: two entries would have one name.
         """
-        known = self.metadata.planner_data or {}
-        paths = {key: tuple(known.get(key, (key,))) for key in self.metadata.state_dict_metadata}
-        new = table.of_all(
-            {str(path[1]) for path in paths.values() if path[0] in _OF_PARAMETERS and len(path) > 1}
-        )
+        paths = self.paths
+        new = table({str(path[1]) for path in paths.values() if path[0] in _OF_PARAMETERS and len(path) > 1})
         keys: dict[str, str] = {}
         found = Metadata({}, {}, {})
         values = dict(self._values)
         for key, path in paths.items():
-            own = (path[0], *(new.get(each, each) for each in path[1:]))
+            own = (path[0], *(new.get(str(each), each) for each in path[1:]))
             name = keys[key] = ".".join(map(str, own))
             found.state_dict_metadata[name] = self.metadata.state_dict_metadata[key]
             found.planner_data[name] = own
@@ -153,6 +176,8 @@ class CheckpointPart:
     def _checked(self, place: ChunkLocation, expected: int | None) -> bytes:
         """Read bytes, or else those of the twin, and compare them with their CRC-32."""
         other = "its checksum differs from that in the chunk table"
+        if expected is None and (failures := self._files.damaged_files([place.path])):
+            raise CorruptCheckpointError(f"{self._files.url}/{failures[0]}", failures=tuple(failures))
 
         def read(path: str) -> bytes:
             there = replace(place, path=path)
@@ -241,12 +266,12 @@ def open_checkpoint(  # noqa: PLR0913 - what a request says, but without its cla
     allow_pickle: bool,
     committed: bool | str = False,
     file: str = "",
-    whole: bool = False,
+    whole: Whole = "",
 ) -> OpenCheckpoint:
     """Open a checkpoint of ours or, unless known to be `committed`, of others.
 
-    If `committed` is a SHA-256, only the checkpoint with that manifest is accepted. If `whole`, what others
-    wrote is one part.
+    If `committed` is a SHA-256, only the checkpoint with that manifest is accepted. For `whole` see
+    `open_parts`.
     """
     manifest, files, parts = open_parts(
         storage, directory, allow_pickle=allow_pickle, committed=committed, file=file, whole=whole
@@ -262,7 +287,11 @@ def open_checkpoint(  # noqa: PLR0913 - what a request says, but without its cla
             for part, (of_part, _) in selected.items()
         },
         per_rank=read_items(rank_name(rank)),
-        shared=_shared(files, read_items, rank if same_ranks else None),
+        shared={
+            # A host may have called the model by another name.
+            name: {**value, "place": _MODEL} if whole and is_of_base(name) else value
+            for name, value in _shared(files, read_items, rank if same_ranks else None).items()
+        },
         name=directory,
         world_size=None if manifest is None or not _has_ranks(manifest) else manifest.world_size,
         step=parts[next(iter(parts))].step if manifest is None else manifest.step,
@@ -297,11 +326,12 @@ def open_parts(
     allow_pickle: bool = False,
     committed: bool | str = False,
     file: str = "",
-    whole: bool = False,
+    whole: Whole = "",
 ) -> tuple[Manifest | None, CommittedFiles, dict[str, CheckpointPart]]:
     """Open manifest, files and whole parts of a checkpoint, or of a `file` of others.
 
-    If `whole`, several folders of stock DCP, and what lies beside them, are one part.
+    If `whole`, all of it is one part with the items of a `TrainState`: several folders, and what others wrote
+    beside them. If it is the "model", what weights are called otherwise, as in Fabric, is the item `model`.
     """
     ours = not file and (bool(committed) or storage.exists(f"{directory}/{MARKER}"))
     digest = committed if isinstance(committed, str) else None
@@ -327,10 +357,35 @@ def open_parts(
             "any other format that is read"
         )
     parts = {part: _part(storage, files, part, allow_pickle=allow_pickle) for part in names}
-    if whole and not ours and "" not in parts:
-        beside = recognise(storage, directory) or Layout(kind="", tensors={})
-        parts = {"": _whole(files, parts, beside)}
+    if manifest is not None and IN_FILES in manifest.items:
+        of_files = parts.get(_OF_FILES)
+        layout, metadata = _in_files(files), Metadata({}) if of_files is None else of_files.metadata
+        places = of_files or LayoutLocator(layout)
+        parts[_OF_FILES] = _beside(storage, files, layout, metadata, places=places)
+    if whole and ("" not in parts or (ours and whole == "model")):
+        beside = None if ours else recognise(storage, directory)
+        joined = _whole(files, parts, beside or Layout(kind="", tensors={}), renames=whole == "model")
+        parts = {"": replace(joined, _allow_pickle=allow_pickle)}
     return manifest, files, parts
+
+
+def _in_files(files: CommittedFiles) -> Layout:
+    """Describe the tensors of a model that only files of the host hold."""
+    headers: dict[str, dict[str, StoredTensor]] = {}
+    tensors: dict[Path, StoredTensor] = {}
+    try:
+        places = decode_items(files.read(SHARED), f"{files.url}/{SHARED}").values[IN_FILES]
+        for name, (file, key) in places.items():
+            if file not in headers:
+                path = files.intact(file)
+                header = read_header(files.storage, files.directory, path)[0]
+                headers[file] = {each: stored.as_tensor(path) for each, stored in header.items()}
+            if key not in headers[file]:
+                raise files.damaged(file, f"lacks {key!r:.200}")
+            tensors[_MODEL, name] = headers[file][key]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise files.damaged(SHARED, f"{IN_FILES!r} is not what a host wrote: {error!r:.200}") from error
+    return Layout(kind="", tensors=tensors)
 
 
 def _part(storage: Storage, files: CommittedFiles, part: str, *, allow_pickle: bool) -> CheckpointPart:
@@ -380,28 +435,70 @@ def _foreign(storage: Storage, files: CommittedFiles, layout: Layout) -> Checkpo
     )
 
 
-def _whole(files: CommittedFiles, parts: Mapping[str, CheckpointPart], layout: Layout) -> CheckpointPart:
-    """Join folders of DCP, of a model and its optimizer, with what lies beside.
+@final
+class _JoinedLocator:
+    """Locator of entries of several parts, under other names."""
+
+    def __init__(self, origins: Mapping[str, tuple[CheckpointPart, str]]) -> None:
+        self._origins = origins
+
+    def find(self, indices: Iterable[MetadataIndex]) -> dict[MetadataIndex, ChunkLocation]:
+        """Locate these entries; errors as by `ChunkLocator.find`."""
+        wanted = defaultdict[int, dict[MetadataIndex, MetadataIndex]](dict)
+        parts = {id(part): part for part, _ in self._origins.values()}
+        for index in indices:
+            part, key = self._origins[index.fqn]
+            wanted[id(part)][MetadataIndex(key, index.offset)] = index
+        return {
+            own[saved]: place
+            for part, own in wanted.items()
+            for saved, place in parts[part].find(own).items()
+        }
+
+
+def _whole(
+    files: CommittedFiles, parts: Mapping[str, CheckpointPart], layout: Layout, *, renames: bool
+) -> CheckpointPart:
+    """Join parts, of models and their optimizers, with what lies beside.
 
     Raises:
         IncompatibleCheckpointError: two folders have entries of one name.
     """
-    found, storage = Metadata({}, {}, {}), next(iter(parts.values()))._storage
-    for part, each in parts.items():
-        if both := found.state_dict_metadata.keys() & each.metadata.state_dict_metadata.keys():
+    found, origins = Metadata({}, {}, {}), dict[str, tuple[CheckpointPart, str]]()
+    paths = [(part, key, path) for part, each in parts.items() for key, path in each.paths.items()]
+    holders = Counter(top for _, top in {(part, path[0]) for part, _, path in paths})
+    models = _models(parts.values()) if renames and _MODEL not in holders else ()
+
+    def named(part: str, top: str | int, *inner: str | int) -> Path:
+        number = _NUMBERED.fullmatch(part)
+        own = number[1] if number and holders[top] > 1 else top if top in models and len(models) > 1 else ""
+        item = _MODEL if top in models else top
+        if not own:
+            return (item, *inner)
+        # As a `TrainState` names several.
+        return (item, ".".join(map(str, (own, *inner)))) if item == _MODEL else (item, own, *inner)
+
+    for part, key, old in paths:
+        path = named(part, *old)
+        name = ".".join(map(str, path))
+        if name in origins:
             raise IncompatibleCheckpointError(
-                f"{files.url} holds {min(both)!r:.200} in several of {', '.join(parts)}: give one of these"
+                f"{files.url} holds {name!r:.200} in several of {', '.join(parts)}: give one of these"
             )
-        found.state_dict_metadata |= each.metadata.state_dict_metadata
-        found.planner_data |= each.metadata.planner_data or {}
-        found.storage_data |= {
-            index: replace(info, relative_path=f"{part}/{info.relative_path}")
-            for index, info in each.metadata.storage_data.items()
-        }
-    locator = ChunkLocator(found, directory=files.url, read_at=files.read_at)
+        found.state_dict_metadata[name] = parts[part].metadata.state_dict_metadata[key]
+        found.planner_data[name], origins[name] = path, (parts[part], key)
     layout = layout.without({path[0] for path in found.planner_data.values()})
-    joined = _beside(storage, files, layout, found, places=locator)
-    return replace(joined, _allow_pickle=any(each._allow_pickle for each in parts.values()))
+    return _beside(files.storage, files, layout, found, places=_JoinedLocator(origins))
+
+
+def _models(parts: Iterable[CheckpointPart]) -> set[str]:
+    """Return the items with weights, whatever they are called."""
+    return {
+        str(path[0])
+        for part in parts
+        for key, path in part.paths.items()
+        if len(path) > 1 and isinstance(part.metadata.state_dict_metadata[key], TensorStorageMetadata)
+    }.difference(_OTHERS, *(part.heavy() for part in parts))
 
 
 def _beside(
@@ -415,8 +512,7 @@ def _beside(
         beside,
         metadata=Metadata(
             beside.metadata.state_dict_metadata | found.state_dict_metadata,
-            beside.metadata.planner_data | found.planner_data,
-            {**beside.metadata.storage_data, **found.storage_data},
+            beside.metadata.planner_data | (found.planner_data or {}),
         ),
         _places=LayoutLocator(layout, places),
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final, TypeVar, final
 
-from ckpt_core.commit import Manifest, share
+from ckpt_core.commit import Manifest, share, verify
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CorruptCheckpointError, FileFailure, lost
 from ckpt_core.formats.checksums import Checksum, combine_crc32, crc32, crc32_text, crc32_value
@@ -50,6 +50,7 @@ class CommittedFiles:
         self._twins = {} if manifest is None else manifest.twins()
         self._tables: dict[int, ChunkTable] = {}
         self._warned: set[str] = set()
+        self._verified: set[str] = set()
 
     @property
     def url(self) -> str:
@@ -130,6 +131,19 @@ class CommittedFiles:
                 raise error from None
             self.without_mended([replace(failure, twin=twin) for failure in error.failures])
             return found
+
+    def intact(self, path: str) -> str:
+        """Return the path of a committed file; of its twin, if only that is whole."""
+        self.size(path)  # raises if it was never committed
+        failures = verify(self.storage, self.directory, paths=[path]) if self.has_twins else []
+        return failures[0].twin if failures and failures[0].twin else path
+
+    def damaged_files(self, paths: Iterable[str]) -> list[FileFailure]:
+        """Verify committed files whose tensors have no checksums of their own, each once."""
+        paths = {*paths} - self._verified if self.is_ours else set[str]()
+        failures = lost(verify(self.storage, self.directory, paths=paths) if paths else [])
+        self._verified |= set() if failures else paths
+        return failures
 
     def without_mended(self, failures: Sequence[FileFailure]) -> list[FileFailure]:
         """Return the failures for which no twin makes up; log the others, once per file."""

@@ -39,15 +39,15 @@ from ckpt_core.errors import (
     lost,
 )
 from ckpt_core.formats.dcp_metadata import collector_paused
-from ckpt_core.loading._checkpoint import OpenCheckpoint, open_checkpoint
+from ckpt_core.loading._checkpoint import OpenCheckpoint, Whole, open_checkpoint
 from ckpt_core.loading._committed_files import CommittedFiles
 from ckpt_core.loading._reads import Reads
 from ckpt_core.loading._selection import Selection
 from ckpt_core.loading._targets import Misfits, PartLoad, refuse_unlike, with_kinds
 from ckpt_core.options import CheckpointOptions, Verify
-from ckpt_core.reading import Engine
+from ckpt_core.reading import Engine, RangeRead
 from ckpt_core.root import Job
-from ckpt_core.staging import free_memory
+from ckpt_core.staging import free_memory, want_huge_pages
 from ckpt_core.state import POSITIONS, Override, StateSource, leaves, put_buffers
 from ckpt_core.types import CheckpointInfo, SavedState, StateDict
 
@@ -71,7 +71,7 @@ class LoadRequest:
         verification: the check before anything live changes.
         committed: the checkpoint found there; None if it may be what others wrote.
         file: in the directory, which is the checkpoint of others.
-        whole: whether what others wrote is one state, be it in several folders.
+        whole: whether it is one state or model, be it in several parts; see `open_parts`.
         manifest_sha256: of the trusted manifest; None if manifests are not judged.
         override: hyperparameters to change, unless the checkpoint says that they are changed already.
         replaces: whether to refuse a checkpoint that would leave what failed loads have overwritten.
@@ -86,7 +86,7 @@ class LoadRequest:
     override: Override = field(default_factory=Override)
     replaces: bool = False
     file: str = ""
-    whole: bool = False
+    whole: Whole = ""
 
     @classmethod
     def of(cls, options: CheckpointOptions, selection: Selection, override: Override | None = None) -> Self:
@@ -211,7 +211,8 @@ class Load:
                 self._phase("reading a checkpoint", touched=True),
                 _inference_mode(wanted=_any_inference(parts)),
             ):
-                live = (read.target.tensor for load in parts.values() for read in load.reads)
+                live = [read.target.tensor for load in parts.values() for read in load.reads]
+                want_huge_pages(live)
                 with fetch_to({tensor.device for tensor in live if has_streams(tensor)}) as fetch:
                     # Shared reads first, for other ranks wait: a rank that cannot read still sends its share.
                     reads.relay(self._coordinator, self._engine, fetch)
@@ -350,9 +351,11 @@ class Load:
             is_marked = committed is not None and committed.damaged is not None
             suspect = twin_of is not None or self._overwritten.error is not None or is_marked
             on_arrival = verification == "arrival" and not suspect
-            # What others wrote may have no checksums.
-            checked = [each for each in reads.checked() if files.is_ours or each.payload.has_checksum]
-            failures = files.without_mended(
+            # What others wrote, or a host beside ours, may have no checksums.
+            checked, others = list[RangeRead](), list[RangeRead]()
+            for each in reads.checked():
+                (checked if each.payload.has_checksum else others).append(each)
+            failures = files.damaged_files(each.payload.path for each in others) or files.without_mended(
                 self._engine.verify(checked, twin_of=twin_of, on_arrival=on_arrival)
             )
         if not failures and verification in _COMPARED:

@@ -193,7 +193,7 @@ class Loader:
             lambda: find_source(place, options), what="looking for a source"
         )
         with _telling(self.overwritten):
-            one = replace(request, directory=directory, file=file, whole=True)
+            one = replace(request, directory=directory, file=file)
             return self._load_directory(one, source, open_storage(root, options))
 
     def _find(self, step: int | None, name: str | None) -> Held | tuple[int, str]:

@@ -32,7 +32,6 @@ class LocatedTensor:
         name: DCP's, with the sub-directory of its part in front, if that has one.
         path: in the nested state: item first; what metadata of stock DCP lacks is the name.
         chunks: the index of each chunk in its part, and its box.
-        file: where all of it lies in a file of safetensors, instead.
     """
 
     name: str
@@ -40,7 +39,6 @@ class LocatedTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     chunks: Mapping[MetadataIndex, Box] = field(default_factory=dict[MetadataIndex, Box])
-    file: ChunkLocation | None = None
     path: tuple[str | int, ...] = ()
 
     @property
@@ -51,8 +49,6 @@ class LocatedTensor:
     @cached_property
     def boxes(self) -> dict[Box, ChunkLocation]:
         """Where the bytes of each chunk are."""
-        if self.file is not None:
-            return {((0,) * len(self.shape), self.shape): self.file}
         return {self.chunks[index]: place for index, place in self.part.find(self.chunks).items()}
 
     @property
@@ -117,8 +113,8 @@ def located(parts: Mapping[str, CheckpointPart]) -> dict[str, LocatedTensor]:
     """Locate the tensors of a checkpoint's parts, by name; reads nothing."""
     found: dict[str, LocatedTensor] = {}
     for directory, part in parts.items():
-        paths = part.metadata.planner_data or {}
-        for key, entry in part.metadata.state_dict_metadata.items():
+        for key, path in part.paths.items():
+            entry = part.metadata.state_dict_metadata[key]
             if isinstance(entry, TensorStorageMetadata):
                 name = f"{directory}: {key}" if directory else key
                 found[name] = LocatedTensor(
@@ -130,6 +126,6 @@ def located(parts: Mapping[str, CheckpointPart]) -> dict[str, LocatedTensor]:
                         MetadataIndex(key, each.offsets): (tuple(each.offsets), tuple(each.sizes))
                         for each in entry.chunks
                     },
-                    path=tuple(paths.get(key, (key,))),
+                    path=path,
                 )
     return found

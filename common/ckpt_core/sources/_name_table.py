@@ -55,8 +55,24 @@ class NameTable:
 
     @property
     def inverse(self) -> NameTable:
-        """The table from our names to those of the source."""
-        return NameTable(tuple((ours, theirs) for theirs, ours in self.pairs))
+        """The table from our names to those of the source, the longest of ours first."""
+        pairs = ((ours, theirs) for theirs, ours in self.pairs)
+        return NameTable(
+            tuple(sorted(pairs, key=lambda pair: bool(pair[0]) + pair[0].count("."), reverse=True))
+        )
+
+    def back(self, names: Iterable[str]) -> dict[str, str]:
+        """Map our names to those of the source.
+
+        Raises:
+            ConfigError: two would have one name, or the table would not bring one back.
+        """
+        found = self.inverse.of_all(names)
+        if lost := [name for name, there in found.items() if self.renamed(there) != name]:
+            raise ConfigError(
+                f"{lost[0]!r} would be called {found[lost[0]]!r}, which the table does not bring back"
+            )
+        return found
 
     def renamed(self, name: str) -> str:
         """Return the new name; the name itself if no pattern fits."""

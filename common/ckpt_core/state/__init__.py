@@ -35,7 +35,7 @@ from ckpt_core.state._items import (
     rng_state,
 )
 from ckpt_core.state._model import load_model_state, local_buffers, model_state, model_target, owner
-from ckpt_core.state._nested import empty_like, get, leaves, put, shard_like, template, under
+from ckpt_core.state._nested import empty_like, get, leaves, put, template, under
 from ckpt_core.state._optimizer import (
     check_groups,
     fit_of,
@@ -112,7 +112,6 @@ __all__ = [
     "rng_state",
     "saved_part",
     "saves_base",
-    "shard_like",
     "stable_tensors",
     "supplied",
     "template",

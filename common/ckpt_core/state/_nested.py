@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from ckpt_core._torch_internals import (
     ShardedTensor,
     TensorShard,
-    chunks_of,
     is_wrapped,
     own_part,
     placed_like,
@@ -174,19 +173,6 @@ def empty_like(reference: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if is_wrapped(own):
         return placed_like(torch.empty(own.shape, dtype=dtype, device=own.device), reference)
     return torch.empty_like(reference, dtype=dtype, requires_grad=False).detach()
-
-
-def shard_like(whole: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a whole tensor, of the kind and placement of `live`."""
-    if not is_sharded(live):
-        return whole
-    made = empty_like(live, whole.dtype)
-    own = [each.tensor for each in made.local_shards()] if isinstance(made, ShardedTensor) else [made]
-    own = [each.to_local() if isinstance(each, DTensor) else each for each in own]
-    for local, chunk in zip(own, chunks_of(made), strict=False):
-        part = whole[tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))]
-        local.copy_(part)
-    return made
 
 
 def template(live: Any, saved: SavedEntries) -> dict[str, Any]:

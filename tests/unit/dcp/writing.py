@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,8 +11,8 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItemType
 
-from ckpt_core._torch_internals import inner_tensors
-from ckpt_core.dcp import Image, ImageLayout, encode_metadata, places_in
+from ckpt_core._torch_internals import StorageInfo, inner_tensors
+from ckpt_core.dcp import Image, ImageLayout, encode_metadata
 from ckpt_core.dcp._image import specs_of
 from ckpt_core.dcp._torch_zip import value_entry
 from ckpt_core.formats.chunks import ChunkTable, encode_table
@@ -26,6 +26,19 @@ def copy_into(image: Image, shards: Mapping[MetadataIndex, torch.Tensor]) -> Non
     with torch.no_grad():
         for source, target in zip(sources, image.targets, strict=True):
             target.copy_(source)
+
+
+def places_in(table: ChunkTable, part: str) -> Iterator[tuple[MetadataIndex, StorageInfo]]:
+    """Yield DCP's storage data of one part, from a rank's chunk table."""
+    for path, chunks in table.files.items():
+        directory, _, name = path.rpartition("/")
+        if directory != part:
+            continue
+        columns = chunks.columns
+        rows = zip(columns.key, columns.shard_offsets, columns.offset, columns.size_bytes, strict=True)
+        for key, shard_offsets, offset, size in rows:
+            index = MetadataIndex(key) if shard_offsets is None else MetadataIndex(key, shard_offsets)
+            yield index, StorageInfo(relative_path=name, offset=offset, length=size)
 
 
 def written(storage: Storage, directory: str, tree: dict[str, Any], *, part: str = "") -> RankFiles:

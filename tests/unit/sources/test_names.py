@@ -41,6 +41,38 @@ def test_names_go_there_and_back() -> None:
     assert MEGATRON.inverse.of_all(NAMES.values()) == {new: old for old, new in NAMES.items()}
 
 
+def test_a_catch_all_does_not_hide_other_names_on_the_way_back() -> None:
+    table = NameTable((("decoder", ""), ("output_layer", "lm_head")))
+    names = {"decoder.a.weight": "a.weight", "output_layer.weight": "lm_head.weight"}
+    assert table.of_all(names) == names
+    assert table.back(names.values()) == {new: old for old, new in names.items()}
+    with pytest.raises(ConfigError, match=r"'a\.x' would be called 'c\.x', which the table does not"):
+        NameTable((("c.x", "d"), ("c", "a"))).back(["a.x"])
+
+
+@pytest.mark.parametrize("to", ["hf", "torch", "dcp"])
+def test_names_there_are_written_and_come_back(tmp_path: Path, to: str) -> None:
+    (tmp_path / "names.json").write_text('{"decoder.layers.*": "body.*", "decoder": "", "out": "head"}')
+    model = nn.ModuleDict(
+        {"body": nn.ModuleList([nn.Linear(2, 3)]), "head": nn.Linear(3, 2), "x": nn.Linear(1, 1)}
+    )
+    optimizer = torch.optim.Adam(model.parameters())
+    sum(each.sum() for each in model.parameters()).backward()
+    optimizer.step()
+    table, (run, out, back) = (
+        str(tmp_path / "names.json"),
+        map(str, map(tmp_path.joinpath, ("run", "out", "back"))),
+    )
+    with CheckpointManager(run) as manager:
+        manager.save(3, TrainState(model=model, optimizer=optimizer, rng=False))
+    assert main(["export", run, out, "--to", to, "--map", table]) == 0
+    assert main(["import", out, back, "--map", table, "--step", "3"]) == 0
+    assert main(["diff", run, back, *(["--only", "model.*"] if to == "hf" else ())]) == 0
+    if to == "hf":
+        found = load_file(f"{out}/model.safetensors")
+        assert {"decoder.layers.0.weight", "out.bias", "decoder.x.weight"} <= found.keys()
+
+
 def test_a_module_is_put_below_another_and_taken_out() -> None:
     below = NameTable((("", "net"),))
     assert below.renamed("a.weight") == "net.a.weight"

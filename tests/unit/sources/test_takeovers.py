@@ -329,5 +329,11 @@ def test_shards_of_fsdp_and_what_lies_beside_them_are_one_state(accelerate_folde
     train(*live, range(TAKEN, TOTAL))
     assert_same(live[0], expected)
     shutil.copytree(copy / "pytorch_model_fsdp_0", copy / "pytorch_model_fsdp_1")
+    both = [net(1), net(2)]
+    with CheckpointManager(tmp_path / "both") as manager:
+        manager.load(TrainState(model=both), source=copy, items=["model"])
+    assert_same(both[0], model)
+    assert_same(both[1], model)
+    (copy / "pytorch_model_fsdp_1").rename(copy / "step_1")
     with pytest.raises(IncompatibleCheckpointError, match=r"several of.*give one of these"):
         taken_over(copy, tmp_path, "a TrainState")
