@@ -32,7 +32,6 @@ from typing_extensions import override
 from ckpt_core._torch_internals import StorageInfo, layout_named, metadata_path, set_element
 from ckpt_core.dcp._torch_zip import checked_zip
 from ckpt_core.errors import ALLOW_PICKLE, UnsafeCheckpointError
-from ckpt_core.formats.chunks import ChunkTable
 from ckpt_core.formats.codec import corrupt, damage
 from ckpt_core.formats.consistency import check_metadata
 from ckpt_core.formats.dcp_metadata import reading
