@@ -543,7 +543,6 @@ class Catalog:
         ]
 
     def pins(self) -> dict[int, str]:
-        """Return step -> reason of each pin; CorruptCheckpointError if unreadable."""
         return read_pins(self._storage)
 
     def pin(self, step: int, reason: str, *, ahead: bool = False) -> None:

@@ -54,7 +54,6 @@ class Owner:
 
     @classmethod
     def here(cls, job: str) -> Owner:
-        """Describe this process, under a fresh id."""
         host, pid = socket.gethostname(), os.getpid()
         return cls(id=secrets.token_hex(8), job=job, host=host, pid=pid, started=time.time())
 
@@ -156,7 +155,6 @@ class Lease:
         return all(holder == self.owner for holder in self._holders())
 
     def _holders(self) -> list[Owner | None]:
-        """Return who holds each disk of the root, in order."""
         holders: dict[int, Owner | None] = {}
         parts = self._storage.parts
 
@@ -195,7 +193,6 @@ class Lease:
         )
 
     def release(self) -> None:
-        """Release the root; harmless when repeated, or after another job has taken it."""
         try:
             for part, holder in zip(self._storage.parts, self._holders(), strict=True):
                 if holder == self.owner:

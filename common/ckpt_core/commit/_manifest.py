@@ -110,7 +110,6 @@ def is_same(one: CheckpointInfo, other: CheckpointInfo) -> bool:
 
 
 def _lineage_fields(lineage: Lineage) -> dict[str, Any]:
-    """Return the fields for a manifest or marker; none for a checkpoint of no lineage."""
     if not lineage.number:
         return {}
     ancestry = [[each, step] for each, step in lineage.ancestry]
@@ -225,7 +224,6 @@ class Manifest:
 
     @property
     def size_bytes(self) -> int:
-        """Total size of the files."""
         return sum(entry.size_bytes for entry in self.files)
 
     @property
@@ -241,18 +239,15 @@ class Manifest:
         return any(entry.path == path and group == EVERY_GROUP for entry, group in pairs)
 
     def twins(self) -> Mapping[str, FileEntry]:
-        """Path of every file that has a twin -> the twin."""
         entries = {entry.path: entry for entry in self.files} if self.replicas > 1 else {}
         return {path: entries[twin_name(path)] for path in entries if twin_name(path) in entries}
 
     @property
     def originals(self) -> Sequence[FileEntry]:
-        """The files that are no twins."""
         twins = {entry.path for entry in self.twins().values()}
         return [entry for entry in self.files if entry.path not in twins] if twins else self.files
 
     def to_bytes(self) -> bytes:
-        """Encode the content of `manifest.json`."""
         content = codec.encode(
             {
                 "format_version": self.format_version,
@@ -282,12 +277,10 @@ class Manifest:
 
     @classmethod
     def read(cls, storage: Storage, directory: str) -> Manifest:
-        """Read that of a directory, committed or not."""
         return cls.from_bytes(read_small(storage, f"{directory}/{MANIFEST}", MAX_MANIFEST_BYTES))
 
     @classmethod
     def from_bytes(cls, content: bytes, *, with_files: bool = True) -> Manifest:
-        """Read the content of `manifest.json`; to check it takes no object per file."""
         with codec.Fields.parse(
             content, source=MANIFEST, oldest=FORMAT_VERSION, newest=NEWEST_FORMAT
         ) as fields:
@@ -346,8 +339,6 @@ class Marker:
 
     @classmethod
     def read(cls, storage: Storage, directory: str) -> Marker:
-        """Read the marker in a directory, whatever its name."""
-
         def damage(content: bytes) -> str:
             try:
                 cls.from_bytes(content)
@@ -384,7 +375,6 @@ class Marker:
         return CheckpointInfo(name=name, manifest_sha256=self.manifest_sha256, **_facts_of(self))
 
     def to_bytes(self) -> bytes:
-        """Encode the content of `COMMITTED`."""
         facts = codec.encode(
             {
                 "format_version": self.format_version,
@@ -408,7 +398,6 @@ class Marker:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Marker:
-        """Read the content of `COMMITTED`."""
         # First: a flipped bit in the version number must not pass for a newer format.
         has_checksum = codec.has_checksum(content, source=_MARKER)
         oldest = FORMAT_VERSION if has_checksum else 1  # without one, it is no marker of any format

@@ -243,7 +243,6 @@ def refuse_as_root(storage: Storage) -> None:
 
 
 def file_as_root(url: str) -> ConfigError:
-    """Build the error for a root that is a file."""
     return ConfigError(f"{url} is no directory, as the root of a run must be, but {_file_kind(b'', url)}")
 
 

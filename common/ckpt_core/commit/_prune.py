@@ -275,7 +275,6 @@ def _strangers(
 
 
 def _carry(storage: Storage, directory: str, name: str, paths: Sequence[str]) -> None:
-    """Move the user's files from a directory about to be deleted to `name`."""
     there = storage.entry(name)
     if there is not None and (there.is_link or not there.is_directory):
         name, there = replaced_name(name, secrets.token_hex(4)), None

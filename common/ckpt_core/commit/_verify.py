@@ -453,7 +453,6 @@ class TensorEntry:
 
     @property
     def num_elements(self) -> int:
-        """The number of elements."""
         return math.prod(self.shape)
 
 

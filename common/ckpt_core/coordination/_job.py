@@ -18,8 +18,6 @@ from ckpt_core.errors import CheckpointError, ConfigError, CoordinationError, Fa
 
 @final
 class Solo(Coordinator):
-    """Coordinates a job with one rank."""
-
     rank = 0
     world_size = 1
 
@@ -57,8 +55,6 @@ class Solo(Coordinator):
 
 @final
 class _SoloChannel(CommitChannel):
-    """Commits for one rank."""
-
     rank = 0
 
     @override
@@ -195,7 +191,6 @@ def require_same_process(pid: int) -> None:
 
 
 def _default_group() -> Any:
-    """Return the default process group; None without one."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 

@@ -91,7 +91,6 @@ class StoreThread:
         )
 
     def has(self, keys: Sequence[str], deadline: float | None = None) -> bool:
-        """Return whether all of these keys are set."""
         return self.ask(lambda store: bool(store.check(list(keys))), deadline)
 
     def wait(self, keys: Sequence[str], deadline: float) -> bool:
@@ -186,7 +185,6 @@ class Talk:
         self._talks.post(self.other, (self._name, is_new, content))
 
     def close(self) -> None:
-        """Hear no more."""
         self._talks.forget(self._name)
 
     def end(self) -> None:
@@ -198,7 +196,6 @@ class Talk:
             _logger.debug("%s", error)
 
     def hear(self) -> Any:
-        """Return what the other side has told next."""
         try:
             content = self.heard.get(timeout=self._talks.patience_seconds)
         except Empty:
@@ -277,7 +274,6 @@ class Talks:
         self._answer, self._ended = answer, ended
 
     def begin(self, other: int) -> Talk:
-        """Begin a talk with another rank; the first word is this rank's."""
         talk = Talk(self, other, (self.rank, next(self._numbers)))
         with self._guard:
             if self._lost is not None:
@@ -297,7 +293,6 @@ class Talks:
         return first
 
     def post(self, rank: int, message: _Message) -> None:
-        """Put a message into a rank's inbox."""
         content = messages.encode(message)
 
         def put(store: Any) -> None:

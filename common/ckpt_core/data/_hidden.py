@@ -106,7 +106,6 @@ def is_stateful(value: Any) -> bool:
 
 
 def batches_in(loader: Any) -> int | None:
-    """Return the number of batches in an epoch of a loader, None if it does not know."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):

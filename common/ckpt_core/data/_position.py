@@ -228,7 +228,6 @@ class LoaderPosition:
 
     @property
     def is_new(self) -> bool:
-        """Whether no epoch has begun."""
         return track(self._loader).epoch is None
 
     @property
@@ -380,7 +379,6 @@ class LoaderPosition:
         return [*notes, *self._put_back(state, same_ranks=same_ranks)]
 
     def _let_go(self) -> None:
-        """Let the loader make a new iterator for the next epoch."""
         if self.ahead and self._stateful:
             self._loader.load_state_dict({})  # it has made one to tell its state
             self._loader.next_iter_state = None

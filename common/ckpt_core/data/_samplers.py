@@ -123,7 +123,6 @@ class Samplers:
 
     @property
     def makes_batches(self) -> bool:
-        """Whether the order is one of batches, by a sampler of the user's."""
         return self.batch is not None and self.batch_size is None and self.base is None
 
     @property
@@ -241,7 +240,6 @@ def stream_of(loader: DataLoader[Any]) -> Any:
 
 
 def length_of(loader: DataLoader[Any]) -> int | None:
-    """Return the number of samples in a data set; None if it does not know."""
     try:
         return len(stream_of(loader))
     except (TypeError, NotImplementedError):
@@ -324,7 +322,6 @@ def same_recipe(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None, 
 
 
 def style_of(order: Mapping[str, Any]) -> str:
-    """Describe the order that a recipe makes."""
     if order["shuffled"] or order["kind"] == "random":
         return "shuffled"
     return "in the order of the data set" if order["kind"] == "sequential" else f"in that of {order['type']}"
@@ -427,5 +424,4 @@ def batches_of(units: Sequence[Any], loader: DataLoader[Any]) -> list[Any]:
 
 
 def skip(indices: Iterator[Any], count: int) -> None:
-    """Advance by `count`, as far as there are."""
     next(islice(indices, count, count), None)

@@ -570,7 +570,6 @@ class Indices:
         return next(self._inner)  # type: ignore[arg-type]
 
     def skip(self) -> None:
-        """Skip, without fetching a sample."""
         if self._to_begin and self._inner is not None:
             self._to_begin = False
             # The order is drawn with the first index, which is handed out all the same.

@@ -276,7 +276,6 @@ class _Bundle:
             self.sizes[:, 0] = high - self.low
 
     def size_bytes(self) -> Ints:
-        """Bytes of the payload of each block."""
         item = 0 if self.form is None else item_bytes(self.form[0])
         volume: Ints = np.prod(self.sizes, axis=1, dtype=np.int64)
         return volume * item

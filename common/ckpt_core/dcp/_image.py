@@ -416,7 +416,6 @@ class Image:
 
 
 def _views(memory: torch.Tensor, slots: Slots) -> Iterator[torch.Tensor]:
-    """Yield the payloads in an image as tensors."""
     typed: dict[torch.dtype, torch.Tensor] = {}
     for (_, dtype, shape), payload in zip(slots.specs, slots.payloads.tolist(), strict=True):
         if dtype not in typed:
@@ -433,12 +432,10 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def spec_of(index: MetadataIndex, shard: torch.Tensor) -> ShardSpec:
-    """Return index, dtype and shape of a shard."""
     return index, shard.dtype, tuple(shard.shape)
 
 
 def specs_of(index: MetadataIndex, shard: torch.Tensor) -> tuple[list[ShardSpec], bytes | None]:
-    """Return the payloads of a shard, and the record of it if it is wrapped."""
     if not is_wrapped(shard):
         return [spec_of(index, shard)], None
     return [spec_of(index, inner) for _, inner in inner_tensors(shard)], wrapped_pickle(shard)

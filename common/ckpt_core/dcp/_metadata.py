@@ -45,7 +45,6 @@ _MEMORY_FORMATS: Final = {0: torch.contiguous_format, 1: torch.channels_last, 2:
 
 
 def encode_metadata(metadata: Metadata, places: Mapping[MetadataIndex, StorageInfo]) -> bytes:
-    """Encode `.metadata`, with `places` as DCP's storage data."""
     return b"".join(encode(index_of(replace(metadata, storage_data=places))))
 
 
@@ -186,7 +185,6 @@ def entries(metadata: Metadata) -> SavedEntries:
 
 
 def load_plain(content: bytes, name: str) -> Any:
-    """Check and deserialise a host's small file of `torch.save`: plain values only."""
     checked_zip(content, name)
     return load_value(content, name, allow_pickle=False)
 
@@ -305,7 +303,6 @@ def _metadata(content: bytes, source: str) -> Metadata:
 
 
 def _stock_metadata(self: Any, *_: Any, **asked: Any) -> Metadata:
-    """Replace `FileSystemReader.read_metadata`."""
     path = metadata_path(self, asked.get("rank"))
     with self.fs.create_stream(path, "rb") as stream:
         metadata = _metadata(stream.read(), str(path))
@@ -316,7 +313,6 @@ def _stock_metadata(self: Any, *_: Any, **asked: Any) -> Metadata:
 
 
 def _stock_value(self: Any, read_item: ReadItem, value: io.BytesIO) -> None:
-    """Replace `DefaultLoadPlanner.load_bytes`."""
     key = read_item.dest_index.fqn
     loaded = load_plain(value.getvalue(), repr(key))
     if self.flatten_state_dict:

@@ -189,7 +189,6 @@ class Leaves:
                 self._take(f"{path}{_INDEX}{index}", each)
 
     def by_name(self) -> dict[str, tuple[str | int, ...]]:
-        """Return DCP's flattened names, each with its path, in order."""
         found: dict[str, tuple[str | int, ...]] = {}
         for text in self.paths:
             path: tuple[str | int, ...] = tuple(text.split(_KEY)[1:])

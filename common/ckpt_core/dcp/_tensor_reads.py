@@ -187,7 +187,6 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Compute row-major strides, in elements."""
     strides = [1] * len(shape)
     for dim in range(len(shape) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * shape[dim + 1]
@@ -210,7 +209,6 @@ class TensorRead:
             yield RangeRead(payload=self.payload, start=begin, stop=end)
 
     def ranges(self, fetch: DeviceFetch | None = None) -> Iterator[RangeRead]:
-        """Yield the reads that fill the target."""
         begin, end = self.target.byte_range
         memory = self.target.memory
         if memory is not None and begin < end:

@@ -291,7 +291,6 @@ _LARGE_BYTES: Final = 1 << 20
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a value is made of scalars, text, lists and tuples alone."""
     if type(value) in _PLAIN:
         return True
     if type(value) not in {list, tuple} or len(value) > _MOST_PLAIN:

@@ -74,7 +74,6 @@ class DeviceFetch:
                 self._idle.append(buffer)
 
     def place(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy from lent memory into a part of a live tensor, on any device."""
         stream = self._streams.get(target.device)
         if stream is None:
             target.copy_(source)
@@ -85,7 +84,6 @@ class DeviceFetch:
             target.copy_(source, non_blocking=plain)
 
     def finish(self) -> None:
-        """Block until every copy has ended."""
         for stream in self._streams.values():
             stream.synchronize()
 

@@ -46,7 +46,6 @@ def has_streams(tensor: torch.Tensor) -> bool:
 
 
 def current_stream(device: torch.device) -> torch.Stream:
-    """Return the stream on which the calling thread enqueues its work."""
     return _accelerator.current_stream(device)
 
 

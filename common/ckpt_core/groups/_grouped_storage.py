@@ -270,13 +270,10 @@ class GroupedStorage(Storage):
 
 @final
 class _Locks:
-    """The locks of one key in every group."""
-
     def __init__(self, each: Sequence[Lock]) -> None:
         self.each = each
 
     def release(self) -> None:
-        """Release the lock; harmless when repeated."""
         for lock in self.each:
             lock.release()
 

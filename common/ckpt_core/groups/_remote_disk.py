@@ -69,7 +69,6 @@ class DiskService:
             self._unlock(key)
 
     def answer(self, talk: Talk) -> None:
-        """Answer one request."""
         operation, *arguments = talk.hear()
         special = {
             "lock": self._lock,
@@ -88,7 +87,6 @@ class DiskService:
             talk.tell(self._sendable(error))
 
     def _read(self, talk: Talk, key: str) -> None:
-        """Answer with ranges of a file, for as long as the other rank asks for them."""
         with self._storage.open_ranges(key) as reader:
             talk.tell(reader.size_bytes)
             while (place := talk.hear()) is not None:
@@ -146,7 +144,6 @@ class PieceMemory:
         self._free: list[mmap.mmap] = []
 
     def take(self, size: int) -> memoryview:
-        """Return memory for one piece."""
         try:
             memory = self._free.pop()
         except IndexError:
@@ -251,7 +248,6 @@ class RemoteDisk(Storage):
             return talk.hear()
 
     def _or_abort(self, talk: Talk, pieces: Iterable[memoryview]) -> Iterator[memoryview]:
-        """Yield the pieces; if their source fails, the other rank drops the file first."""
         try:
             yield from pieces
         except Exception:
@@ -316,7 +312,6 @@ class _RemoteReader:
         self._idle.put(self._opened())
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill the buffer from `offset` on."""
         try:
             talk = self._idle.get_nowait()
         except Empty:
@@ -332,7 +327,6 @@ class _RemoteReader:
         self._idle.put(talk)
 
     def close(self) -> None:
-        """End the talks."""
         while not self._idle.empty():
             with self._idle.get_nowait() as talk, suppress(OSError):
                 talk.tell(None)

@@ -71,7 +71,6 @@ class LastStep:
         return self._problem
 
     def close(self) -> None:
-        """Let optimizers go."""
         while self._hooks:
             self._hooks.pop().remove()
 

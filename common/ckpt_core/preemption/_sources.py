@@ -66,7 +66,6 @@ class PreemptionSources:
 
     @property
     def stop(self) -> bool:
-        """Whether the job must stop."""
         heard = [name for name in sorted(self._stopping_signals) if self._signals.count([name])]
         heard += [text for text in sorted(self._stopping) if self._counts[text]]
         if heard and not self._logged:
@@ -161,7 +160,6 @@ class SignalCounter:
             self._previous[number] = signal.SIG_DFL if previous is None else previous
 
     def count(self, names: Collection[str]) -> int:
-        """Return the number of named signals received."""
         while self._trouble:
             error = self._trouble.pop()
             _logger.error("a previous signal handler raised %r; training continues to its last save", error)

@@ -56,7 +56,6 @@ class Buffers:
 
 
 def page_memory(size_bytes: int) -> memoryview:
-    """Return new page-aligned memory, in large pages where the system has them."""
     memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -107,7 +106,6 @@ class DataFile:
 
     @property
     def size_bytes(self) -> int:
-        """The size of the file."""
         return self._open().size_bytes
 
     def room(self, offset: int, size_bytes: int) -> memoryview | None:
@@ -115,7 +113,6 @@ class DataFile:
         return None if self._memory is None or offset in self._kept else self._memory.take(size_bytes)
 
     def keep(self, offset: int, content: memoryview) -> None:
-        """Keep the bytes at `offset`, in memory from `room`."""
         with self._guard:
             if offset not in self._kept:
                 self._kept[offset] = content
@@ -161,7 +158,6 @@ class DataFile:
             yield view
 
     def close(self) -> None:
-        """Close the file."""
         with self._guard:
             self._reader = None
             self._closing.close()
@@ -230,7 +226,6 @@ class DataFiles:
                 self._files[path] = DataFile(self._storage, self._prefix + path, self._memory)
 
     def at(self, path: str) -> DataFile:
-        """Return the file of a path that was given to `begin`."""
         return self._files[path]
 
     @contextmanager
@@ -246,7 +241,6 @@ class DataFiles:
                 self._files[path].close()
 
     def close(self) -> None:
-        """Close all files and drop kept bytes."""
         for file in self._files.values():
             file.close()
         self._files.clear()

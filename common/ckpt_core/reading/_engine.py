@@ -358,14 +358,12 @@ class _VerifyReport:
         self._damage: defaultdict[tuple[str, int, str], list[tuple[Piece, str]]] = defaultdict(list)
 
     def add_cut(self, piece: Piece, file_bytes: int) -> None:
-        """Record that the file ends before the piece does."""
         with self._guard:
             self._payloads.add((piece.payload.path, piece.payload.offset))
             self._sizes[piece.payload.path] = file_bytes
             self._cut[piece.payload.path].append(piece)
 
     def add_changed(self, piece: Piece, found: int) -> None:
-        """Record that the piece differs from what was saved."""
         saved = f"{piece.crc32:08x} was saved"
         self.add(piece, "changed", f"differ from those that were saved: CRC-32 is {found:08x}, {saved}")
 
@@ -380,7 +378,6 @@ class _VerifyReport:
         return payload.path in self.missing or (payload.path, payload.offset) in self._payloads
 
     def failures(self) -> list[FileFailure]:
-        """Return all failures, by path and position in the file."""
         found = [(path, -1, problem) for path, problem in self.missing.items()]
         found += [(path, -1, self._cut_text(path)) for path in self._cut if path not in self.missing]
         found += [

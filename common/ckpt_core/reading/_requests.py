@@ -34,7 +34,6 @@ class Payload:
 
     @property
     def has_checksum(self) -> bool:
-        """Whether damage can be seen."""
         return self.crc32 is not None or bool(self.block_crcs)
 
     def __post_init__(self) -> None:
@@ -77,7 +76,6 @@ class RangeRead:
 
     @property
     def size_bytes(self) -> int:
-        """The length of the range."""
         return self.stop - self.start
 
     def check_destination(self) -> None:
@@ -137,7 +135,6 @@ class Piece(NamedTuple):
 
     @property
     def identity(self) -> tuple[str, int, int]:
-        """The identity of the piece within the checkpoint."""
         return self.payload.path, self.payload.offset, self.start
 
     @property

@@ -361,7 +361,6 @@ class Ownership:
         return name
 
     def note_committed(self, info: CheckpointInfo) -> None:
-        """Remember a checkpoint that this job has committed."""
         self._occupied.add(info.name)
         self.inventory.note_written(info)
         self.line.record_commit(info)
@@ -395,7 +394,6 @@ class Ownership:
         self.inventory.learn(info, failures)
 
     def release(self) -> None:
-        """Release the root."""
         self._close_journal()
         lease = self._lease
         if lease is not None and not self._superseded:
@@ -529,7 +527,6 @@ class Ancestry:
 
     @property
     def parent(self) -> Parent | None:
-        """The checkpoint that a commit made now continues; None if training began here."""
         own = None if self._origin is None else Parent.of(self._origin)
         return self._elsewhere or own
 

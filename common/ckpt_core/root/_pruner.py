@@ -135,11 +135,9 @@ class Demoter:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a draft is being written."""
         return self._running is not None and self._running[2].is_alive()
 
     def wait(self) -> None:
-        """Wait a moment for the draft under way."""
         if self._running is not None:
             self._running[2].join(_LOOK_SECONDS)
 
@@ -301,7 +299,6 @@ class Pruner:
                 return plan
 
     def close(self) -> None:
-        """Leave what is being made."""
         if self._demoter is not None:
             self._demoter.close()
 

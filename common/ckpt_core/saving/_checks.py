@@ -110,7 +110,6 @@ _MOST_NAMED: Final = 5
 
 
 def refuse_non_finite_loss(metrics: Mapping[str, float]) -> None:
-    """Refuse a save whose metric `loss` is NaN or infinite."""
     loss = metrics.get(LOSS, 0.0)
     if not math.isfinite(loss):
         raise SaveError(f"the metric {LOSS!r} is {loss}, and reject_non_finite is on")
@@ -132,7 +131,6 @@ def refuse_non_finite(staged: StagedParts, ignored: Collection[tuple[str, str]])
 
 
 def refuse_non_finite_in_files(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuse a save of files that hold weights with NaN or infinities."""
     _refuse([name for name, tensor in tensors.items() if not is_finite(own_part(tensor.detach()))])
 
 
@@ -145,7 +143,6 @@ def _refuse(found: list[str]) -> None:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has neither NaN nor infinities."""
     values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     if not values.is_floating_point() or values.numel() == 0:
         return True

@@ -72,7 +72,6 @@ class SpaceFree:
 
     @classmethod
     def of(cls, storage: Storage, headroom: Headroom) -> SpaceFree:
-        """Ask the filesystem."""
         free_bytes, total_bytes, free_files = storage.space()
         return cls(size_bytes=free_bytes, files=free_files, headroom_bytes=headroom.of(total_bytes))
 
@@ -115,7 +114,6 @@ class DiskSpace:
         return SpaceNeeded(copies * (self._planned[1] + extra.size_bytes) + rest, files)
 
     def record(self, info: CheckpointInfo, generation: int, extra: SpaceNeeded) -> None:
-        """Record the size of a committed save."""
         self._saved = generation, extra.size_bytes, info.size_bytes
 
     def make(self, coming: CheckpointInfo, needed: SpaceNeeded) -> None:

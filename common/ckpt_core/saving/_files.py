@@ -92,7 +92,6 @@ class RankFiles:
             )
 
     def write(self, path: str, content: bytes) -> None:
-        """Write a small file."""
         self._storage.write_bytes(self._key(path), content)
         if self._twins is not None:
             self._twins.add(path, content)
@@ -119,7 +118,6 @@ class RankFiles:
 
     @property
     def entries(self) -> list[FileEntry]:
-        """Every file written, for the manifest."""
         known = self.hashes()
         return [replace(each, checksum=known.get(each.path, each.checksum)) for each in self._entries]
 

@@ -431,7 +431,6 @@ class InFlightSaves:
         return True
 
     def start(self, save: Task) -> None:
-        """Run a save in the background."""
         if self._closed:
             raise RuntimeError("cannot start a save after shutdown")
         self.latest = save.handle
@@ -469,7 +468,6 @@ class InFlightSaves:
         self.latest = None
 
     def close(self) -> None:
-        """Wait for every save in flight and stop the thread."""
         self._closed = True
         try:
             self.wait()

@@ -79,7 +79,6 @@ class Proposal:
 
     @classmethod
     def of(cls, plans: Mapping[str, LocalPlan], offer: Offer) -> Proposal:
-        """Encode the plans of a rank by part."""
         common = {part: plan.outline for part, plan in plans.items()}, replace(offer, files=frozenset())
         return cls(
             common=zlib.compress(encode(common), level=1),
@@ -94,8 +93,6 @@ _Common = tuple[Mapping[str, Outline], Offer]
 @message
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _RankPlan:
-    """One rank's share of the writes."""
-
     parts: dict[str, WriteTask]
     files: frozenset[str]
     shared: frozenset[str]
@@ -182,7 +179,6 @@ class PlanCache:
             raise self._problem
 
     def release(self) -> None:
-        """Drop the references to the live state."""
         for part in self.parts.values():
             part.release()
 

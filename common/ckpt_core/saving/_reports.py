@@ -216,7 +216,6 @@ class KeptContent:
 
     @classmethod
     def of(cls, content: Iterable[bytes | memoryview], algorithm: str = CRC32) -> KeptContent:
-        """Keep a copy of `content`."""
         running, kept, room = Checksum(algorithm), list[mmap.mmap](), 0
         for each in content:
             running.update(each)
@@ -232,7 +231,6 @@ class KeptContent:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all pieces."""
         return sum(map(len, self.pieces))
 
 

@@ -88,7 +88,6 @@ class Means:
         self.last: int | None = None
 
     def prune(self, info: CheckpointInfo) -> None:
-        """Apply the retention policy after a commit."""
         deadline = time.monotonic() + self.options.deadline_seconds / 2
 
         def go_on() -> bool:
@@ -261,7 +260,6 @@ class Save(Task):
         return None
 
     def _create(self, error: BaseException | None) -> bytes:
-        """Create the working directory; return digests of the coordinator's own buffers."""
         if error is not None:
             found = Failure.of(error)
             raise CoordinationError(
@@ -281,7 +279,6 @@ class Save(Task):
         return self.local.digests()
 
     def _write(self) -> RankReport | BaseException:
-        """Write this rank's files; return the report, or the error."""
         self._phase = "write"
         self._heartbeat("writing the tensors")
         try:
@@ -342,7 +339,6 @@ class Save(Task):
         return {**self.files, **self.local.encode(self.channel.rank, keys)}
 
     def _table(self, entries: Sequence[TableEntry], small: Mapping[str, bytes]) -> dict[str, bytes]:
-        """Encode the chunk table, by file name."""
         # Written before the small files: without renames, it proves that a torn save's files are ours.
         beside = [] if self._storage.supports_rename else [path for path in small if not is_own_file(path)]
         beside += map(twin_name, beside if self._twins is not None else ())

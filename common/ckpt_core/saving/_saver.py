@@ -221,7 +221,6 @@ class Saver:
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of host memory that the arenas take."""
         return self._stager.arenas.size_bytes
 
     def close(self) -> None:

@@ -55,7 +55,6 @@ class StepGuard:
         self._pending = [each for each in self._pending if not each.done]
 
     def close(self) -> None:
-        """Remove the hooks."""
         self._unhook()
         self._pending = []
 
@@ -109,13 +108,11 @@ class StagedParts:
             raise failed_in("stage", error)
 
     def stop(self) -> None:
-        """Make no more copies of waves."""
         if self.waves is not None:
             self.waves.stop()
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all images."""
         return sum(image.layout.size_bytes for image in self.images.values())
 
     def release(self) -> None:
@@ -257,7 +254,6 @@ class Stager:
         return self.arenas.size_bytes
 
     def close(self) -> None:
-        """Return the memory to the system."""
         self._layouts, self._generation = {}, -1
         self.arenas.close()
 
@@ -306,7 +302,6 @@ class _Content(NamedTuple):
     non_finite: list[tuple[str, str]]
 
     def copy(self, piece: int, window: torch.Tensor) -> None:
-        """Copy what lies in a piece of the file, and look at it."""
         copied: list[tuple[str, torch.Tensor]] = []
         targets, sources = list[torch.Tensor](), list[torch.Tensor]()
         for place, start, stop, at in self.layout.parts(piece):
@@ -368,7 +363,6 @@ def _check_memory(names: Sequence[str], sources: Sequence[torch.Tensor], address
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """Return the address of a plain tensor's memory."""
     return int(tensor.untyped_storage().data_ptr())
 
 

@@ -61,7 +61,6 @@ class Partners:
             self._partner = RemoteDisk(talks, chosen, own.url), f"rank {chosen}"
 
     def session(self, working: str) -> TwinSession:
-        """Begin the twins of a save in the directory `working`."""
         assert self._partner is not None
         disk, where = self._partner
         return TwinSession(disk, where, working, self._reports, patience_seconds=self._patience_seconds)
@@ -122,7 +121,6 @@ class TwinSession:
         taken.put(None)
 
     def add(self, path: str, content: bytes) -> None:
-        """Have the twin of a small file of this rank written."""
         for _ in self.follow(path, KeptContent.of([content]).pieces):
             pass
 
@@ -165,8 +163,6 @@ class TwinSession:
             file = self._files.get()
 
     def _write(self, path: str, pieces: _Pieces) -> None:
-        """Write the twin of one file durably."""
-
         def taken() -> Iterator[memoryview]:
             while (piece := pieces.get()) is not None:
                 yield piece

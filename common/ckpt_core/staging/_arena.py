@@ -210,7 +210,6 @@ class HostMemory:
 
 
 def whole_pages(size_bytes: int) -> int:
-    """Round up to whole pages."""
     return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
@@ -270,7 +269,6 @@ class Arena:
         self._slot.attached = value
 
     def release(self) -> None:
-        """Return the memory to the ring."""
         self._ring._released(self)
 
 
@@ -323,7 +321,6 @@ class Arenas:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of host memory that all arenas take now."""
         return sum(slot.memory.resident_bytes for slot in self._slots)
 
     @property

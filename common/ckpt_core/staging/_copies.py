@@ -160,7 +160,6 @@ class HostCopies:
 
     @property
     def done(self) -> bool:
-        """Whether the copies have ended."""
         return self._ended.done()
 
     def help(self) -> None:

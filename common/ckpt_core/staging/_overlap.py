@@ -77,7 +77,6 @@ class DeviceCopies:
             listener()
 
     def finish(self) -> None:
-        """Block until every copy has ended."""
         try:
             for groups in self._groups.values():
                 groups.events[-1].synchronize()
@@ -147,7 +146,6 @@ class DeferredCopies:
 
     @property
     def done(self) -> bool:
-        """Whether the copies have ended."""
         return self._host.done and self._device.done
 
     def wait_for(self, slot: int) -> None:

@@ -320,7 +320,6 @@ def _problem_of(model: nn.Module) -> str | None:
 
 
 def _has_adapters(model: nn.Module) -> bool:
-    """Return whether PEFT, or transformers with it, has put adapters into the model."""
     return any(
         getattr(each, "peft_config", None) or getattr(each, "_hf_peft_config_loaded", False)
         for each in model.modules()
@@ -341,7 +340,6 @@ def _source(model: nn.Module) -> str:
 
 
 def _live_tensors(of_model: Names) -> dict[str, torch.Tensor]:
-    """Return the live parameters and buffers by their names in a checkpoint."""
     live: dict[str, torch.Tensor] = dict(of_model.by_name)
     for raw, module in of_model.modules.items():
         for leaf, buffer in module.named_buffers(recurse=False):
@@ -366,7 +364,6 @@ def _frozen(of_model: Names, state: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_packed(module: nn.Module) -> bool:
-    """Return whether a module trains nothing, and holds weights in a packed form."""
     own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     return not any(each.requires_grad for each in own) and any(
         each.dtype in _PACKED and each.dim() > 1 and each.nbytes > _PACKED_BYTES for each in own
@@ -382,7 +379,6 @@ def facts_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, _Facts]:
 
 
 def _merged(of_model: Names) -> set[str]:
-    """Return parameters into which PEFT has merged adapters, through `.data`."""
     return {
         of_model.name(f"{raw}.{name}" if raw else name)
         for raw, module in of_model.modules.items()

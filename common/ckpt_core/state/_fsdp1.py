@@ -28,7 +28,6 @@ _COMPILED = "_orig_mod."
 
 
 def is_fsdp1(model: nn.Module) -> bool:
-    """Return whether `model` contains a FullyShardedDataParallel module."""
     return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 

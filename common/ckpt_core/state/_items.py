@@ -388,11 +388,9 @@ class EncodedItems:
 
     @property
     def content(self) -> bytes:
-        """The file of all items."""
         return self.content_of({*self.plain, *self.pickled})
 
     def content_of(self, names: Collection[str]) -> bytes:
-        """Encode the file of some of the items."""
         document = {
             "format_version": FORMAT_VERSION,
             "items": {name: value for name, value in self.plain.items() if name in names},
@@ -567,7 +565,6 @@ def _of_devices() -> dict[str, Any]:
 
 
 def rng_item(rank: int) -> str:
-    """Return the item with the generators of a rank in what others wrote."""
     return f"rng.{rank}"
 
 

@@ -47,7 +47,6 @@ def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def is_leaf(value: Any) -> bool:
-    """Return whether DCP stores `value` as a whole."""
     if isinstance(value, Mapping):
         return False
     if not isinstance(value, list):
@@ -56,7 +55,6 @@ def is_leaf(value: Any) -> bool:
 
 
 def put(tree: dict[str, Any], path: Path, value: Any) -> None:
-    """Set the leaf at `path`, creating dicts and lists on the way."""
     here: Any = tree
     for key, following in pairwise((*path, None)):
         is_list = isinstance(here, list)
@@ -72,7 +70,6 @@ def put(tree: dict[str, Any], path: Path, value: Any) -> None:
 
 
 def get(tree: Any, path: Path) -> Any:
-    """Return the value at `path`, or None if the path does not exist."""
     for key in path:
         if isinstance(tree, Mapping):
             tree = tree.get(key)
@@ -138,13 +135,11 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the global shape."""
     # `ShardedTensor.shape` warns of its deprecation at every call.
     return tuple(tensor.metadata().size if isinstance(tensor, ShardedTensor) else tensor.shape)
 
 
 def is_sharded(value: object) -> bool:
-    """Return whether `value` is spread over ranks."""
     return isinstance(value, DTensor | ShardedTensor)
 
 

@@ -172,7 +172,6 @@ def unlimited(pieces: Iterable[memoryview]) -> Iterable[memoryview]:
 
 
 def nothing(count: int) -> None:
-    """Ignore a count of bytes."""
     del count
 
 

@@ -147,7 +147,6 @@ class _FramedRanges:
         self.size_bytes = _size(reader.size_bytes, frames, compresses)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill the buffer from `offset` on; `RangeReader.read_into` tells the errors."""
         end, buffer = offset + len(buffer), buffer.cast("B")
         if end > self._here[-1]:
             raise EOFError(f"ends at byte {self._here[-1]}, but bytes up to {end} are needed")

@@ -186,7 +186,6 @@ def is_in_bucket(place: str) -> bool:
 
 
 def unwritable(url: str, error: OSError) -> ConfigError:
-    """Return the error of a root that a job cannot write to."""
     remedy = "Remove the cause, then start again"
     if "://" in url:
         remedy = "Nothing was written"

@@ -153,7 +153,6 @@ class LocalRanges:
 
 
 def sync_directory(path: Path) -> None:
-    """Fsync a directory, so that its names survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -187,7 +186,6 @@ def make_directories(path: Path) -> None:
 
 
 def delete(path: Path) -> None:
-    """Delete a file, a link or a directory with its content; no-op if absent."""
     # NotADirectoryError: a parent is a file, so that nothing of this name exists.
     with suppress(FileNotFoundError, NotADirectoryError):
         if path.is_symlink() or not path.is_dir():

@@ -70,7 +70,6 @@ class LocalStorage(Storage):
         return str(self._root)
 
     def local_path(self, key: str) -> Path:
-        """Return the path of `key`, for writers that need more than a stream."""
         return self._root.joinpath(*key_parts(key))
 
     def check_root(self) -> None:

@@ -377,7 +377,6 @@ class _Account:
 
 
 def _identity(options: Mapping[str, Any]) -> Any:
-    """Return a service principal if one is named, else what the environment offers."""
     from azure.identity import ClientSecretCredential, DefaultAzureCredential
 
     if options.get("client_id") is None:

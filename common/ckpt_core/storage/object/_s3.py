@@ -163,7 +163,6 @@ class S3Settings:
 
 @cache
 def _loader(search_path: str | None) -> Any:
-    """Return the reader of what botocore knows of services; parsing takes 50 ms."""
     from botocore.loaders import create_loader
 
     return create_loader(search_path)  # type: ignore[no-untyped-call]

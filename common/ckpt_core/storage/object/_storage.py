@@ -198,7 +198,6 @@ class ObjectStorage(Storage):
 
 
 def _warn_odd(url: str, key: str, names: Sequence[str]) -> None:
-    """Warn once per prefix: listings are frequent."""
     place = f"{url}/{key}" if key else url
     if place not in _warned_odd:
         _warned_odd.add(place)
@@ -231,7 +230,6 @@ class ObjectRanges:
                 raise ends_early(self._storage.shown(self._path), end, offset + count)
 
     def read_spread(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill the buffers, by one request where the client can."""
         end = self._checked_end(offset, sum(map(len, buffers)))
         count = self._storage.read_spread(self._path, offset, buffers)
         if offset + count != end:
