@@ -21,6 +21,7 @@ FACADES = [
     "ckpt_core.staging",
     "ckpt_core.state",
     "ckpt_core.storage",
+    "ckpt_suite",
     "lightning_ckpt",
     "accelerate_ckpt",
 ]
@@ -91,6 +92,19 @@ def test_the_names_users_meet_are_these() -> None:
         importlib.import_module("lightning_ckpt").__all__
     )
     assert {"enable", "disable", "enable_trainer"} <= set(importlib.import_module("accelerate_ckpt").__all__)
+
+
+def test_the_name_that_is_installed_has_the_names_of_the_core_and_is_as_cheap() -> None:
+    code = (
+        "import sys, ckpt_core, ckpt_suite\n"
+        "assert ckpt_suite.__all__ == ckpt_core.__all__ == dir(ckpt_suite)\n"
+        "assert ckpt_suite.EverySteps is ckpt_core.EverySteps and 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    import ckpt_suite
+
+    with pytest.raises(ImportError, match="here it is KeepLatest"):
+        ckpt_suite.KeepLast  # noqa: B018
 
 
 def test_the_package_is_cheap_to_import_until_it_is_used() -> None:
