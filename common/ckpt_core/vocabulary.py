@@ -12,9 +12,15 @@ _LATEST: Final = "keep=KeepLatest({})"
 
 NAMES: Final = {
     **dict.fromkeys(
-        ("Checkpointer", "AsyncCheckpointer", "CheckpointSaver", "Checkpoint"), "CheckpointManager"
+        ("Checkpointer", "AsyncCheckpointer", "CheckpointSaver", "Checkpoint", "Snapshot"),
+        "CheckpointManager",
     ),
-    "ModelCheckpoint": "lightning_ckpt.ShardedCheckpoint",
+    **dict.fromkeys(
+        ("StandardCheckpointer", "PyTreeCheckpointer", "DistributedCheckpoint"), "CheckpointManager"
+    ),
+    "CheckpointManagerOptions": "CheckpointOptions",
+    **dict.fromkeys(("ModelCheckpoint", "CheckpointCallback"), "lightning_ckpt.ShardedCheckpoint"),
+    "TrainerState": "TrainState",
     **dict.fromkeys(("KeepLast", "KeepLastN", "KeepNewest", "MaxToKeep", "LatestN"), "KeepLatest"),
     **dict.fromkeys(("KeepTopK", "TopK", "KeepBestN", "BestN"), "KeepBest"),
     **dict.fromkeys(("EveryNSteps", "EveryNTrainSteps", "SaveInterval", "FixedIntervalPolicy"), "EverySteps"),
@@ -40,9 +46,13 @@ OPTIONS: Final = {
     **dict.fromkeys(
         ("max_to_keep", "preserve_latest", "keep_last", "keep_last_n", "keep_last_k", "keep_latest"), _LATEST
     ),
-    **dict.fromkeys(("total_limit", "save_total_limit", "num_to_keep", "max_checkpoints"), _LATEST),
+    **dict.fromkeys(
+        ("total_limit", "save_total_limit", "num_to_keep", "max_checkpoints", "keep_latest_k"), _LATEST
+    ),
+    "preservation_policy": _LATEST,
     **dict.fromkeys(("every_steps", "every_n_steps", "every_n_train_steps", "save_steps"), _STEPS),
     **dict.fromkeys(("save_interval_steps", "save_interval", "save_every", "checkpoint_interval"), _STEPS),
+    **dict.fromkeys(("interval", "save_decision_policy"), _STEPS),
     **dict.fromkeys(("every_epochs", "every_n_epochs"), "save=EveryEpochs({})"),
     **dict.fromkeys(("every_seconds", "save_interval_secs", "train_time_interval"), "save=EverySeconds({})"),
     **dict.fromkeys(("keep_period", "keep_every"), "keep=KeepEvery({})"),
@@ -53,11 +63,22 @@ OPTIONS: Final = {
     ),
     **dict.fromkeys(("best_mode", "mode"), 'keep=KeepBest("val_loss", mode={})'),
     **dict.fromkeys(
-        ("async_save", "blocking", "enable_async_checkpointing"),
+        ("async_save", "async_mode", "blocking", "enable_async_checkpointing"),
         "nothing: saves are asynchronous, and wait() waits for them",
     ),
+    "best_fn": 'keep=KeepBest("val_loss"), and save(step, state, metrics=...)',
+    "save_last": "nothing: the newest checkpoint is never pruned, and resume() takes it",
     **dict.fromkeys(
-        ("directory", "dir", "dirpath", "output_dir", "project_dir", "checkpoint_dir", "save_dir"),
+        ("save_weights_only", "last_save_model_only", "save_safetensors"),
+        'export=Export(to="hf", place=...): weights beside checkpoints that can be resumed',
+    ),
+    **dict.fromkeys(("initial_load_path", "restore_from", "pretrained"), "init_from={}"),
+    "exclude_from_loading": "load(state, items=[...])",
+    **dict.fromkeys(
+        ("filename", "step_prefix", "step_format"), "nothing: checkpoints are called step-000000500"
+    ),
+    **dict.fromkeys(
+        ("directory", "dir", "dirpath", "output_dir", "project_dir", "checkpoint_dir", "save_dir", "folder"),
         "root, the first argument",
     ),
 }
