@@ -1,4 +1,4 @@
-"""Other people's checkpointing, where it is installed: `pip install ckpt-suite[bench]`."""
+"""Other people's checkpointing, where it is installed: `pip install --group bench`."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def imported(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise NotRunError(f"not installed ({error}): pip install 'ckpt-suite[bench]'") from error
+        raise NotRunError(f"not installed ({error}): pip install --group bench") from error
 
 
 def in_background(work: Callable[[], None]) -> Future[None]:

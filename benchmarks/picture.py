@@ -33,7 +33,7 @@ def require_matplotlib() -> None:
         PictureError: it is not installed.
     """
     if find_spec("matplotlib") is None:
-        raise PictureError("--picture needs matplotlib: pip install 'ckpt-suite[bench]'")
+        raise PictureError("--picture needs matplotlib: pip install --group bench")
 
 
 def draw(path: Path, title: str, panels: Sequence[Bars | Lines], caption: Sequence[str]) -> None:

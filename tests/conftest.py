@@ -157,4 +157,4 @@ def azure_endpoint() -> Generator[str]:
 def _require(*packages: str) -> None:
     missing = [package for package in packages if find_spec(package) is None]
     if missing:
-        pytest.skip(f"not installed: {', '.join(missing)}; pip install 'ckpt-suite[dev]'")
+        pytest.skip(f"not installed: {', '.join(missing)}; make setup")

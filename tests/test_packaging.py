@@ -1,16 +1,20 @@
-"""What people get: a wheel of three typed packages, and an archive of the sources whose tests run."""
+"""What people get: a wheel of four typed packages, and an archive of the sources whose tests run."""
 
 from __future__ import annotations
 
 import email
+import importlib.util
 import os
+import re
 import subprocess
 import sys
 import tomllib
 import zipfile
 from collections.abc import Iterator
 from email.message import Message
+from itertools import chain
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from packaging.requirements import Requirement
@@ -18,11 +22,14 @@ from packaging.requirements import Requirement
 import ckpt_core
 from ckpt_core._version import __version__
 from tests.archives import unpack
+from tests.versions import minima
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = {"ckpt_core", "lightning_ckpt", "accelerate_ckpt"}
+PACKAGES = {"ckpt_core", "ckpt_suite", "lightning_ckpt", "accelerate_ckpt"}
 FRAMEWORKS = ("lightning", "pytorch_lightning", "accelerate", "transformers")
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT = PYPROJECT["project"]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def python(*arguments: str, cwd: Path = ROOT, **environment: str) -> str:
@@ -68,7 +75,7 @@ def metadata(wheel: zipfile.ZipFile) -> Message:
     return email.message_from_bytes(wheel.read(name))
 
 
-def test_the_wheel_holds_three_packages_and_nothing_else(wheel):
+def test_the_wheel_holds_four_packages_and_nothing_else(wheel):
     tops = {name.split("/")[0] for name in wheel.namelist()}
     assert {top for top in tops if not top.endswith(".dist-info")} == PACKAGES
 
@@ -158,6 +165,46 @@ def test_every_extra_of_the_project_is_offered_with_all_its_requirements(metadat
     for extra in offered:
         got = {r.name.lower() for r in requirements if r.marker and r.marker.evaluate({"extra": extra})}
         assert got == expanded(extra), extra
+
+
+def test_what_only_a_checkout_needs_is_offered_to_nobody(metadata):
+    offered = set(metadata.get_all("Provides-Extra") or [])
+    assert not offered & {"dev", "bench", "release"}
+    assert {name for name in PYPROJECT["dependency-groups"] if name in offered} == set()
+    assert {"dev", "bench", "release"} <= set(PYPROJECT["dependency-groups"])
+
+
+def test_links_of_the_readme_live_on_an_index_or_are_none(metadata):
+    shown = str(metadata.get_payload())
+    home = "https://repository.example"
+    for text, alive in ((shown, ()), (hook().readme(README, home), (home,))):
+        targets = re.findall(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"", text)
+        dead = [a or b for a, b in targets if not (a or b).startswith(("https://", "http://", "#", *alive))]
+        assert dead == []
+    assert f"({home}/blob/HEAD/SECURITY.md)" in hook().readme(README, home)
+    assert metadata.get_all("Project-URL") is None, "an address that nobody gave"
+    assert "SECURITY.md)" not in shown
+
+
+def hook() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_each_lower_bound_is_tried_as_it_stands():
+    pins = {Requirement(each) for each in minima()}
+    wanted = [
+        Requirement(text)
+        for text in (
+            *PROJECT["dependencies"],
+            *chain.from_iterable(PROJECT["optional-dependencies"].values()),
+        )
+    ]
+    assert {each.name for each in pins} >= {each.name for each in wanted} - {PROJECT["name"]}
+    for each in wanted:
+        assert all(bound.operator == ">=" for bound in each.specifier), f"{each}: see docs/compatibility.md"
 
 
 def test_extras_that_refer_to_the_project_itself_name_extras_that_exist():

@@ -1,4 +1,4 @@
-"""Other people's loading, where it is installed: `pip install ckpt-suite[bench]`. None of it verifies."""
+"""Other people's loading, where it is installed: `pip install --group bench`. None of it verifies."""
 
 from __future__ import annotations
 
