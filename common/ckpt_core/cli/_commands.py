@@ -280,8 +280,8 @@ _KEEPING: Final = (
             _one("--keep-within", "SIZE", 'of what the others keep, what has room, such as "2 TB"'),
             _many(
                 "--keep-best",
-                "METRIC[:N][:min|max]",
-                "keep the N best by a metric (1, min); may be repeated",
+                "METRIC[:N][:MODE]",
+                "keep the N best (1) by a metric, by MODE min or max (min); may be repeated",
             ),
             _one("--policy", "FILE", "YAML or TOML file of options with a `keep`"),
             _flag(
