@@ -16,7 +16,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from tests.archives import unpack
 ROOT = Path(__file__).parents[1]
 DIST = ROOT / "dist"
 TORCH = "torch==2.13.0"
-TAB = re.compile(r'^=== "(?P<name>[^"]+)"\n(?P<body>(?:\n|    .*\n)+)', flags=re.MULTILINE)
+HOST = re.compile(r"^## (?P<name>[^\n]+)\n(?P<body>.*?)(?=^## |\Z)", flags=re.MULTILINE | re.DOTALL)
 BLOCK = re.compile(r"^```python[^\n]*\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
 
 
@@ -45,7 +44,7 @@ def main() -> None:
     links()
     with tempfile.TemporaryDirectory() as folder:
         python = installed(Path(folder), options.torch)
-        for name, code in quickstarts():
+        for name, code in list(quickstarts()) or sys.exit("docs/start.md shows no quickstart"):
             twice(python, Path(folder), name, code)
         from_sources(Path(folder))
         bill(python)
@@ -112,19 +111,17 @@ def installed(folder: Path, torch: str) -> Path:
 
 
 def quickstarts() -> Iterator[tuple[str, str]]:
-    """Yield the tabs of the start page that have Python, each with its code."""
+    """Yield the sections of the start page that have Python, each with its code."""
     page = (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
-    for tab in TAB.finditer(page):
-        blocks = BLOCK.findall(textwrap.dedent(tab["body"]))
-        if blocks:
-            yield tab["name"], "\n".join(blocks)
+    for host in HOST.finditer(page):
+        if blocks := BLOCK.findall(host["body"]):
+            yield host["name"], "\n".join(blocks)
 
 
 def twice(python: Path, folder: Path, name: str, code: str) -> None:
     """Run a quickstart, and again; both must end well and leave the same newest checkpoint."""
     say(f"docs/start.md: {name}, twice")
-    script = folder / f"{name.replace(' ', '-')}.py"
-    script.write_text(code, encoding="utf-8")
+    (script := folder / f"{name.replace(' ', '-')}.py").write_text(code, encoding="utf-8")
     newest = []
     for _ in range(2):
         run(python, script, cwd=folder, PYTHONPATH="", CUDA_VISIBLE_DEVICES="")
