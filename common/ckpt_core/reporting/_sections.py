@@ -77,13 +77,14 @@ def parts_of(balance: Mapping[str, Any]) -> list[tuple[str, float]]:
     ]
 
 
-def why_kept(events: Iterable[Mapping[str, Any]]) -> dict[int, list[str]]:
-    """Return the reasons for which each step stayed in the root at its last prune.
+def why_kept(events: Sequence[Mapping[str, Any]], url: str) -> dict[int, list[str]]:
+    """Return the reasons for which each step stayed in a root at its last prune.
 
-    `events` are records of the journal, the oldest first.
+    `events` are records of the journal, the oldest first; of the root itself, or of one whose tier it is.
     """
     found: dict[int, list[str]] = defaultdict(list)
-    pruned = [each for each in events if each.get("kind") == "retention" and _tier(each) == "root"]
+    place = url if any(_tier(each) == url for each in events) else "root"
+    pruned = [each for each in events if each.get("kind") == "retention" and _tier(each) == place]
     for reason, steps in (pruned[-1].get("kept") or {} if pruned else {}).items():
         for step in steps:
             found[step].append(reason)
@@ -243,7 +244,8 @@ def _checkpoints(report: Report) -> Section:
         "weights": [i for i in infos if i.weights_of is not None],
     }
     counted = "".join(f", {len(named):,} {state}" for state, named in states.items() if named)
-    size, why = bytes_text(sum(info.size_bytes for info in infos)), why_kept(report.events["retention"])
+    size = bytes_text(sum(info.size_bytes for info in infos))
+    why = why_kept([*report.events["upload"], *report.events["retention"]], report.root)
     rows = [
         (
             info.name,

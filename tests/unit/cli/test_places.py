@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ckpt_core import CheckpointManager, ConfigError, KeepBest, KeepEvery, KeepLatest
+from ckpt_core import CheckpointManager, ConfigError, KeepBest, KeepEvery, KeepLatest, Upload
 from ckpt_core.cli import main
 from ckpt_core.cli.inspection._show import _shown
 from ckpt_core.commit import Catalog
@@ -330,6 +330,22 @@ def test_ls_says_why_each_checkpoint_stays(tmp_path, capsys):
     for path in (root / OWN).glob("*.jsonl"):
         path.unlink()
     assert told(capsys, "ls", root)[1]["checkpoints"][0]["kept_as"] == ["marked as bad"]
+
+
+def test_ls_of_a_tier_says_why_each_checkpoint_stays_there_and_not_in_the_root(tmp_path, capsys):
+    kept, all_of_them = tmp_path / "kept", tmp_path / "all"
+    upload = [Upload(kept, keep=KeepEvery(2), when_busy="queue"), Upload(all_of_them, when_busy="queue")]
+    with CheckpointManager(tmp_path / "run", keep=KeepLatest(1), upload=upload) as manager:
+        for step in (2, 4, 5):
+            manager.save(step, {"w": torch.ones(3)}).uploaded.result(60)
+    found = {
+        place: {each["step"]: each["kept_as"] for each in told(capsys, "ls", place)[1]["checkpoints"]}
+        for place in (kept, all_of_them)
+    }
+    rule = "KeepEvery(steps=2)"
+    assert found == {kept: {2: [rule], 4: [rule], 5: ["newest"]}, all_of_them: {2: [], 4: [], 5: []}}
+    assert main(["report", str(kept)]) == 0
+    assert f"step-000000004         {rule} " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("width", [40, 100, 400])

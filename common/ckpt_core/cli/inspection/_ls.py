@@ -79,7 +79,7 @@ def run(arguments: Namespace) -> Outcome:
     events: list[Record] = []
     with suppress(OSError):  # a journal that cannot be read is no reason to list nothing
         events = read_events(storage)
-    why = why_kept(events)
+    why = why_kept(events, storage.url)
     around = look_around(storage, known=[*survey.unreadable, *(info.name for info in infos)])
     children = [] if infos else [_run_facts(name, arguments) for name in around.runs]
     torn = sorted({*catalog.torn(), *around.unmarked})
