@@ -559,10 +559,11 @@ def enable(
         keep: which checkpoints stay; with automatic naming, `total_limit` if None, which also prunes those
             that are abandoned.
         sinks: receivers of telemetry events.
-        stock_files: whether plain replicas also get `model.safetensors` and `optimizer.bin`, written by the main
-            process while training waits, so that stock `load_state` reads them.
+        stock_files: whether plain replicas also get `model.safetensors` and `optimizer.bin`, written by the
+            main process while training waits, so that stock `load_state` reads them.
         gradients: whether a save within an accumulation window holds its gradients.
-        contents: "all" of the models, or "trainable", which refers to what is frozen; the default for PEFT models.
+        contents: "all" of the models, or "trainable", which refers to what is frozen; the default for PEFT
+            models.
         override: hyperparameters that `load_state` changes, such as `{"lr": 1e-4}`, once for all restarts.
         log_costs: whether the trackers receive `checkpoint/stall_ms`, `durable_s`, `bytes` and `overhead` of
             every save.

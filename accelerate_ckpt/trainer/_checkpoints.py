@@ -328,9 +328,9 @@ def enable_trainer(
         save: when to save, in place of the Trainer's `save_strategy`; the Trainer decides if None.
         keep: which checkpoints stay; `save_total_limit`, and the best one, if None.
         sinks: receivers of telemetry events.
-        stock_files: True writes `model.safetensors` and `optimizer.pt`, too, so that the stock Trainer reads the
-            checkpoint; False neither; None the weights of a model that is not sharded, in `model.safetensors`
-            alone.
+        stock_files: True writes `model.safetensors` and `optimizer.pt`, too, so that the stock Trainer reads
+            the checkpoint; False neither; None the weights of a model that is not sharded, in
+            `model.safetensors` alone.
         contents: "all" of the model, or "trainable", which refers to what is frozen.
         override: hyperparameters that a resumed training changes, as of `enable`.
         log_costs: whether `report_to` gets what each save has cost.

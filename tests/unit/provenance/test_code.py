@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_core.provenance import code_version
-from ckpt_core.provenance import CodeVersion, version_of_tree
+from ckpt_core.provenance import CodeVersion, code_version, version_of_tree
 
 GIT = shutil.which("git") or ""
 needs_git = pytest.mark.skipif(not GIT, reason="git is not installed")
