@@ -15,7 +15,6 @@ from typing import Any, final
 from transformers import TrainerState
 from transformers.trainer import SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import get_last_checkpoint
-from transformers.utils import SAFE_WEIGHTS_NAME
 
 from accelerate_ckpt._host_calls import private_directory, torch_bytes
 from accelerate_ckpt._small_files import Pickles, verified_files, write_files
@@ -287,12 +286,7 @@ def _nothing_usable(
     why = [f"{', '.join(passed)} are damaged, not trusted or marked as bad"] if passed else []
     why += [f"{', '.join(weights)} hold weights alone"] if weights else []
     why += [f"of abandoned runs there are {', '.join(left)}, which can be named"] if left else []
-    begin = ""
-    if weights:
-        file = (
-            f"{weights[-1]}/{SAFE_WEIGHTS_NAME}"  # in which the Trainer itself leaves a model that is whole
-        )
-        begin = f", with init_from={f'{storage.url}/{file if storage.exists(file) else weights[-1]}'!r}"
+    begin = f", with init_from={f'{storage.url}/{weights[-1]}'!r}" if weights else ""
     return kind(
         f"no checkpoint in {storage.url} can be resumed from: {'; '.join(why)}. Look at each with `ckpt "
         f"verify`, or train into another output_dir{begin}"

@@ -249,8 +249,7 @@ def test_weights_alone_are_refused_and_named_and_never_begun_afresh_in_silence(
         assert all(map(torch.equal, before, made.model.parameters()))
         accelerate_ckpt.disable_trainer(made)
         forget_accelerators()
-    place = str(weights / "model.safetensors")
-    tuned = two_steps.but(root=f"{root}-tuned", resume=True, options={"init_from": place})
+    tuned = two_steps.but(root=f"{root}-tuned", resume=True, options={"init_from": str(weights)})
     assert trained(tuned).state.global_step == 2
 
 

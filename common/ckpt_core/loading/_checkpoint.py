@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -80,8 +80,8 @@ _HEAVY: Final = frozenset({"optimizer", "optimizers", "gradients", PICKLED, KEPT
 """Items that are no weights, beside those that have groups of parameters."""
 _OTHERS: Final = frozenset({"items", "lightning"})
 """Items of objects, which are no model."""
-_NUMBERED: Final = re.compile(r"(?:pytorch_model_fsdp|optimizer)_(\d+)")
-"""Parts with a model or an optimizer each, of several."""
+_NUMBERED: Final = re.compile(r"(?:pytorch_model_fsdp|optimizer|gradients|custom_checkpoint)_\d+")
+"""Parts with a model, an optimizer or an object each, of several."""
 _OF_FILES: Final = "model_0"
 """The part whose tensors a host's own files may hold."""
 
@@ -466,12 +466,16 @@ def _whole(
     """
     found, origins = Metadata({}, {}, {}), dict[str, tuple[CheckpointPart, str]]()
     paths = [(part, key, path) for part, each in parts.items() for key, path in each.paths.items()]
-    holders = Counter(top for _, top in {(part, path[0]) for part, _, path in paths})
+    holders = defaultdict[str | int, set[str]](set)
+    for part, _, path in paths:
+        holders[path[0]].add(part)
+    several = {top for top, own in holders.items() if len(own) > 1 and all(map(_NUMBERED.fullmatch, own))}
     models = _models(parts.values()) if renames and _MODEL not in holders else ()
 
     def named(part: str, top: str | int, *inner: str | int) -> Path:
-        number = _NUMBERED.fullmatch(part)
-        own = number[1] if number and holders[top] > 1 else top if top in models and len(models) > 1 else ""
+        own = top if top in models and len(models) > 1 else ""
+        if top in several:
+            own = part.rpartition("_")[2]
         item = _MODEL if top in models else top
         if not own:
             return (item, *inner)

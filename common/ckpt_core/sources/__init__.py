@@ -30,7 +30,7 @@ from ckpt_core.sources._safetensors import (
     read_header,
     start_of,
 )
-from ckpt_core.sources._torch_save import find_torch_save
+from ckpt_core.sources._torch_save import find_rank_files, find_torch_save
 from ckpt_core.sources._training_folders import find_training_folder
 from ckpt_core.sources._unread import refuse_unread
 from ckpt_core.storage import Storage
@@ -71,6 +71,7 @@ def recognise(storage: Storage, directory: str, file: str = "") -> Layout | None
         find_training_folder(storage, directory, files)  # first: it may have one of DeepSpeed in it
         or find_deepspeed(storage, directory, files)
         or find_dcp_safetensors(storage, directory, files)
+        or find_rank_files(storage, directory, files)
         or find_safetensors(storage, directory, files)
     )
     if found is None:

@@ -6,6 +6,7 @@ plain values, numbers and arrays of NumPy, paths, namespaces, and configurations
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -482,6 +483,27 @@ def bare_names(state: Mapping[Any, Any]) -> dict[str, Any]:
     names = {key: str(key).replace(_COMPILED, "") for key in state}
     prefix = _PARALLEL if all(name.startswith(_PARALLEL) for name in names.values()) else ""
     return {names[key].removeprefix(prefix): each for key, each in state.items()}
+
+
+_OF_RANK: Final = re.compile(r"(?P<item>.+)_(?P<rank>\d+)\.pt")
+_OF_SHARDS: Final = "metadata.pkl"
+
+
+def find_rank_files(storage: Storage, directory: str, files: Sequence[str]) -> Layout | None:
+    """Describe a directory of torch_checkpointing: a file for each item and rank, and no other."""
+    found = [match for match in map(_OF_RANK.fullmatch, files) if match]
+    if not found or len(found) + (_OF_SHARDS in files) != len(files):
+        return None
+    kind = "a checkpoint of torch_checkpointing"
+    if other := next((match[0] for match in found if int(match["rank"])), None):
+        raise IncompatibleCheckpointError(
+            f"{storage.url}/{directory} is {kind} that several ranks wrote ({other}), which is not read "
+            "here: use its CheckpointManager.load, and save what it loads by torch.distributed.checkpoint"
+        )
+    tree = {match["item"]: read_tree(storage, directory, match[0]) for match in found}
+    if None in tree.values():
+        return None
+    return layout_of(kind, items_of(tree), step=next((tree[key] for key in _STEPS if key in tree), None))
 
 
 _OF_LIGHTNING: Final = {"optimizer_states": "optimizer", "lr_schedulers": "scheduler"}

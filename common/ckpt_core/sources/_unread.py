@@ -22,7 +22,6 @@ _TELLING: Final = (
     (b"", "*.data-?????-of-?????", "a checkpoint of TensorFlow", "tf.train.load_checkpoint"),
     (b"", "saved_model.pb", "a model of TensorFlow", "tf.saved_model.load"),
     (b"", "_CHECKPOINT_METADATA", "a checkpoint of Orbax", "orbax.checkpoint"),
-    (b"", "metadata.pkl", "a checkpoint of torch_checkpointing", "its CheckpointManager.load"),
     (b"", "manifest.ocdbt", "arrays of Orbax", "orbax.checkpoint"),
 )
 """How the file begins, its name, what it is, and what reads it."""

@@ -21,7 +21,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from ckpt_core import CheckpointManager, Counters, TrainState
-from ckpt_core.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError
+from ckpt_core.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+)
 from tests.archives import unpack
 from tests.unit.sources.test_torch_save import bits, described, read_tensors
 
@@ -337,3 +342,22 @@ def test_shards_of_fsdp_and_what_lies_beside_them_are_one_state(accelerate_folde
     (copy / "pytorch_model_fsdp_1").rename(copy / "step_1")
     with pytest.raises(IncompatibleCheckpointError, match=r"several of.*give one of these"):
         taken_over(copy, tmp_path, "a TrainState")
+
+
+def test_a_directory_of_files_by_items_and_one_rank_is_one_state(tmp_path):
+    model, live, folder = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2), tmp_path / "step"
+    folder.mkdir()
+    torch.save(model.state_dict(), folder / "model_0.pt")
+    torch.save(7, folder / "step_0.pt")
+    (folder / "metadata.pkl").write_bytes(b"is not read")
+    with CheckpointManager(tmp_path / "run") as manager:
+        found = manager.load(TrainState(model=live), source=folder, items=["model"])
+        assert (found.step, live.weight.tolist()) == (7, model.weight.tolist())
+        torch.save(model.state_dict(), folder / "model_1.pt")
+        with pytest.raises(
+            IncompatibleCheckpointError, match=r"several ranks.*model_1\.pt.*CheckpointManager"
+        ):
+            manager.load(TrainState(model=live), source=folder, items=["model"])
+        (folder / "notes.txt").write_text("")
+        with pytest.raises(CheckpointNotFoundError, match="any other format"):
+            manager.load(TrainState(model=live), source=folder, items=["model"])
