@@ -47,7 +47,7 @@ from ckpt_core.loading._targets import Misfits, PartLoad, refuse_unlike, with_ki
 from ckpt_core.options import CheckpointOptions, Verify
 from ckpt_core.reading import Engine, RangeRead
 from ckpt_core.root import Job
-from ckpt_core.staging import free_memory, want_huge_pages
+from ckpt_core.staging import free_memory
 from ckpt_core.state import POSITIONS, Override, StateSource, leaves, put_buffers
 from ckpt_core.types import CheckpointInfo, SavedState, StateDict
 
@@ -211,8 +211,7 @@ class Load:
                 self._phase("reading a checkpoint", touched=True),
                 _inference_mode(wanted=_any_inference(parts)),
             ):
-                live = [read.target.tensor for load in parts.values() for read in load.reads]
-                want_huge_pages(live)
+                live = (read.target.tensor for load in parts.values() for read in load.reads)
                 with fetch_to({tensor.device for tensor in live if has_streams(tensor)}) as fetch:
                     # Shared reads first, for other ranks wait: a rank that cannot read still sends its share.
                     reads.relay(self._coordinator, self._engine, fetch)

@@ -490,7 +490,7 @@ _OF_SHARDS: Final = "metadata.pkl"
 
 
 def find_rank_files(storage: Storage, directory: str, files: Sequence[str]) -> Layout | None:
-    """Describe a directory of torch_checkpointing: a file for each item and rank, and no other."""
+    """Describe a directory of torch_checkpointing: a file for each item and rank."""
     found = [match for match in map(_OF_RANK.fullmatch, files) if match]
     if not found or len(found) + (_OF_SHARDS in files) != len(files):
         return None
