@@ -21,7 +21,13 @@ from torch.utils.data import DataLoader
 
 import accelerate_ckpt
 from ckpt_core import CheckpointManager, CheckpointOptions, TrainState
-from ckpt_core.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
+from ckpt_core.cli import main
+from ckpt_core.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+)
 from lightning_ckpt import ShardedCheckpoint, setup_fabric
 from tests.adapters.accelerate_jobs import forget_accelerators
 from tests.adapters.trainer_jobs import Tokens
@@ -187,6 +193,27 @@ def test_a_run_begins_with_the_weights_of_another_whichever_hosts_they_are_in(tm
         begun = HOSTS[second](root, Net(), 1, init_from=str(place)).state_dict()
         assert begun.keys() == trained.keys()
         assert all(torch.equal(begun[name], trained[name]) for name in trained)
+
+
+def test_a_run_of_a_trainer_equals_the_weights_that_were_exported_of_it(tmp_path, capsys):
+    HOSTS["the Trainer"](tmp_path / "run", Net(), 1)
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "hf")]) == 0
+    assert main(["diff", str(tmp_path / "run/checkpoint-1"), str(tmp_path / "hf"), "--only", "model.*"]) == 0
+    assert "equal: 4 tensors" in capsys.readouterr().out
+    content = bytearray((file := tmp_path / "run/checkpoint-1/model.safetensors").read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    net = Net()
+    before = [each.clone() for each in net.parameters()]
+    with (
+        CheckpointManager(tmp_path / "next") as checkpoints,
+        pytest.raises(CorruptCheckpointError, match=r"model\.safetensors"),
+    ):
+        checkpoints.load(TrainState(model=net), source=tmp_path / "run/checkpoint-1", items=["model"])
+    assert all(map(torch.equal, before, net.parameters()))
+    assert main(["diff", str(tmp_path / "run/checkpoint-1"), str(tmp_path / "hf"), "--only", "model.*"]) == 2
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "none")]) == 1
+    assert not (tmp_path / "none").exists()
 
 
 def test_of_several_models_each_has_its_weights_from_another_run(tmp_path):

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from ckpt_core.dcp import load_plain
 from ckpt_core.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError
 from ckpt_core.loading import CheckpointPart, LocatedTensor, located, open_parts
-from ckpt_core.names import METADATA, SHARED, data_rank, is_own_json, shared_rank
+from ckpt_core.names import IN_FILES, METADATA, SHARED, data_rank, is_own_json, shared_rank
 from ckpt_core.state import decode_buffers, decode_items
 from ckpt_core.storage import Storage
 from ckpt_core.types import FileEntry
@@ -58,6 +58,7 @@ class Contents:
                 self._read_items(path)
             elif path.rpartition("/")[2] != METADATA and data_rank(path) is None:
                 self.host_files[path] = entry
+        self.items.pop(IN_FILES, None)  # where tensors lie, not what they are
         known = {self.host_file(each) for each in self.tensors.values()} if self.host_files else ()
         for path in [path for path in self.host_files if path.endswith(".safetensors")]:
             try:
