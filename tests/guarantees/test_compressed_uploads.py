@@ -173,7 +173,7 @@ def test_what_cannot_be_compressed_is_refused_before_anything_is_written(tmp_pat
 def test_without_zstandard_compression_is_refused_at_the_start(tmp_path, monkeypatch):
     real = importlib.util.find_spec
     monkeypatch.setattr(
-        "ckpt_core.options._elsewhere.find_spec", lambda name: None if name == "zstandard" else real(name)
+        "ckpt_core.options._options.find_spec", lambda name: None if name == "zstandard" else real(name)
     )
     assert Upload(tmp_path).compress is None
     with pytest.raises(ConfigError, match=r"ckpt-suite\[compress\]"):

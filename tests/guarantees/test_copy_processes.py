@@ -37,7 +37,7 @@ def large(step: int) -> dict[str, torch.Tensor]:
 
 def copying() -> set[int]:
     """The processes of this one that copy."""
-    return {each.pid for each in psutil.Process().children() if "_copy_service" in command_of(each.pid)}
+    return {each.pid for each in psutil.Process().children() if "_copy_process:" in command_of(each.pid)}
 
 
 def command_of(pid: int) -> str:
@@ -179,7 +179,7 @@ def test_the_process_ends_with_a_killed_job_and_the_next_run_uploads_the_rest(tm
     ) as job:
         try:
             pid = int(job.stdout.readline())
-            assert "_copy_service" in command_of(pid)
+            assert "_copy_process:" in command_of(pid)
             job.kill()
             until, pause = time.monotonic() + 30, threading.Event()
             while command_of(pid):

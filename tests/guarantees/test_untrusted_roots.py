@@ -386,7 +386,7 @@ hostile, place = sys.argv[1:]
 os.chdir(hostile)
 with CheckpointManager(place + "/root", upload=Upload(place + "/tier")) as checkpoints:
     checkpoints.save(1, {"x": torch.zeros(4)}).uploaded.result(100)
-    print(["_copy_service" in str(each.cmdline()) for each in psutil.Process().children()])
+    print(["_copy_process:" in str(each.cmdline()) for each in psutil.Process().children()])
 """
 
 

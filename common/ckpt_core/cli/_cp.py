@@ -24,8 +24,7 @@ from ckpt_core.cli._arguments import (
     resolve,
     storage_options,
 )
-from ckpt_core.cli._outcome import Outcome
-from ckpt_core.cli._progress_line import ProgressLine
+from ckpt_core.cli._outcome import Outcome, ProgressLine
 from ckpt_core.commit import (
     Catalog,
     Lease,

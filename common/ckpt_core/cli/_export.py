@@ -11,8 +11,7 @@ from typing import Any, Literal
 
 from ckpt_core.cli._arguments import claimed, is_local, open_target, options_for, storage_options
 from ckpt_core.cli._cp import interruptible
-from ckpt_core.cli._outcome import Outcome
-from ckpt_core.cli._progress_line import ProgressLine
+from ckpt_core.cli._outcome import Outcome, ProgressLine
 from ckpt_core.errors import ConfigError
 from ckpt_core.hosting import step_in
 from ckpt_core.options import bytes_text

@@ -11,8 +11,7 @@ from contextlib import contextmanager
 
 from ckpt_core.cli import _commands
 from ckpt_core.cli._arguments import is_local, place_of, storage_options
-from ckpt_core.cli._outcome import Outcome, show
-from ckpt_core.cli._progress_line import say
+from ckpt_core.cli._outcome import Outcome, say, show
 from ckpt_core.disclosure import printable
 from ckpt_core.errors import CheckpointError, ConfigError
 from ckpt_core.vocabulary import COMMANDS

@@ -8,21 +8,22 @@ A policy is written as a mapping whose entries are joined by "or"; `any`, `all_o
 
 from __future__ import annotations
 
-from ckpt_core.options._elsewhere import Export, Upload, WhenBusy
 from ckpt_core.options._options import (
     CheckpointOptions,
     Checksums,
+    Export,
     OnDivergence,
     OnStale,
     SignManifest,
     Staging,
+    Upload,
     Verify,
     VerifyManifest,
+    WhenBusy,
     shows_options,
     signature_with_options,
 )
-from ckpt_core.options._parsing import Headroom, bytes_text, parse_yaml, read_document
-from ckpt_core.options._policies import policy_from
+from ckpt_core.options._parsing import Headroom, bytes_text, parse_yaml, policy_from, read_document
 from ckpt_core.options._sameness import difference, given_options, text_of
 
 __all__ = [

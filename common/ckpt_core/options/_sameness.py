@@ -17,8 +17,7 @@ from typing import Any, Final
 from ckpt_core.cadence import OnPreemption, SavePolicy
 from ckpt_core.disclosure import public_url
 from ckpt_core.errors import first_of
-from ckpt_core.options._elsewhere import Upload
-from ckpt_core.options._options import CheckpointOptions
+from ckpt_core.options._options import CheckpointOptions, Upload
 from ckpt_core.retention import RetentionPolicy
 
 OF_EACH_RANK: Final = frozenset(

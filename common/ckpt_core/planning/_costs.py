@@ -66,8 +66,8 @@ def kept_of(
     for step, time in saves:
         areas, before = [area + each * (time - before) for area, each in zip(areas, now, strict=True)], time
         values, name = {metric: chance.random() for metric in metrics}, str(step)
-        known = {"step": step, "name": name, "save_id": name, "created": time, "size_bytes": size_bytes}
-        held.append(CheckpointInfo(**known, metrics=values))
+        info = CheckpointInfo(step=step, name=name, save_id=name, created=time, metrics=values)
+        held.append(replace(info, size_bytes=size_bytes))
         now = [now[0] + 1, now[1] + size_bytes]
         peaks = list(map(max, peaks, now))
         if len(held) >= due:

@@ -1,22 +1,20 @@
 """The two kinds of policy, when to save and what to keep, and their algebra."""
 
 from ckpt_core.policies._algebra import (
+    PREEMPTION,
     AllOf,
     AnyOf,
-    Not,
-    RetentionPolicy,
-    SavePolicy,
-    is_of_kind,
-    joined,
-    leaves,
-)
-from ckpt_core.policies._cadence_context import (
-    PREEMPTION,
     CadenceContext,
     ChosenInterval,
     Counts,
     FailureRate,
+    Not,
+    RetentionPolicy,
     SaveCosts,
+    SavePolicy,
+    is_of_kind,
+    joined,
+    leaves,
 )
 
 __all__ = [

@@ -5,7 +5,6 @@
 """
 
 from ckpt_core.reporting._facts import Report, goodput, report_of
-from ckpt_core.reporting._page import page
-from ckpt_core.reporting._sections import Section, sections, why_kept
+from ckpt_core.reporting._sections import Section, page, sections, why_kept
 
 __all__ = ["Report", "Section", "goodput", "page", "report_of", "sections", "why_kept"]

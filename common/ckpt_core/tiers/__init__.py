@@ -16,10 +16,19 @@ from ckpt_core.tiers._compressing import (
 from ckpt_core.tiers._copy import CheckpointCopy, CopyTerms, copy_checkpoint
 from ckpt_core.tiers._copy_process import CopyProcess
 from ckpt_core.tiers._export_service import DemotionTerms, ExportTerms, read_exports
-from ckpt_core.tiers._reading import Reading
-from ckpt_core.tiers._tier import Asked, FurtherTier, Tier, ask, open_tiers, read_through
-from ckpt_core.tiers._tiers_file import TierRecord, Uploading, read_tiers, write_tiers
-from ckpt_core.tiers._union import Held, RunCatalog, TierCopy, United, unite
+from ckpt_core.tiers._tier import (
+    Asked,
+    FurtherTier,
+    Tier,
+    TierRecord,
+    Uploading,
+    ask,
+    open_tiers,
+    read_through,
+    read_tiers,
+    write_tiers,
+)
+from ckpt_core.tiers._union import Held, Reading, RunCatalog, TierCopy, United, unite
 from ckpt_core.tiers._work_process import WorkProcess
 
 __all__ = [

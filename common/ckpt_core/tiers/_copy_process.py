@@ -1,21 +1,87 @@
-"""Copies by a process of its own, beside a training."""
+"""Copies by a process of its own, beside a training; and what that process does."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Self, final
+from dataclasses import dataclass
+from typing import Any, Final, Self, TypeAlias, final
 
+from ckpt_core import messages
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, CorruptCheckpointError
 from ckpt_core.options import Upload
-from ckpt_core.storage import LocalStorage, Storage, is_in_bucket
-from ckpt_core.tiers._compressing import Rows, ShareTerms
+from ckpt_core.storage import LocalStorage, Storage, Throttle, is_in_bucket, open_storage
+from ckpt_core.tiers._compressing import Rows, ShareTerms, compress_share, view_again
 from ckpt_core.tiers._copy import CheckpointCopy, CopyTerms
-from ckpt_core.tiers._copy_service import CompressTask, CopyRoute, CopyTask
 from ckpt_core.tiers._work_process import EndedError, Reply, WorkProcess
 from ckpt_core.types import FileEntry
 
 _logger = logger_of(__name__)
+
+
+@messages.message
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CopyRoute:
+    """Where copies come from and go to.
+
+    Attributes:
+        source: directory of a root.
+        target: directory or URL of another one.
+        storage_options: of the target.
+        deadline_seconds: by which the target is opened; see `open_storage`.
+    """
+
+    source: str
+    target: str
+    storage_options: Mapping[str, object]
+    deadline_seconds: float
+
+
+@messages.message
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CopyTask:
+    """Files of a checkpoint to copy.
+
+    Attributes:
+        source_name: of the checkpoint at the source.
+        name: of the checkpoint at the target, which is prepared.
+        content: of its manifest.
+        paths: the files, as in the manifest.
+        bytes_per_second: the cap; None for none.
+        small: of a compressed copy, as `CheckpointCopy.small`.
+    """
+
+    source_name: str
+    name: str
+    content: bytes
+    paths: Sequence[str]
+    bytes_per_second: int | None
+    small: Mapping[str, bytes]
+
+
+CompressTask: TypeAlias = tuple[str, ShareTerms]
+"""Name at the source of a checkpoint to compress, and which files, and how; the answer is `Rows`."""
+
+
+def copying(route: CopyRoute) -> Callable[[CopyTask | CompressTask, Callable[[Any], None]], None]:
+    """Open both places; return what copies and compresses; see `serve`."""
+    source = open_storage(route.source)
+    target = open_storage(route.target, route.storage_options, deadline_seconds=route.deadline_seconds)
+
+    def copy(task: CopyTask | CompressTask, progress: Callable[[Any], None]) -> None:
+        if not isinstance(task, CopyTask):
+            progress(compress_share(source, target, *task, stop=lambda: None))  # what is to stop is killed
+            return
+        seen = view_again(source, task.source_name, task.small)
+        made = CheckpointCopy(seen, target, task.source_name, task.content, as_name=task.name)
+        wanted, rate = set(task.paths), task.bytes_per_second
+        entries = [entry for entry in made.manifest.files if entry.path in wanted]
+        made.copy_files(entries, CopyTerms(pace=None if rate is None else Throttle(rate), progress=progress))
+
+    return copy
+
 
 _LEAST_BYTES: Final = 64 << 20
 """What is smaller is there before a process has started."""
@@ -34,7 +100,7 @@ class CopyProcess:
     """
 
     def __init__(self, route: CopyRoute) -> None:
-        self._process = WorkProcess("ckpt_core.tiers._copy_service:copying", route)
+        self._process = WorkProcess("ckpt_core.tiers._copy_process:copying", route)
         self._given_up = False
 
     @classmethod

@@ -657,7 +657,7 @@ def test_no_work_ends_because_its_words_cannot_be_written(root, command, closed,
 
 def test_progress_that_nobody_reads_ends_no_copy(root, tmp_path):
     program = (
-        "import sys; from ckpt_core.cli import _progress_line, main; _progress_line._PLAIN_EVERY_SECONDS = 0;"
+        "import sys; from ckpt_core.cli import _outcome, main; _outcome._PLAIN_EVERY_SECONDS = 0;"
         "sys.exit(main(sys.argv[1:]))"
     )
     command = f"{sys.executable} -c '{program}' cp {root} {tmp_path}/copy 2>/dev/full"
@@ -805,7 +805,7 @@ def test_progress_is_shown_on_a_terminal_only(ckpt, root, monkeypatch):
 
 def test_what_takes_long_shows_how_far_it_is_and_how_long_it_will_take(ckpt, root, monkeypatch, tmp_path):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    monkeypatch.setattr("ckpt_core.cli._progress_line._EVERY_SECONDS", 0.0)
+    monkeypatch.setattr("ckpt_core.cli._outcome._EVERY_SECONDS", 0.0)
     amount = r"[0-9.]+ KiB of [0-9.]+ KiB, [0-9.]+ GB/s"
 
     err = ckpt("prune", root, "--keep-latest", "1")[2]

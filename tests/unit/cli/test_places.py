@@ -332,7 +332,7 @@ def test_ls_says_why_each_checkpoint_stays(tmp_path, capsys):
     assert told(capsys, "ls", root)[1]["checkpoints"][0]["kept_as"] == ["marked as bad"]
 
 
-def test_ls_of_a_tier_says_why_each_checkpoint_stays_there_and_not_in_the_root(tmp_path, capsys):
+def test_ls_of_a_tier_says_why_each_checkpoint_stays_there_and_not_in_the_root(tmp_path, capsys, monkeypatch):
     kept, all_of_them = tmp_path / "kept", tmp_path / "all"
     upload = [Upload(kept, keep=KeepEvery(2), when_busy="queue"), Upload(all_of_them, when_busy="queue")]
     with CheckpointManager(tmp_path / "run", keep=KeepLatest(1), upload=upload) as manager:
@@ -346,6 +346,10 @@ def test_ls_of_a_tier_says_why_each_checkpoint_stays_there_and_not_in_the_root(t
     assert found == {kept: {2: [rule], 4: [rule], 5: ["newest"]}, all_of_them: {2: [], 4: [], 5: []}}
     assert main(["report", str(kept)]) == 0
     assert f"step-000000004         {rule} " in capsys.readouterr().out
+    monkeypatch.chdir(tmp_path)  # a tier is named as it was given to the run
+    tiers = told(capsys, "ls", "run", "--tier", "kept")[1]["tiers"]
+    states = {each["url"]: {info["state"] for info in each["checkpoints"]} for each in tiers}
+    assert states == {str(kept): {"committed"}, str(all_of_them): {None}}
 
 
 @pytest.mark.parametrize("width", [40, 100, 400])

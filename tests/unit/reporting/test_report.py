@@ -23,7 +23,7 @@ from ckpt_core.journal._journal import RunLog, Training
 from ckpt_core.names import OWN, run_file
 from ckpt_core.reporting import goodput, page, report_of, sections
 from ckpt_core.reporting._facts import seconds_text, share_text
-from ckpt_core.reporting._page import _draw_time_line
+from ckpt_core.reporting._sections import _draw_time_line
 from ckpt_core.storage import open_storage
 from ckpt_core.telemetry import Event
 from tests.kit.clock import FakeClock

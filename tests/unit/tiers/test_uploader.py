@@ -17,8 +17,8 @@ from ckpt_core.names import OWN
 from ckpt_core.options import CheckpointOptions, Upload
 from ckpt_core.telemetry import InMemorySink, Telemetry
 from ckpt_core.testing import Fault, FaultyStorage
+from ckpt_core.tiers.uploading._due import DueCheckpoint
 from ckpt_core.tiers.uploading._follower import Follower, UploadJob
-from ckpt_core.tiers.uploading._line import DueCheckpoint
 from ckpt_core.tiers.uploading._tier_root import TierRoot
 from tests.kit.clock import FakeClock
 from tests.kit.memory import MemoryStorage

@@ -8,8 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
 from ckpt_core.cli._arguments import find_any
-from ckpt_core.cli._outcome import Outcome, Table, code_text, data_text, moment_text
-from ckpt_core.cli._progress_line import ProgressLine
+from ckpt_core.cli._outcome import Outcome, ProgressLine, Table, code_text, data_text, moment_text
 from ckpt_core.commit import Catalog, Manifest, describe
 from ckpt_core.errors import CheckpointNotFoundError, ConfigError
 from ckpt_core.hosting import Kind, kind_of

@@ -6,6 +6,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Final, final
 
 from ckpt_core.cli._arguments import open_root, options_for
@@ -216,7 +217,10 @@ def _tiers(storage: Storage, survey: Survey, arguments: Namespace) -> tuple[list
         records, problem = read_tiers(storage), ""
     except (CheckpointError, OSError) as error:
         records, problem = [], str(error)
-    named = {public_url(url).rstrip("/"): url for url in arguments.tier}
+    named = {
+        public_url(url if "://" in url else str(Path(url).absolute())).rstrip("/"): url
+        for url in arguments.tier
+    }
     urls = {record.url.rstrip("/") for record in records}
     records += [TierRecord(url=url) for url in named if url not in urls]
     if not records:

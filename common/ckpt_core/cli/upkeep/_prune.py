@@ -11,8 +11,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from ckpt_core.cli._arguments import claimed, find_step, none_committed, open_root
-from ckpt_core.cli._outcome import Outcome, Table
-from ckpt_core.cli._progress_line import ProgressLine
+from ckpt_core.cli._outcome import Outcome, ProgressLine, Table
 from ckpt_core.commit import Catalog, Inventory, Lease, collect_orphans, look_around, read_notes, remove
 from ckpt_core.errors import ConfigError, CorruptCheckpointError
 from ckpt_core.hosting import number_in

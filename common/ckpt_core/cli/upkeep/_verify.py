@@ -16,8 +16,7 @@ from ckpt_core.cli._arguments import (
     open_place,
     open_root,
 )
-from ckpt_core.cli._outcome import Outcome
-from ckpt_core.cli._progress_line import ProgressLine
+from ckpt_core.cli._outcome import Outcome, ProgressLine
 from ckpt_core.commit import Catalog, file_as_root, strangers, verify, verify_part
 from ckpt_core.errors import (
     ArchivedError,

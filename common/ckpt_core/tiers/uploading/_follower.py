@@ -50,7 +50,7 @@ from ckpt_core.tiers import (
     view_begun,
     view_of,
 )
-from ckpt_core.tiers.uploading._line import DueCheckpoint, Outcome, UploadLine
+from ckpt_core.tiers.uploading._due import DueCheckpoint, Outcome, UploadLine
 from ckpt_core.tiers.uploading._tier_root import TierRoot
 from ckpt_core.types import CheckpointInfo, FileEntry
 

@@ -25,8 +25,7 @@ from ckpt_core.retention import best_by
 from ckpt_core.root import Job
 from ckpt_core.storage import LocalStorage, ObjectStorage, open_storage
 from ckpt_core.tiers import ExportTerms, WorkProcess
-from ckpt_core.tiers.uploading._due import DueRule, SaveNumber
-from ckpt_core.tiers.uploading._line import DueCheckpoint, UploadLine
+from ckpt_core.tiers.uploading._due import DueCheckpoint, DueRule, SaveNumber, UploadLine
 from ckpt_core.types import CheckpointInfo
 from ckpt_core.validation import require
 
