@@ -281,10 +281,7 @@ def failure_rate(history: Sequence[Record], devices: int, *, prior: Prior = PRIO
 def _source(seen: Experience, devices: int, prior: Prior) -> str:
     failures = f"{seen.failures} failure{'' if seen.failures == 1 else 's'}"
     hours = math.floor(prior.device_seconds / _HOUR)
+    trained = seen.seconds / _HOUR
+    time = f"{trained:.0f}" if trained >= 10 or trained == 0 else f"{trained:.2g}"
     many = f"{devices} device{'' if devices == 1 else 's'}"
-    return f"{failures} in {_hours(seen.seconds)} h of this root, prior 1 in {hours:,} h of a GPU, {many}"
-
-
-def _hours(seconds: float) -> str:
-    hours = seconds / _HOUR
-    return f"{hours:.0f}" if hours >= 10 or hours == 0 else f"{hours:.2g}"
+    return f"{failures} in {time} h of this root, prior 1 in {hours:,} h of a GPU, {many}"

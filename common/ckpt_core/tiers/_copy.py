@@ -44,20 +44,8 @@ from ckpt_core.types import CheckpointInfo, FileEntry
 _THREADS: Final = 4
 
 
-def _no_check() -> None:
-    """Accept that this process owns the target."""
-
-
 Pace: TypeAlias = Callable[[Iterable[memoryview]], Iterable[memoryview]]
 """Hands on pieces of files no faster than a rate, as `Throttle` does."""
-
-
-def _ignore(_: int) -> None:
-    """Ignore progress."""
-
-
-def _go_on() -> None:
-    """Let the copy continue."""
 
 
 @final
@@ -72,8 +60,8 @@ class CopyTerms:
     """
 
     pace: Pace | None = None
-    progress: Callable[[int], None] = _ignore
-    stop: Callable[[], None] = _go_on
+    progress: Callable[[int], None] = lambda _: None
+    stop: Callable[[], None] = lambda: None
 
 
 @final
@@ -168,7 +156,7 @@ class CheckpointCopy:
             self._require_source()
             raise
 
-    def finish(self, *, check: Callable[[], None] = _no_check, repair: bool = False) -> CheckpointInfo:
+    def finish(self, *, check: Callable[[], None] = lambda: None, repair: bool = False) -> CheckpointInfo:
         """Commit the copy at the target.
 
         Args:
@@ -283,7 +271,7 @@ def copy_checkpoint(
     name: str,
     terms: CopyTerms,
     *,
-    check: Callable[[], None] = _no_check,
+    check: Callable[[], None] = lambda: None,
     otherwise: str = "",
 ) -> CheckpointInfo:
     """Copy a committed checkpoint to another root, which the caller owns.

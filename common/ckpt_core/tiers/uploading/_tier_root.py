@@ -11,7 +11,6 @@ from typing import Final, final
 
 from ckpt_core.commit import Owner, Survey, abandon, working_name
 from ckpt_core.coordination import Solo
-from ckpt_core.crew import run_with_timeout
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, ConfigError, RootBusyError, UploadError, failure_text
 from ckpt_core.names import WRITER, run_name
@@ -188,10 +187,6 @@ class TierRoot:
         self._pruner.close()
         with self._guard:
             self._ownership.release()
-
-    def release_soon(self) -> None:
-        """Give the tier back on a thread that nobody waits for."""
-        run_with_timeout(0, self.release)
 
     def _check(self, *, reclaim: bool = False) -> None:
         """Refuse to continue after another job has taken the tier.

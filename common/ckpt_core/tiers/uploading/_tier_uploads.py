@@ -313,7 +313,7 @@ class TierUploads:
     def _release(self) -> None:
         """Give every tier back, in the background."""
         for root in self._roots:
-            root.release_soon()
+            run_with_timeout(0, root.release)
         for tier in self._tiers:
             tier.note(None)
         self._roots.clear()
