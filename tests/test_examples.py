@@ -55,7 +55,7 @@ TWICE: Final = {
         goes_on="rank 1: resumed from step 30",
     ),
     "signed_checkpoints": Twice(goes_on=r"^step 2 has the manifest(?s:.*)^resumed: step 2$"),
-    "spot_instance": Twice(ends=75, goes_on=r"^at step 6[01]$"),
+    "spot_instance": Twice(ends=75, goes_on=r"^at step [67]\d$"),
     "tiers_to_s3": Twice(
         first=("disk", "s3://examples/run", "40"),
         again=("disk", "s3://examples/run", "50"),
