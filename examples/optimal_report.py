@@ -6,12 +6,12 @@ ckpt report runs/optimal --html report.html      # the same with pictures
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import torch
 
 from ckpt_core import AtSteps, CheckpointManager, KeepLatest, OnPreemption, Optimal, TrainState
+from ckpt_core.cli import main as report
 
 
 def main(root: str = "runs/optimal", steps: str = "400") -> None:
@@ -31,7 +31,7 @@ def main(root: str = "runs/optimal", steps: str = "400") -> None:
             checkpoints.maybe_save(step, state, total_steps=int(steps))
             if checkpoints.preempted:
                 break
-    subprocess.run([sys.executable, "-m", "ckpt_core.cli", "report", root], check=True)
+    report(["report", root])  # as on the command line
 
 
 if __name__ == "__main__":
