@@ -36,14 +36,15 @@ class MessageError(ValueError):
 
 _CALLED: Final[dict[str, Any]] = {}
 """What a reader may call, by `_name_of` it."""
-_PACK: Final[dict[type, Callable[[Any], Any]]] = {}
+_PACK: Final[dict[type, tuple[str, Callable[[Any], Any]]]] = {}
+"""Names and what packs; a name is one text for all messages, so that a pickle has it once."""
 _UNPACK: Final[dict[str, Callable[[Any], Any]]] = {}
 
 
 def register(kind: type[T], pack: Callable[[T], Any], unpack: Callable[[Any], T]) -> None:
     """Register a class of messages: how it becomes plain values or messages, and back."""
-    _PACK[kind] = pack
-    _UNPACK[_name_of(kind)] = unpack
+    name = _name_of(kind)
+    _PACK[kind], _UNPACK[name] = (name, pack), unpack
 
 
 def message(kind: C) -> C:
@@ -98,8 +99,8 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         """Say how what is no plain value is made again; pickle asks for nothing else."""
         kind = type(obj)
-        if kind in _PACK:
-            return _unpacked, (_name_of(kind), _PACK[kind](obj))
+        if (packing := _PACK.get(kind)) is not None:
+            return _unpacked, (packing[0], packing[1](obj))
         if _CALLED.get(_name_of(obj)) is obj:
             return NotImplemented
         if isinstance(obj, CheckpointError):

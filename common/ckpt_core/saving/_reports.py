@@ -10,11 +10,12 @@ save. They travel with the report, and the coordinator compares them before it c
 
 from __future__ import annotations
 
+import json
 import mmap
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Final, TypeAlias, final
+from dataclasses import dataclass, field, fields
+from typing import Any, Final, TypeAlias, final
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from ckpt_core.formats.checksums import CRC32, Checksum
 from ckpt_core.formats.chunks import TableEntry
 from ckpt_core.formats.consistency import check
 from ckpt_core.formats.index import Index, Ints, encode
-from ckpt_core.messages import message
+from ckpt_core.messages import message, register
 from ckpt_core.names import METADATA, data_name
 from ckpt_core.options import OnDivergence
 from ckpt_core.storage import Pace
@@ -181,7 +182,6 @@ _Layout: TypeAlias = tuple[tuple[str, bytes], ...]
 _PIECE_BYTES: Final = 16 << 20
 
 
-@message
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankReport:
@@ -201,6 +201,21 @@ class RankReport:
     evidence: Findings | None = None
     place: tuple[str, str] = ("", "")
     trained: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+def _packed(report: RankReport) -> list[Any]:
+    # Thousands arrive at one rank: one text takes a third of the time of an object for each file.
+    files = [(each.path, each.size_bytes, each.checksum) for each in report.files]
+    return [json.dumps(files), *(getattr(report, name) for name in _REST)]
+
+
+def _unpacked(values: Sequence[Any]) -> RankReport:
+    files = [FileEntry(path=path, size_bytes=size, checksum=crc) for path, size, crc in json.loads(values[0])]
+    return RankReport(files=files, **dict(zip(_REST, values[1:], strict=True)))
+
+
+_REST: Final = [each.name for each in fields(RankReport)][1:]
+register(RankReport, _packed, _unpacked)
 
 
 @final
