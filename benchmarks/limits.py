@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import ClassVar, final
 
@@ -68,21 +71,22 @@ class _RawDirect(_Limit):
         memory = memoryview(self.task.shared["raw"])
         self.directory(number).mkdir()
         path = self.directory(number) / "raw"
-        return InFlight(durable=in_background(lambda: self._write(path, memory)))
+        return InFlight(durable=in_background(lambda: _write(path, memory, self.threads, self.checksums)))
 
-    def _write(self, path: Path, memory: memoryview) -> None:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
 
-        def write(piece: slice) -> None:
-            if self.checksums:
-                crc32(memory[piece])
-            os.pwrite(file, memory[piece], piece.start)
+def _write(path: Path, memory: memoryview, threads: int, checksums: bool) -> None:  # noqa: FBT001
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
 
-        try:
-            each_piece(len(memory), write, threads=self.threads)
-            os.fsync(file)
-        finally:
-            os.close(file)
+    def write(piece: slice) -> None:
+        if checksums:
+            crc32(memory[piece])
+        os.pwrite(file, memory[piece], piece.start)
+
+    try:
+        each_piece(len(memory), write, threads=threads)
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 @final
@@ -113,3 +117,40 @@ class RawDirectChecksums(_RawDirect):
     name = "limit: CRC-32 + O_DIRECT + fsync"
     threads = 1
     checksums = True
+
+
+_inherited: list[mmap.mmap] = []
+
+
+def _write_inherited(path: Path) -> None:
+    _write(path, memoryview(_inherited[0]), 1, True)  # noqa: FBT003
+
+
+@final
+class RawDirectProcess(_RawDirect):
+    """The same work in a process of its own, which shares the memory: no thread of it needs the GIL."""
+
+    copies = 0
+    key = "o-direct-crc-process"
+    name = "limit: CRC-32 + O_DIRECT + fsync, a process"
+    threads = 1
+    _pool: ProcessPoolExecutor | None = None
+
+    def prewarm(self) -> None:
+        """Fork the process, with which such memory is shared."""
+        super().prewarm()
+        if self._pool is None:
+            shared, forked = self.task.shared["raw"], get_context("fork")
+            self._pool = ProcessPoolExecutor(1, forked, initializer=_inherited.append, initargs=(shared,))
+
+    def start(self, number: int) -> InFlight:
+        """Tell the process where to write."""
+        self.prewarm()
+        assert self._pool is not None
+        self.directory(number).mkdir()
+        return InFlight(durable=self._pool.submit(_write_inherited, self.directory(number) / "raw"))
+
+    def close(self) -> None:
+        """End the process."""
+        if self._pool is not None:
+            self._pool.shutdown()

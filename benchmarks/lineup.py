@@ -11,7 +11,7 @@ import psutil
 from torch.distributed.checkpoint.api import CheckpointException
 
 from benchmarks.contenders import Contender, Entrant, NotRunError
-from benchmarks.limits import Memcpy, RawDirect, RawDirectChecksums, RawDirectOneThread
+from benchmarks.limits import Memcpy, RawDirect, RawDirectChecksums, RawDirectOneThread, RawDirectProcess
 from benchmarks.others import TorchCheckpointing, TorchSnapshot
 from benchmarks.ours import (
     OursBlocking,
@@ -38,7 +38,9 @@ SAVE: Sequence[ContenderType] = (
     OursOverlapped, OursBlocking, StockSaveOneThread, StockSaveTwoThreads, StockAsyncDefault,
     StockAsyncReused, StockAsyncProcess, TorchSnapshot, TorchCheckpointing, TorchSave, Memcpy, RawDirect,
 )  # fmt: skip
-INTERFERENCE: Sequence[ContenderType] = (*SAVE, OursOverlappedAlike, RawDirectOneThread, RawDirectChecksums)
+INTERFERENCE: Sequence[ContenderType] = (
+    *SAVE, OursOverlappedAlike, RawDirectOneThread, RawDirectChecksums, RawDirectProcess,
+)  # fmt: skip
 CHECKSUMS: Sequence[ContenderType] = (OursBlocking, OursBlockingSha256, RawDirect)
 REPLICAS: Sequence[ContenderType] = (OursBlocking, OursBlockingReplicas, RawDirect)
 WAVES: Sequence[ContenderType] = (OursBlocking, OursWaves, RawDirect)
