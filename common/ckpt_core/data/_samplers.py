@@ -377,7 +377,8 @@ def _drawn_by(sampler: Any, loader: DataLoader[Any], begin: Mapping[str, Any]) -
     order, seeded = begin["order"], begin["created"] is None
     indices = [] if order["late"] else iter(sampler)
     if seeded and order["shares"]:
-        draw_seed(sampler.generator if order["owns"] else None)
+        # As torch draws to seed the workers of an iterator, or a sampler.
+        torch.empty((), dtype=torch.int64).random_(generator=sampler.generator if order["owns"] else None)
     if seeded and order["workers"] and not order["late"]:
         indices = iter(sampler)  # for the workers, which read ahead, another one is begun
     if begin["first"] is not None:
@@ -399,11 +400,6 @@ def _random(order: Mapping[str, Any], begin: Mapping[str, Any]) -> Any:
     from torchdata.stateful_dataloader.sampler import RandomSampler as StatefulRandomSampler
 
     return StatefulRandomSampler(samples, generator=generator)
-
-
-def draw_seed(generator: torch.Generator | None) -> int:
-    """Draw what torch draws to seed the workers of an iterator, or a sampler."""
-    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 
 
 def batches_of(units: Sequence[Any], loader: DataLoader[Any]) -> list[Any]:

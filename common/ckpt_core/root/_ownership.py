@@ -403,11 +403,6 @@ class Ownership:
         self._lease, self._taken = None, False
         leave_disks(self._storage, self._coordinator, self._owner_id)
 
-    def supersede(self) -> None:
-        """Note that another manager of this process has taken the root."""
-        self._close_journal()
-        self._superseded = True
-
     def _close_journal(self) -> None:
         if self._hooks.journal is not None:
             self._hooks.journal.close()
@@ -597,7 +592,8 @@ def _take_lease(ownership: Ownership, storage: Storage) -> Lease:
         if earlier is not None and earlier.pid == os.getpid():
             earlier.until_idle()
             if (alive := earlier.owner()) is not None:
-                alive.supersede()
+                alive._close_journal()
+                alive._superseded = True
             _held.pop(earlier.lease.owner.id, None)
             earlier.lease.release()
             _logger.warning(

@@ -234,22 +234,20 @@ def save_error(url: str, step: int, phase: SavePhase, error: CoordinationError) 
     """Make the one error that every rank raises for a failed save."""
     # Nothing is written while ranks plan, whether or not this rank learned the result.
     in_doubt = error.in_doubt and phase != "plan"
+    if isinstance(error, DeadlineError):
+        remedy = "find out what stopped those ranks"
+    else:
+        full = any(cause.errno in _FULL for cause in error.causes.values())
+        remedy = "free space there" if full else "remove the cause"
     verdict = f"it is not known whether step {step} was" if in_doubt else f"step {step} was not"
     return SaveError(
         f"{verdict} saved to {url} (phase {phase}): {error}. "
-        f"Every checkpoint committed before is untouched; {_remedy(error)}, then save again",
+        f"Every checkpoint committed before is untouched; {remedy}, then save again",
         step=step,
         phase=phase,
         failures=error.failures,
         in_doubt=in_doubt,
     )
-
-
-def _remedy(error: CoordinationError) -> str:
-    if isinstance(error, DeadlineError):
-        return "find out what stopped those ranks"
-    full = any(cause.errno in _FULL for cause in error.causes.values())
-    return "free space there" if full else "remove the cause"
 
 
 _logger = logger_of(__name__)

@@ -33,7 +33,7 @@ from ckpt_core.saving._disk_space import SpaceNeeded
 from ckpt_core.saving._in_flight import InFlightSaves, SaveHandle, SaveRequest, failed_in, save_error
 from ckpt_core.saving._plan_cache import KeepOwn, Offer
 from ckpt_core.saving._save import Means, Save
-from ckpt_core.saving._stager import StagedParts, Stager, StepGuard
+from ckpt_core.saving._stager import Stager, StepGuard
 from ckpt_core.staging import Arenas
 from ckpt_core.state import (
     PICKLED,
@@ -72,16 +72,6 @@ class _LocalState:
     changed: bool = True
     extra: SpaceNeeded = field(default_factory=SpaceNeeded)
     error: BaseException | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Agreement:
-    """The result of the all-reduce, equal on every rank."""
-
-    trouble: bool
-    changed: bool
-    created: float
-    most_extra: SpaceNeeded
 
 
 @final
@@ -281,16 +271,16 @@ class Saver:
         plans, coordinator, means = self._plans, self._coordinator, self._means
         local = self._capture(state, request.refusal)
         try:
-            agreement = self._all_reduce(request, local)
-            if agreement.trouble:
+            trouble, changed, moment, extra = self._all_reduce(request, local)
+            if trouble:
                 request = replace(request, name=self._clear_name(request, local.error))
-            if agreement.changed:
+            if changed:
                 plans.negotiate(coordinator)
             if means.partners is not None:
                 means.partners.settle(coordinator)
         except CoordinationError as error:
             raise save_error(means.storage.url, request.step, "plan", error) from error
-        save_id = self._ownership.id_at(round(agreement.created * _MICROSECONDS))
+        save_id = self._ownership.id_at(moment)
         lead = coordinator.is_coordinator
         save = Save(
             means=means,
@@ -298,7 +288,7 @@ class Saver:
             request=request,
             save_id=save_id,
             working=working_name(means.storage, request.name, save_id),
-            created=agreement.created,
+            created=moment / _MICROSECONDS,
             files={
                 **{name: content for name, content in local.files.items() if name in plans.files},
                 **self._shared_file(local.shared),
@@ -310,7 +300,7 @@ class Saver:
             optimizers=local.state.optimizers,
             lineage=self._ownership.line.lineage_of(request.step) if lead else Lineage(),
             generation=plans.generation,
-            extra=agreement.most_extra,
+            extra=extra,
             replicas=plans.replicas,
             provenance=self._provenance(local.state) if lead else Provenance(),
         )
@@ -366,7 +356,8 @@ class Saver:
             ),
         )
 
-    def _all_reduce(self, request: SaveRequest, local: _LocalState) -> _Agreement:
+    def _all_reduce(self, request: SaveRequest, local: _LocalState) -> tuple[bool, bool, int, SpaceNeeded]:
+        """Return whether there is trouble, or a new plan is needed; the moment, and the most extra bytes."""
         lead, failed = self._coordinator.is_coordinator, local.error is not None
         taken = lead and self._ownership.is_taken(request.name, replace=request.replace)
         created = int(time.time() * _MICROSECONDS) if lead else 0
@@ -376,12 +367,8 @@ class Saver:
             [int(failed or taken), int(local.changed), digest, -digest, created, *local.extra],
             what=_AGREEING,
         )
-        return _Agreement(
-            trouble=bool(found[0]) or found[2] != -found[3],
-            changed=bool(found[1]),
-            created=found[4] / _MICROSECONDS,
-            most_extra=SpaceNeeded(*found[5:]),
-        )
+        trouble = bool(found[0]) or found[2] != -found[3]
+        return trouble, bool(found[1]), found[4], SpaceNeeded(*found[5:])
 
     def _clear_name(self, request: SaveRequest, error: BaseException | None) -> str:
         """Report this rank's error to all, or clear the name: see `Ownership.clear_name`."""
@@ -411,18 +398,14 @@ class Saver:
         stable = state.stable if self._options.staging == "overlapped" and state.optimizers else None
         save.staged = self._stager.stage(plans.parts, plans.generation, stable=stable)
         self._notes.log(state, plans, save.staged, self._job.storage.url)
-        save.extra = self._extra(save.extra, save.staged)
-
-    def _extra(self, of_rank: SpaceNeeded, staged: StagedParts) -> SpaceNeeded:
-        """Add the staged plain values; those of other ranks are assumed to be alike."""
         values = sum(
             len(content)
-            for part in staged.values.values()
+            for part in save.staged.values.values()
             for index, content in part.items()
             if not index.fqn.startswith(f"{PICKLED}.")  # counted already
         )
-        ranks = self._coordinator.world_size
-        return SpaceNeeded(ranks * (of_rank.size_bytes + values), ranks * of_rank.files)
+        ranks = self._coordinator.world_size  # all are assumed to have as many values
+        save.extra = SpaceNeeded(ranks * (save.extra.size_bytes + values), ranks * save.extra.files)
 
     def _shared_file(self, items: EncodedItems) -> Mapping[str, bytes]:
         """Return this rank's file of shared items; few ranks but the coordinator have one."""

@@ -163,7 +163,10 @@ class HostMemory:
             self._pin(pinned=pinned)
         elif target < self.resident_bytes:
             self._trim(target)
-        self._fault_in(target)
+        fresh = self.tensor[self.resident_bytes : target]
+        if fresh.numel() and not _advise(fresh, _POPULATE_WRITE):
+            fresh[:: mmap.PAGESIZE] = 0
+        self.resident_bytes = max(self.resident_bytes, target)
 
     def release(self) -> None:
         """Return the memory to the system; no view of it may exist."""
@@ -201,12 +204,6 @@ class HostMemory:
         else:
             self.release()
             self._map(size_bytes)
-
-    def _fault_in(self, size_bytes: int) -> None:
-        fresh = self.tensor[self.resident_bytes : size_bytes]
-        if fresh.numel() and not _advise(fresh, _POPULATE_WRITE):
-            fresh[:: mmap.PAGESIZE] = 0
-        self.resident_bytes = max(self.resident_bytes, size_bytes)
 
 
 def whole_pages(size_bytes: int) -> int:

@@ -166,11 +166,6 @@ class PutSource(NamedTuple):
             yield piece
 
 
-def unlimited(pieces: Iterable[memoryview]) -> Iterable[memoryview]:
-    """Let all pieces pass at once."""
-    return pieces
-
-
 def nothing(count: int) -> None:
     del count
 
@@ -431,7 +426,7 @@ class Storage(ABC):
             FileExistsError: something else is there.
             OSError: storage failed.
         """
-        source = PutSource(size_bytes, read, pace or unlimited, progress or nothing)
+        source = PutSource(size_bytes, read, pace or iter, progress or nothing)
         self.put_source(key, source, identity)
 
     def put_source(self, key: str, source: PutSource, identity: str) -> None:
