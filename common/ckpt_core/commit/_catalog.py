@@ -634,12 +634,9 @@ def read_manifest(storage: Storage, name: str) -> bytes:
 
 
 def plain_storage(storage: Storage, name: str, manifest: Manifest | None = None) -> Storage:
-    """Return a storage in which a checkpoint is plain: itself, or a view of it.
+    """Return a storage in which a committed checkpoint is plain: itself, or a view of it.
 
-    Args:
-        storage: the root.
-        name: of the checkpoint, which is committed.
-        manifest: its manifest; None to read it.
+    Its `manifest` is read if not given.
 
     Raises:
         CorruptCheckpointError: what it consists of contradicts itself; also as by `read_manifest`.
@@ -662,11 +659,6 @@ def plain_storage(storage: Storage, name: str, manifest: Manifest | None = None)
 
 def plain_files(storage: Storage, name: str, manifest: Manifest) -> PlainFiles:
     """Read how the files of the plain checkpoint come of those of a compressed one.
-
-    Args:
-        storage: the root.
-        name: of the checkpoint.
-        manifest: its manifest, which names that of the plain one.
 
     Raises:
         CorruptCheckpointError: it is damaged, or contradicts the manifest.

@@ -75,10 +75,6 @@ class Coordinator(ABC):
     Every wait has a deadline; when it passes, `DeadlineError` names the missing ranks and `what` they were
     doing: a few words, the same on every rank, that follow "while". Calls with another `what` or of another
     method are never mixed up.
-
-    Attributes:
-        rank: of this process, from 0.
-        world_size: number of ranks.
     """
 
     rank: int

@@ -37,12 +37,7 @@ class LastStep:
 
     Data position, generators, schedules and other small values are copied at every step. Tensors are not: an
     optimizer step that has begun since, or any change in place, such as of batch statistics in the forward of
-    the next step, makes the step one that cannot be saved any more.
-
-    Attributes:
-        step: the number of the step; -1 before there is one.
-        state: of that step.
-        arguments: of its save.
+    the next step, makes the step one that cannot be saved any more. `step` is -1 before there is one.
     """
 
     def __init__(self) -> None:
@@ -132,9 +127,6 @@ class CadenceKeeper:
     same one.
 
     Args:
-        policy: when to save.
-        coordinator: the ranks.
-        clock: seconds.
         listen: whether to install signal handlers now; otherwise at the first check, so that without checks
             no signal is swallowed.
         measured: the costs of saves (a `CostMeter`), for policies that need them; the coordinator's count.

@@ -343,11 +343,8 @@ class Ownership:
     def clear_name(self, name: str, step: int, *, replace: bool) -> str:
         """Return the name for a save; a damaged checkpoint with it may be moved aside.
 
-        Args:
-            name: the requested name.
-            step: of the save.
-            replace: whether it replaces a committed checkpoint of that name; else, where an abandoned or
-                unusable one has the name, it gets one of its lineage.
+        Unless it is to `replace` a committed checkpoint of that name, it gets one of its lineage where an
+        abandoned or unusable one has the name.
         """
         self.check()
         if not replace:

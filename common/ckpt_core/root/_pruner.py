@@ -75,11 +75,9 @@ class Demoter:
     Concurrency: the thread that prunes, but for `close`; drafts are written on a thread of their own.
 
     Args:
-        storage: the root.
         draft: writes a draft, and calls its last argument again and again, which raises to leave it.
         size: returns how many bytes the weights will have.
         close: ends what writes drafts, also in the middle of one.
-        sign: as `CheckpointOptions.sign_manifest`.
     """
 
     def __init__(

@@ -30,13 +30,10 @@ _VALUES: Final = 1
 class RankFiles:
     """Writer of one rank's files, which stock `dcp.load` reads.
 
+    `reports` has the algorithm of checksums and the rate of tensor writes; `tables` gets what the rank's
+    chunk table says of each data file.
+
     Concurrency: used by one thread. Pieces must not change until the context has ended.
-
-    Args:
-        reports: has the algorithm of checksums, and the limit of the rate of tensor writes.
-
-    Attributes:
-        tables: every data file written, for the rank's chunk table.
     """
 
     def __init__(

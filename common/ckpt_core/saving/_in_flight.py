@@ -270,12 +270,7 @@ class _Heartbeat:
 
 
 class Task:
-    """One piece of work for the save thread.
-
-    Attributes:
-        over: set when the work has ended, or was given up.
-        ended: set when the work has ended.
-    """
+    """One piece of work for the save thread; it is `over` when `ended` or given up."""
 
     handle: SaveHandle
 

@@ -47,13 +47,9 @@ class KeepOwn(Enum):
 @message
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
-    """A rank's input to the plans, beside its tensors and values.
+    """A rank's input to the plans, beside its tensors and values: names, by part where they have one.
 
-    Attributes:
-        rank_local: keys of entries that the lowest rank with them writes.
-        files: names of the small files that this rank could write.
-        shared: names of its shared items.
-        groups: part -> the names in its parameter groups.
+    The lowest rank with a `rank_local` entry writes it. `files` are small ones that this rank could write.
     """
 
     rank_local: frozenset[BufferKey] = frozenset()

@@ -79,7 +79,6 @@ class Saver:
     """The saves of one manager, into one root.
 
     Attributes:
-        in_flight: the saves that have not ended.
         copies: makes optimizer steps wait for copies that are still being made.
         skipped: whether back-pressure left the last save out.
         optimizers: of the last state saved.

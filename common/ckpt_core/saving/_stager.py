@@ -132,10 +132,8 @@ class Stager:
     """Copying of shards. Main thread. Layouts and memory are kept while plans stay.
 
     Args:
-        arenas: the memory.
         priority: of the thread that makes deferred copies.
         until_free: blocks until no arena is in flight, unless its writer hangs.
-        held_bytes: see `Storage.held_bytes`.
         is_finite: looks at all that is copied in waves; None to look at nothing.
     """
 

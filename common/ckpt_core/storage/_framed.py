@@ -29,9 +29,6 @@ class FramedStorage(ReadOnlyStorage):
     Everything else is as in `storage`. Reads of a range read the frames around it, and hold at most 8 MiB of
     them for each thread; what cannot be decompressed is an `EIO`, as a block that a device has lost.
 
-    Attributes:
-        small: as given.
-
     Args:
         storage: that holds the other form of the files.
         directory: of the checkpoint, which is there as long as its first small file is in `storage`.
