@@ -85,7 +85,7 @@ _LONGEST_NAME: Final = 80
 @final
 @dataclass(frozen=True, slots=True)
 class Notes:
-    """What others note of committed checkpoints; `in_use` is step -> until when, in words.
+    """What others note of checkpoints; `in_use` is step -> until when, in words.
 
     Each note is a file that says everything by its name: it appears as a whole, is read by a listing, and
     belongs to its writer alone. So nobody needs the root, or a lock.
@@ -634,9 +634,9 @@ def read_manifest(storage: Storage, name: str) -> bytes:
 
 
 def plain_storage(storage: Storage, name: str, manifest: Manifest | None = None) -> Storage:
-    """Return a storage in which a committed checkpoint is plain: itself, or a view of it.
+    """Return a storage in which a checkpoint is plain: itself, or a view of it.
 
-    Its `manifest` is read if not given.
+    It is committed; its `manifest` is read if not given.
 
     Raises:
         CorruptCheckpointError: what it consists of contradicts itself; also as by `read_manifest`.

@@ -47,7 +47,7 @@ class KeepOwn(Enum):
 @message
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
-    """A rank's input to the plans, beside its tensors and values: names, by part where they have one.
+    """A rank's input to the plans, beside its tensors and values: names.
 
     The lowest rank with a `rank_local` entry writes it. `files` are small ones that this rank could write.
     """

@@ -356,7 +356,7 @@ class Saver:
         )
 
     def _all_reduce(self, request: SaveRequest, local: _LocalState) -> tuple[bool, bool, int, SpaceNeeded]:
-        """Return whether there is trouble, or a new plan is needed; the moment, and the most extra bytes."""
+        """Return whether there is trouble, whether to plan, the moment, the most extra."""
         lead, failed = self._coordinator.is_coordinator, local.error is not None
         taken = lead and self._ownership.is_taken(request.name, replace=request.replace)
         created = int(time.time() * _MICROSECONDS) if lead else 0
