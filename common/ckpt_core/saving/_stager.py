@@ -167,18 +167,20 @@ class Stager:
             StagingMemoryError: there is no host memory for the copy, not even in waves.
         """
         values, sources = _values(parts), [shard for part in parts.values() for shard in part.shards()]
-        names = [index.fqn for part in parts.values() for index, _, _ in part.specs]
-        addresses = [memory_of(source) for source in sources]
-        _check_memory(names, sources, addresses)
+        addresses = [int(source.untyped_storage().data_ptr()) for source in sources]  # every save waits
+        if 0 in addresses:
+            _check_memory(_names(parts), sources, addresses)
         devices = {source.device for source in sources if has_streams(source)}
+        # Torch can pin for CUDA alone.
+        pinned = bool(devices) and any(source.is_cuda for source in sources)
         try:
-            arena, images = self._reserve(parts, generation, pinned=_pins(sources))
+            arena, images = self._reserve(parts, generation, pinned=pinned)
         except StagingMemoryError:
             self._until_free()  # that memory can be used
             try:
-                arena, images = self._reserve(parts, generation, pinned=_pins(sources))
+                arena, images = self._reserve(parts, generation, pinned=pinned)
             except StagingMemoryError as refusal:
-                return self._in_waves(sources, values, refusal)
+                return self._in_waves(sources, values, refusal, pinned=pinned)
         try:
             targets = [target for image in images.values() for target in image.targets]
             if stable is None:
@@ -186,9 +188,8 @@ class Stager:
                 deferred = None
             else:
                 frozen = frozenset(address for tensor in stable for address in memory_of_own(tensor))
-                later = _copy_unstable(
-                    zip(names, sources, targets, (address in frozen for address in addresses), strict=True)
-                )
+                is_stable = (address in frozen for address in addresses)
+                later = _copy_unstable(zip(_names(parts), sources, targets, is_stable, strict=True))
                 deferred = DeferredCopies(later, priority=self._priority) if later else None
             for device in devices if stable is None else ():
                 current_stream(device).synchronize()
@@ -204,9 +205,14 @@ class Stager:
         return StagedParts(images=images, values=values, arena=arena, deferred=deferred)
 
     def _in_waves(
-        self, sources: Sequence[torch.Tensor], values: _Values, refusal: StagingMemoryError
+        self,
+        sources: Sequence[torch.Tensor],
+        values: _Values,
+        refusal: StagingMemoryError,
+        *,
+        pinned: bool,
     ) -> StagedParts:
-        arena, window_bytes = self._reserve_windows(refusal, pinned=_pins(sources))
+        arena, window_bytes = self._reserve_windows(refusal, pinned=pinned)
         non_finite: list[tuple[str, str]] = []
         fills: list[Callable[[torch.Tensor], None]] = []
         starts: dict[str, int] = {}
@@ -241,7 +247,7 @@ class Stager:
 
     def prewarm(self, parts: Mapping[str, Part], generation: int) -> int:
         """Allocate the arenas, or the memory of waves; return the bytes of all arenas."""
-        pinned = _pins(shard for part in parts.values() for shard in part.shards())
+        pinned = any(shard.is_cuda for part in parts.values() for shard in part.shards())
         total = _total(self._laid_out(parts, generation))
         try:
             self.arenas.prewarm(total, pinned=pinned)
@@ -280,9 +286,8 @@ class Stager:
         return self._layouts
 
 
-def _pins(sources: Iterable[torch.Tensor]) -> bool:
-    """Return whether to pin an arena; torch can do so for CUDA alone."""
-    return any(source.is_cuda for source in sources)
+def _names(parts: Mapping[str, Part]) -> list[str]:
+    return [index.fqn for part in parts.values() for index, _, _ in part.specs]
 
 
 def _values(parts: Mapping[str, Part]) -> _Values:
@@ -346,8 +351,6 @@ def _copy_unstable(copies: Iterable[tuple[str, torch.Tensor, torch.Tensor, bool]
 
 def _check_memory(names: Sequence[str], sources: Sequence[torch.Tensor], addresses: Sequence[int]) -> None:
     """Refuse tensors freed since planned: copying one would crash the process."""
-    if 0 not in addresses:
-        return
     freed = [
         name
         for name, source, address in zip(names, sources, addresses, strict=True)

@@ -374,8 +374,13 @@ def _captured(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value
     if isinstance(value, Mapping):
-        _refuse_doubles(value)
-        return {str(key): _captured(each) for key, each in value.items()}
+        found = {
+            str(key): each if isinstance(each, torch.Tensor) else _captured(each)
+            for key, each in value.items()
+        }
+        if len(found) < len(value):
+            _refuse_doubles(value)
+        return found
     if is_leaf(value):
         return item_state(value) if is_stateful(value) else value
     return [_captured(each) for each in value]
