@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from ckpt_core import CheckpointManager, ConfigError, EverySteps, Export, KeepBest, KeepLatest
+from ckpt_core import CheckpointManager, ConfigError, EverySteps, Export, KeepBest, KeepLatest, Upload
 from ckpt_core.commit import Catalog
 from ckpt_core.storage import LocalStorage
 from ckpt_core.telemetry import InMemorySink
@@ -109,6 +109,15 @@ def test_the_last_checkpoint_is_exported_at_the_end_by_a_process_with_the_words_
     assert not exporting()
     (span,) = sink.finished("export")
     assert (span.attributes["step"], span.attributes["to"]) == (3, str(run.place))
+
+
+def test_the_last_checkpoint_is_in_its_tier_before_the_end_waits_for_its_export(run, tmp_path):
+    sink, export = InMemorySink(), Export(to="hf", place=run.place)
+    upload = Upload(tmp_path / "tier", every=100)
+    with CheckpointManager(run.root, export=export, upload=upload, sinks=[sink]) as manager:
+        save(manager, 1)
+    ended = [each.name for each in sink.events if each.phase == "finished"]
+    assert [name for name in ended if name in {"upload", "export"}] == ["upload", "export"]
 
 
 def test_it_runs_in_one_process_that_gives_way_while_the_training_goes_on(run):

@@ -218,7 +218,7 @@ class TierUploads:
         save.committed.add_done_callback(partial(self._committed, save.uploaded, due))
 
     def close(self, *, leave: bool, preempted: bool, seconds_left: float = math.inf) -> None:
-        """Wait for exports and uploads, each up to its deadline, and give the tiers back.
+        """Wait for uploads, then for exports, each up to its deadline, and give the tiers back.
 
         Args:
             leave: whether to leave what is not there to the next run.
@@ -228,7 +228,6 @@ class TierUploads:
         Raises:
             UploadError: one has failed, and is to stop training.
         """
-        self._exports.finish(leave=leave or preempted)
         began, threads = time.monotonic(), list(self._threads)
         deadlines = [began + min(each.upload.deadline_seconds, max(0.0, seconds_left)) for each in threads]
         for each in threads:
@@ -246,6 +245,7 @@ class TierUploads:
         for each, deadline in zip(threads, deadlines, strict=True):
             self._wait(each, deadline)
         self._end(threads, max(deadlines, default=began) + _END_SECONDS)
+        self._exports.finish(leave=leave or preempted)
         if (failure := _take_failure(threads)) is not None:
             raise failure
 
