@@ -218,7 +218,7 @@ class TierUploads:
         save.committed.add_done_callback(partial(self._committed, save.uploaded, due))
 
     def close(self, *, leave: bool, preempted: bool, seconds_left: float = math.inf) -> None:
-        """Wait for uploads, then for exports, each up to its deadline, and give the tiers back.
+        """Wait for uploads, then exports, up to their deadlines; give the tiers back.
 
         Args:
             leave: whether to leave what is not there to the next run.
