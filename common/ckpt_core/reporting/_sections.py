@@ -91,13 +91,11 @@ def why_kept(events: Sequence[Mapping[str, Any]], url: str) -> dict[int, list[st
 
     `events` are records of the journal, the oldest first; of the root itself, or of one whose tier it is.
     """
-    found: dict[int, list[str]] = defaultdict(list)
     place = url if any(_tier(each) == url for each in events) else "root"
     pruned = [each for each in events if each.get("kind") == "retention" and _tier(each) == place]
-    for reason, steps in (pruned[-1].get("kept") or {} if pruned else {}).items():
-        for step in steps:
-            found[step].append(reason)
-    return found
+    kept: dict[str, list[int]] = pruned[-1].get("kept") or {} if pruned else {}
+    steps = set[int]().union(*kept.values())
+    return {step: [reason for reason, those in kept.items() if step in those] for step in steps}
 
 
 def _goodput_text(balance: Mapping[str, Any]) -> str:
