@@ -45,7 +45,7 @@ def report_objects(
         taking = [each for each in types if way in each.ways]
         costs = {key: [turn[way] for turn in found if way in turn] for key, found in turns.items()}
         rows = compare(taking, costs, not_run)
-        table += [way, _table(rows, way, peaks), ""]
+        table += [_table(rows, way, peaks), ""]
         results[way] = {
             row.contender.key: _data(row, peaks.get(row.contender.key, {}).get(way)) for row in rows
         }
@@ -80,7 +80,7 @@ def _table(rows: Sequence[Row[BucketClient]], way: Way, peaks: Peaks) -> Table:
         )
         if row.not_run:
             body.append([f"  {name}", f"stopped: {row.not_run}"])
-    return Table(_HEADER, body)
+    return Table((way, *_HEADER[1:]), body)
 
 
 def _ratio(row: Row[Any], limit: Row[Any] | None, measure: str) -> str:
