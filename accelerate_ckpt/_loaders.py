@@ -28,7 +28,7 @@ from accelerate.data_loader import DataLoaderDispatcher, DataLoaderStateMixin, S
 from accelerate.state import GradientState
 from torch.utils.data import IterableDataset, RandomSampler
 
-from ckpt_core.data import LoaderPosition, batches_in, in_samples, track, untrack
+from ckpt_core.data import LoaderPosition, batches_in, in_samples, tell_of_missing, track, untrack
 from ckpt_core.disclosure import logger_of
 from ckpt_core.state import load_rng_state, rng_state
 from ckpt_core.types import DataPosition
@@ -329,6 +329,7 @@ class Loaders:
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self._tracked: dict[int, TrackedLoader] = {}
+        self._asks = 2
         for loader in accelerator._dataloaders:
             self.track(loader)
 
@@ -351,6 +352,9 @@ class Loaders:
                 tracked.trains = True
 
     def positions(self) -> list[dict[str, Any]]:
+        if self._asks:
+            missing = not self._accelerator._dataloaders and tell_of_missing("it to accelerator.prepare(...)")
+            self._asks = self._asks - 1 if missing else 0
         return [
             {} if tracked is None else tracked.position()
             for tracked in (self._tracked.get(id(loader)) for loader in self._accelerator._dataloaders)

@@ -32,6 +32,7 @@ from tests.adapters.accelerate_jobs import (
     Job,
     accelerator,
     committed,
+    enable,
     forget_accelerators,
     in_turn,
     prepare,
@@ -207,6 +208,20 @@ def test_saving_within_an_accumulation_window_is_warned_about(
     made.save_state()
     made.end_training()
     assert "within an accumulation window" in caplog.text
+
+
+def test_a_loader_that_was_not_prepared_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = JOB.but(root=str(tmp_path))
+    made = accelerator(job)
+    enable(job, made)
+    net = torch.nn.Linear(2, 1)
+    made.prepare(net, torch.optim.SGD(net.parameters()))
+    for _ in torch.utils.data.DataLoader([torch.ones(2)] * 4):
+        made.save_state()
+    made.end_training()
+    assert caplog.text.count("If it trains, give it to accelerator.prepare(...)") == 1
 
 
 def test_logged_metrics_decide_what_is_kept(tmp_path: Path) -> None:

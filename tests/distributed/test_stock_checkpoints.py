@@ -11,10 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from ckpt_core import CheckpointManager
 from ckpt_core.dcp import ChunkLocator, check_metadata, load_metadata
 from tests.kit.ranks import run_ranks
 
@@ -95,3 +97,46 @@ def test_every_sharding_of_dtensors_is_consistent_and_found(tmp_path):
 def test_what_fsdp1_saves_is_consistent_and_found(tmp_path):
     run_ranks(save_fsdp1, WORLD_SIZE, str(tmp_path / "x"))
     assert not any(tensor.isnan().any() for tensor in check(tmp_path / "x").values())
+
+
+def trained(*, steps: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Sequential(torch.nn.Linear(7, 3), torch.nn.Linear(3, 1))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        step(model, optimizer)
+    return model, optimizer
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 7)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def continue_from_a_mapping(root: str) -> None:
+    """Train, save in every form, load into an optimizer that has made no step, and train on."""
+    warnings.simplefilter("ignore")
+    model, optimizer = trained(steps=2)
+    by_name, by_number = get_state_dict(model, optimizer)[1], optimizer.state_dict()
+    dcp.save({"model": model.state_dict(), "optim": by_name}, checkpoint_id=f"{root}/names")
+    dcp.save({"model": model.state_dict(), "optim": by_number}, checkpoint_id=f"{root}/numbers")
+    with CheckpointManager(f"{root}/runs") as checkpoints:
+        checkpoints.save(1, {"model": model, "optim": optimizer}).result()
+        live = [trained(steps=0) for _ in range(3)]
+        for (one, other), place in zip(live, ("names", "numbers", "runs/step-000000001"), strict=True):
+            checkpoints.load({"model": one, "optim": other}, source=f"{root}/{place}")
+    step(model, optimizer)
+    for one, other in live:
+        step(one, other)
+        for own, theirs in zip(one.parameters(), model.parameters(), strict=True):
+            assert isinstance(own, DTensor)
+            assert isinstance(theirs, DTensor)
+            assert torch.equal(own.to_local(), theirs.to_local())
+            moment = other.state[own]["exp_avg"]
+            assert moment.placements == own.placements
+            assert torch.equal(moment.to_local(), optimizer.state[theirs]["exp_avg"].to_local())
+
+
+def test_a_sharded_run_goes_on_from_a_mapping_with_its_optimizer(tmp_path):
+    run_ranks(continue_from_a_mapping, 2, str(tmp_path))

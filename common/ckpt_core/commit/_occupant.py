@@ -290,7 +290,7 @@ def _is_itself(url: str, what: str) -> str:
     parent, _, name = url.rpartition("/")
     return (
         f"{url} is itself {what}, not the root of a run: give {parent or '/'} as the root, and "
-        f"name={name!r} to load this one; `ckpt show {url}` shows it"
+        f"name={name!r} to load this one; `ckpt show {url} --tensors` shows it"
     )
 
 

@@ -55,6 +55,7 @@ from ckpt_core.state._nested import (
     empty_like,
     get,
     is_leaf,
+    is_sharded,
     leaves,
     put,
     shape_of,
@@ -316,10 +317,20 @@ class DictState(StateSource):
                 own = {name: each if isinstance(each, torch.Tensor) else None for name, each in live.items()}
                 put(tree, path, own | template(live, _fitting(value, live, found)))
             elif is_stateful(value):
-                put(tree, path, item_target(value, under(entries, *path)))
+                put(tree, path, self._target_of(value, under(entries, *path)))
             else:
                 put(tree, path, None)
         return {_PART: tree}
+
+    def _target_of(self, value: Any, saved: SavedEntries) -> dict[str, Any]:
+        # Before its first step an optimizer has no state that tells the placement: its parameters do.
+        groups = value.param_groups if isinstance(value, torch.optim.Optimizer) else ()
+        trained = {each for group in groups for each in group["params"]}
+        if any(map(is_sharded, trained)):
+            for _, _, _, each in _entries(self._mapping):
+                if isinstance(each, nn.Module) and trained <= {*each.parameters()}:
+                    return optimizer_target(each, value, saved)
+        return item_target(value, saved)
 
     def begin(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Callable[[], None]:
         for path, _, _, value in _entries(self._mapping):
@@ -415,6 +426,10 @@ Several: TypeAlias = _T | Mapping[str, _T] | Sequence[_T] | None
 _BARE = (
     "the model's parameters are at its top level, beside the optimizer, as torchtitan has them: load it as a "
     'mapping, load({**model.state_dict(), "optimizer": ...}), whose values are tensors or have a state_dict'
+)
+_AS_STOCK = (
+    "it has {}: load objects under these names, such as "
+    'load({{"model": model, "optim": optimizer}}, source=...), or leave out of items= what is not there'
 )
 _SEED = "rng_seed"
 _GRADIENTS = "gradients"
@@ -617,7 +632,10 @@ class TrainState(StateSource):
         if missing:
             names = ", ".join(missing)
             bare = "model" in missing and tops >= {(name,) for name in model_state(self._model)}
-            advice = _BARE if bare else f"to load the rest, leave {names} out of the items to load"
+            there = ", ".join(sorted({str(path[0]) for path in tops}))
+            advice = f"to load the rest, leave {names} out of the items to load"
+            if saved.world_size is None:
+                advice = _BARE if bare else _AS_STOCK.format(there)
             raise IncompatibleCheckpointError(f"the checkpoint has no {names}; {advice}", missing=missing)
 
     def apply(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Sequence[str]:
