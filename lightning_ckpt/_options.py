@@ -156,10 +156,10 @@ class Configured:
         signature = inspect.signature(cls.__init__)
         shown = [each for each in signature.parameters.values() if each.name not in {"self", "words"}]
         cls.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
-        _, blank, told = (Configured.__doc__ or "").partition("\n\n")
-        own, raises, ending = told.partition("\n\n    Raises:")
-        options = "".join(f"\n        {name}: {text}" for name, text in CheckpointOptions.described().items())
-        cls.__doc__ = f"{cls.__doc__}{blank}{own}{options}{raises}{ending}"
+        _, blank, told = inspect.cleandoc(Configured.__doc__ or "").partition("\n\n")
+        own, raises, ending = told.partition("\n\nRaises:")
+        options = "".join(f"\n    {name}: {text}" for name, text in CheckpointOptions.described().items())
+        cls.__doc__ = f"{inspect.cleandoc(cls.__doc__ or '')}{blank}{own}{options}{raises}{ending}"
 
     def __init__(  # noqa: PLR0913 - every argument is one that LightningCLI shows and YAML may set
         self,

@@ -22,7 +22,7 @@ from packaging.requirements import Requirement
 import ckpt_core
 from ckpt_core._version import __version__
 from tests.archives import unpack
-from tests.versions import minima
+from tests.versions import minima, table
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = {"ckpt_core", "ckpt_suite", "lightning_ckpt", "accelerate_ckpt"}
@@ -205,6 +205,10 @@ def test_each_lower_bound_is_tried_as_it_stands():
     assert {each.name for each in pins} >= {each.name for each in wanted} - {PROJECT["name"]}
     for each in wanted:
         assert all(bound.operator == ">=" for bound in each.specifier), f"{each}: see docs/compatibility.md"
+
+
+def test_the_page_of_compatibility_shows_the_versions_that_were_run():
+    assert f"\n{table()}\n" in (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
 
 
 def test_extras_that_refer_to_the_project_itself_name_extras_that_exist():

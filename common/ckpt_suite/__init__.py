@@ -1,4 +1,4 @@
-"""The name that was installed, for all that is public in `ckpt_core`: `from ckpt_suite import TrainState`."""
+"""The public names of `ckpt_core`, by the name that was installed."""
 
 from __future__ import annotations
 

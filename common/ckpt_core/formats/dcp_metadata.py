@@ -16,7 +16,7 @@ from ckpt_core.errors import UnsafeCheckpointError
 from ckpt_core.formats.codec import MAX_COUNT, damage, relative_paths
 from ckpt_core.formats.pickles import Sealed, read_pickle
 
-_DTYPE: Final = re.compile(r"(?:q?u?int|b?float|complex|bits)(\d+)\w*|bool")
+_DTYPE: Final = re.compile(r"(?:q?u?int|b?float|b?complex|bits)(\d+)\w*|bool")
 _ENCODINGS: Final = {"TORCH_CONTIGUOUS_FORMAT": 0, "TORCH_CHANNELS_LAST": 1, "TORCH_PRESERVE_FORMAT": 2}
 _STEPS: Final = frozenset({str, int, float, bool, NoneType})
 
@@ -38,7 +38,8 @@ class Properties(metaclass=Sealed):
     pin_memory: bool
 
     def __setstate__(self, state: Any) -> None:
-        self.dtype, self.layout, self.requires_grad, self.memory_format, self.pin_memory = state
+        # From 2.15 on torch notes strides, too, which nothing reads.
+        self.dtype, self.layout, self.requires_grad, self.memory_format, self.pin_memory, *_ = state
 
 
 class Tensor(metaclass=Sealed):
@@ -130,7 +131,8 @@ _ALLOWED: Final[dict[tuple[str, str], Any]] = {
     ("__builtin__", "getattr"): _EncodingByName,
     ("collections", "OrderedDict"): dict,
     **{
-        ("pathlib", name): _Ignored
+        (module, name): _Ignored
+        for module in ("pathlib", "pathlib._local")  # the latter by Python 3.13 alone
         for name in ("Path", "PosixPath", "PurePath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
     },
 }

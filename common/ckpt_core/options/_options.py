@@ -547,9 +547,9 @@ class CheckpointOptions:
     @classmethod
     def described(cls) -> dict[str, str]:
         """Return what the docstring says of each option."""
-        told = (cls.__doc__ or "").partition("Attributes:\n")[2]
+        told = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[2]  # 3.13 has it cleaned
         names = "|".join(option.name for option in fields(cls))
-        parts = re.split(rf"^ {{8}}({names}): ", told, flags=re.MULTILINE)[1:]
+        parts = re.split(rf"^ {{4}}({names}): ", told, flags=re.MULTILINE)[1:]
         return {name: text.rstrip() for name, text in zip(parts[::2], parts[1::2], strict=True)}
 
     def refuse_ends(self, host: str) -> None:

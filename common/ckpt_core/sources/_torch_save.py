@@ -186,7 +186,8 @@ _ALLOWED: Final[dict[tuple[str, str], Any]] = {
     ("typing", "Any"): "Any",
     ("_codecs", "encode"): _Encoded,
     **{
-        ("pathlib", name): _PathText
+        (module, name): _PathText
+        for module in ("pathlib", "pathlib._local")  # the latter by Python 3.13 alone
         for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
     },
     ("numpy", "ndarray"): "ndarray",
