@@ -17,7 +17,7 @@ BIN     := $(VENV)/bin
 PIP     := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check ruff mypy pyright lint-imports exactness bench versions release clean
+.PHONY: help setup demo test check ruff mypy pyright lint-imports docs exactness bench versions release clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,7 +43,7 @@ demo: setup  ## Kill a training, resume it, and compare every value
 test: setup  ## Run all tests (ARGS="-m 'not slow'": only the quick ones; THOROUGH=1: every case)
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-check: ruff mypy pyright lint-imports  ## Check format, lint, types and layers; change nothing
+check: ruff mypy pyright lint-imports docs  ## Check format, lint, types and layers; change nothing
 
 ruff: setup
 	@$(BIN)/ruff format --check .
@@ -57,6 +57,9 @@ pyright: setup
 
 lint-imports: setup
 	@$(BIN)/lint-imports
+
+docs: setup  ## Build the site in site/; a warning, such as of a dead link, is an error
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 exactness: setup  ## Run the matrix of exact resumes and write docs/reference/exactness.md (a quarter of an hour)
 	@$(BIN)/python -m tests.exactness $(ARGS)
@@ -76,5 +79,5 @@ release: setup  ## Build, check and try what is to be released (ARGS=--tag: tag 
 	@$(BIN)/python -m tests.release $(ARGS)
 
 clean:  ## Remove the files that make and the tools created
-	rm -rf $(VENV) dist build demo-out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) dist build site demo-out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
