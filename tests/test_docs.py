@@ -1,8 +1,8 @@
 """The pages: what they show runs, what they name is there, and nothing is said twice.
 
 A fenced block of Python or bash runs as it stands, and one of data is read, unless the line above it is
-`<!-- no-run: REASON -->`. The blocks of a page run in their order, in one process and one directory; those with
-`title="NAME"` are written there as a file first, and a Python file runs only when a bash block says so.
+`<!-- no-run: REASON -->`. The blocks of a page run in their order, in one process and one directory; those
+with `title="NAME"` are written there as a file first, and a Python file runs only when a bash block says so.
 """
 
 from __future__ import annotations
