@@ -9,7 +9,7 @@ import ckpt_core
 if TYPE_CHECKING:
     from ckpt_core import *  # noqa: F403
 
-__all__ = ckpt_core.__all__
+__all__ = ckpt_core.__all__  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
