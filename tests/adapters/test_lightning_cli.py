@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from examples import lightning_cli, lightning_train
+from examples import lightning_cli
 from lightning_ckpt import ShardedCheckpoint
 from tests.adapters.lightning_jobs import committed
 
@@ -91,12 +91,3 @@ def test_the_words_of_a_model_checkpoint_in_yaml_get_the_advice_that_python_gets
 
     with pytest.raises(Exception, match=r'save=EverySteps\(10\); .*keep=KeepBest\("loss", n=2\)'):
         lightning_cli.main(["fit", "--config", "old.yaml"])
-
-
-@pytest.mark.slow
-def test_the_example_resumes_itself(tmp_path, capsys):
-    lightning_train.main(str(tmp_path / "run"), 30)
-    lightning_train.main(str(tmp_path / "run"), 45)
-
-    assert "step-000000045" in committed(tmp_path / "run")
-    assert "last: " in capsys.readouterr().out
