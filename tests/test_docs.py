@@ -91,13 +91,14 @@ def is_generated(page: Path) -> bool:
 @pytest.fixture(scope="module")
 def interpreter() -> Iterator[subprocess.Popen[str]]:
     """A process that has imported everything, and forks one for each page."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # as in an activated environment
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.kit.pages"],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PATH": path, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"},
     )
     with process:
         yield process
