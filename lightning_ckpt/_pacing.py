@@ -122,9 +122,7 @@ class Pacing:
         self._looks = self._listens and whole
         if self._looks:
             self._before = rng_state(), dict(trainer._logger_connector._callback_metrics)
-            loop = trainer.fit_loop.epoch_loop.val_loop
-            loop.setup_data()  # as it begins itself, to no effect then
-            sizes = _sizes(loop)
+            sizes = _sizes(trainer.fit_loop.epoch_loop.val_loop)
             self._looks = self._roots.same(sizes) and _UNKNOWN not in sizes
 
     def after_validation_batch(self) -> None:
@@ -201,9 +199,6 @@ class Pacing:
         self._manager.due()
         if self.preempted and self._requeue_signal is not None:
             self.is_to_requeue = bool(self._roots.all_reduce_max([int(self._signals.was_noted)])[0])
-
-    def finish(self) -> None:
-        self._signals.give_back()
 
     # Saves.
 

@@ -24,7 +24,6 @@ from lightning_ckpt._pacing import Pacing, weights_may_change
 from lightning_ckpt._roots import Roots
 from lightning_ckpt._state import LightningState, by_number
 from lightning_ckpt.loops._fit import Fit, Measured
-from lightning_ckpt.loops._positions import DataResume, position_in, tell_of_hidden
 from lightning_ckpt.loops._takeover import requeue, requeue_signal, with_requeue
 
 _logger = logger_of(__name__)
@@ -59,7 +58,6 @@ class Session:
         self._fit: Fit | None = None
         self._module: Any = None
         self._error: BaseException | None = None
-        self._data: DataResume | None = None
         self._shadowed: list[Any] = []
 
     def __reduce__(self) -> Any:
@@ -68,7 +66,7 @@ class Session:
 
     def start(self, stage: str) -> None:
         self.is_running, self._error = True, None
-        self.loaded = self.origin = self.pacing = self._data = self._fit = None
+        self.loaded = self.origin = self.pacing = self._fit = None
         if stage != "fit" or self.trainer.fast_dev_run:
             return
         for each in self.trainer.checkpoint_callbacks:
@@ -158,9 +156,8 @@ class Session:
         state = LightningState(self.trainer, has_optimizers=has_optimizers, contents=settings.contents)
         self._read(place, state, is_own=is_own)
         self.loaded = state
-        self._data = DataResume(self.trainer, state)
-        if self._fit is not None and state.training is not None:
-            self._fit.resume(state.training, ended_epoch=state.ended_epoch)
+        if self._fit is not None:
+            self._fit.resume(state)
         return state.checkpoint
 
     def _read(self, place: CheckpointPath, state: LightningState, *, is_own: bool) -> None:
@@ -185,16 +182,6 @@ class Session:
     def remove(self, path: str | os.PathLike[str], remove_file: Callable[[], None]) -> None:
         self._roots.remove(path_of(path), remove_file)
 
-    def prepare_loader(self, loader: Any) -> None:
-        """Prepare a loader of a fit whose iterator is about to be made."""
-        if self.trainer.state.fn != "fit":
-            return
-        position_in(loader)  # which tracks it from now on
-        if self.trainer.training and self._fit is not None and self.trainer.is_global_zero:
-            tell_of_hidden([loader], self._fit.untold)
-        if self._data is not None:
-            self._data.prepare(loader)
-
     def settle(self) -> None:
         self._roots.settle()
 
@@ -206,13 +193,8 @@ class Session:
         """Finish a resume, right before the first batch is drawn."""
         strategy, fit, loaded = self.trainer.strategy, self._fit, self.loaded
         optimizers = [unwrap_optimizer(each) for each in strategy.optimizers]
-        if self._data is not None:
-            held = fit is not None and fit.holds_iterators
-            self._data.finish(iterators_are_new=self._data.has_prepared or held)
         if fit is not None:
-            saved = None if loaded is None else loaded.saved
-            same = saved is not None and saved.world_size == self.trainer.world_size
-            fit.begin(None if loaded is None else loaded.training, same_ranks=same)
+            fit.begin(loaded)
         if loaded is not None and loaded.gradients is not None:
             gradients = Gradients(model=strategy.model, optimizers=strategy.optimizers)
             gradients.put_back(loaded.gradients)
@@ -246,8 +228,6 @@ class Session:
             self._error.add_note(f"while the last save was waited for: {failure}")
             _logger.error("%s", failure)  # noqa: TRY400 - the error that ended the run is raised
         finally:
-            if pacing is not None:
-                pacing.finish()  # only now: a second signal must not reach Lightning's handler before
             self._error = None
 
     def _close(self, pacing: Pacing | None) -> None:

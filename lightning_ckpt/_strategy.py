@@ -156,13 +156,6 @@ def remove_checkpoint(self: Any, session: Session, filepath: str | os.PathLike[s
         session.remove(filepath, partial(_stock(self).remove_checkpoint, filepath))
 
 
-def process_dataloader(self: Any, session: Session, dataloader: Any) -> Any:
-    """Process the loader; tell its samplers the resumed epoch before they shuffle."""
-    loader = _stock(self).process_dataloader(dataloader)
-    session.prepare_loader(loader)
-    return loader
-
-
 def on_train_start(self: Any, session: Session) -> None:
     """Start training; load the exact position last, when random numbers are final."""
     _stock(self).on_train_start()
@@ -185,7 +178,7 @@ _OVERRIDES: dict[str, Callable[..., Any] | property] = {
         each.__name__: _ours(each)
         for each in (
             *(lightning_module_state_dict, save_checkpoint, load_checkpoint, load_model_state_dict),
-            *(load_optimizer_state_dict, remove_checkpoint, process_dataloader, on_train_start, teardown),
+            *(load_optimizer_state_dict, remove_checkpoint, on_train_start, teardown),
         )
     },
 }

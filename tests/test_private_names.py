@@ -88,6 +88,7 @@ LIGHTNING = {
     "loops.fetchers:_PrefetchDataFetcher": None,
     "trainer.connectors.checkpoint_connector:_CheckpointConnector.dump_checkpoint": "weights_only",
     "trainer.connectors.signal_connector:_SignalConnector.register_signal_handlers": "",
+    "trainer.connectors.signal_connector:_SignalConnector.teardown": "",
     "core.saving:pl_load": "path_or_url map_location weights_only",
 }
 # What the generated subclass of a strategy overrides; see `lightning_ckpt._strategy`.
@@ -101,7 +102,6 @@ LIGHTNING_STRATEGY = {
     "load_model_state_dict": "checkpoint strict",
     "load_optimizer_state_dict": "checkpoint",
     "remove_checkpoint": "filepath",
-    "process_dataloader": "dataloader",
     "on_train_start": "",
     "teardown": "",
 }

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 from weakref import ref
 
 import torch
@@ -24,6 +24,10 @@ from ckpt_core._torch_internals import changes_of
 from ckpt_core.disclosure import logger_of
 from ckpt_core.hosting import shadow
 from ckpt_core.state import unwrap_optimizer
+from lightning_ckpt.loops._positions import DataResume, follow, tell_of_hidden
+
+if TYPE_CHECKING:
+    from lightning_ckpt._state import LightningState
 
 BATCH: Final = "batch"
 """What follows a save: the next batch; after the last one, the hooks of the epoch's end."""
@@ -62,7 +66,6 @@ class Fit:
         tokens: tokens trained on, of all ranks together.
         left: whether training is left after the save, because of a preemption.
         untold: the kinds of loaders that were named for hiding their position.
-        holds_iterators: whether the iterators of the loaders are made by the next epoch only.
         validation_is_due: whether the validation of the last batch is left to the resume, by a preemption.
         makes_up: whether a resumed fit has such a validation to make.
     """
@@ -73,7 +76,7 @@ class Fit:
         self.measured = Measured()
         self.tokens = 0
         self.untold = set[str]()
-        self.left = self.holds_iterators = self.validation_is_due = self.makes_up = False
+        self.left = self.validation_is_due = self.makes_up = False
         self._fit_loop = fit_loop = trainer.fit_loop
         self._epoch_loop = epoch_loop = fit_loop.epoch_loop
         self._stock = type(fit_loop)
@@ -85,9 +88,12 @@ class Fit:
         self._saved_metrics: dict[str, Any] = {}
         self._used: dict[Optimizer, list[tuple[ref[Tensor], int]]] = {}
         self._hooks: list[Any] = []
+        self._data: DataResume | None = None
+        self._holds_iterators = False
         shadow(epoch_loop, {"on_advance_end": self._advance_epoch})
         shadow(epoch_loop.val_loop, {"run": self._validate})
-        shadow(fit_loop, {"on_advance_end": self._advance_fit})
+        made = {"on_advance_end": self._advance_fit, "_load_combined_loader_states": self._begin_loaders}
+        shadow(fit_loop, made)
         fit_loop.on_save_checkpoint = dict  # loaders are asked by us, and may draw random numbers for it
 
     def release(self) -> None:
@@ -178,26 +184,23 @@ class Fit:
             return None
         return [each.state_key for each, names in found.items() if "EarlyStopping" in names]
 
-    def resume(self, saved: Mapping[str, Any], *, ended_epoch: bool) -> None:
-        """Continue with what followed a save; perhaps nothing, as training was to end.
-
-        If the epoch's last batch is done, no iterator is made before the next epoch begins, as in an
-        uninterrupted run.
-        """
+    def resume(self, loaded: LightningState) -> None:
+        """Continue with what followed a save; perhaps nothing, as training was to end."""
+        self._data, self._holds_iterators = DataResume(self.trainer, loaded), True
+        if (saved := loaded.training) is None:
+            return
         following, deciding = saved["following"], saved["stops"]
         self._saved_metrics = saved["metrics"]["callback"]
         # Without the callback that has decided it, the script is to train on.
         present = {each.state_key for each in self.trainer.callbacks}
         stops = deciding is not None and present.issuperset(deciding)
         if following is not None:
-            self._resumed, self.makes_up, self.holds_iterators = following, saved["validates"], ended_epoch
+            self._resumed, self.makes_up = following, saved["validates"]
             if following == BATCH and (stops or saved["left"]):
                 # The step may be the last one, after which Lightning would not begin.
                 names = {"__module__": self._stock.__module__, "done": False}
                 self._fit_loop.__class__ = type(self._stock.__name__, (self._stock,), names)
             self._fit_loop.reset = self._reset_fit
-        if ended_epoch:
-            self._fit_loop._load_combined_loader_states = self._hold_iterators
         if not stops:
             return
         self.trainer.should_stop = True
@@ -208,19 +211,24 @@ class Fit:
                 "or give the Trainer min_epochs= or min_steps="
             )
 
-    def begin(self, saved: Mapping[str, Any] | None, *, same_ranks: bool) -> None:
+    def begin(self, loaded: LightningState | None) -> None:
         """Take what a save has added, right before the first batch."""
+        if self._data is not None and self._holds_iterators:
+            self._holds_iterators = False
+            self._follow_validation()
+            self._data.finish()
         trainer, module = self.trainer, self.trainer.lightning_module
         self._initial, self._window = dict(_switches(trainer)), trainer.accumulate_grad_batches
         for optimizer in self._stepped_by_script():
             if isinstance(optimizer, Optimizer):
                 self._hooks.append(optimizer.register_step_post_hook(self._note_used))
-        if saved is None:
+        if loaded is None or (saved := loaded.training) is None:
             return
         if saved["switches"] is not None:
             _load_switches(trainer, saved["switches"])
         metrics = trainer._logger_connector._callback_metrics
         metrics.update(_moved(saved["metrics"]["callback"], module.device))
+        same_ranks = loaded.saved is not None and loaded.saved.world_size == trainer.world_size
         if same_ranks and "results" in saved["metrics"]:
             _load_means(trainer, saved["metrics"])
         self.measured = Measured(
@@ -268,6 +276,8 @@ class Fit:
     def _validate(self) -> Any:
         loop, connector = self._epoch_loop.val_loop, self.trainer._logger_connector
         listener, first = self.listener, connector._first_loop_iter
+        loop.setup_data()  # as it begins itself, to no effect then
+        self._follow_validation()
         if listener is None or self.trainer.sanity_checking:
             return type(loop).run(loop)
         listener.before_validation()
@@ -275,6 +285,13 @@ class Fit:
         self.trainer.training, connector._first_loop_iter = True, first  # as Lightning does next
         listener.after_validation()
         return results
+
+    def _follow_validation(self) -> None:
+        loader = self._epoch_loop.val_loop._combined_loader
+        if loader is not None:
+            follow(loader.flattened)
+            if self._data is not None:
+                self._data.prepare_validation(loader.flattened)
 
     def _advance_fit(self) -> None:
         listener, loop = self.listener, self._fit_loop
@@ -286,11 +303,17 @@ class Fit:
         if listener is not None:
             listener.after_epoch()
 
-    def _hold_iterators(self) -> None:
-        """Let the next `iter` of the combined loader make no iterators; right before it."""
-        vars(self._fit_loop).pop("_load_combined_loader_states")
-        loader = self._fit_loop._combined_loader
-        loader.__class__ = _held(type(loader))
+    def _begin_loaders(self) -> None:
+        """Follow the training loaders, right before their iterators are made; a resume makes them later."""
+        loop = self._fit_loop
+        combined = loop._combined_loader
+        follow(combined.flattened)
+        if self.trainer.is_global_zero:
+            tell_of_hidden(combined.flattened, self.untold)
+        if self._holds_iterators:
+            combined.__class__ = _held(type(combined))
+        else:
+            self._stock._load_combined_loader_states(loop)
 
     def _reset_fit(self) -> None:
         """Take the counters as they were saved, instead of guessing from them."""

@@ -57,9 +57,15 @@ def _can_draw_again(combined: Any) -> bool:
     return all(each is not None and each.replayable for each in found)
 
 
+def follow(loaders: Iterable[Any]) -> None:
+    """Track torch loaders from now on, before they are iterated."""
+    for loader in loaders:
+        if isinstance(loader, DataLoader):
+            track(loader)
+
+
 def position_in(loader: Any) -> LoaderPosition | None:
-    if isinstance(loader, DataLoader):
-        track(loader)
+    follow([loader])
     return LoaderPosition(loader) if hidden_position(loader) is None else None
 
 
@@ -118,7 +124,7 @@ def configuration_of(trainer: Any) -> dict[str, Any]:
 
 @final
 class DataResume:
-    """Puts back the position in the data of one fit.
+    """Puts back the position in the data of one fit, right before its first batch.
 
     A loader goes on from its position when its next iterator is made, which draws nothing from the global
     generators if the epoch has begun; and everything as usual if a new one begins.
@@ -131,93 +137,72 @@ class DataResume:
         self._trainer = trainer
         self._loaded = loaded
         self._saved = cast("SavedState", loaded.saved)
-        self._prepared: dict[str, int] = {_TRAINING: 0, _VALIDATION: 0}
-        self._dealt: dict[int, tuple[int, int]] = {}
-        self._finished = False
+        self._validation = loaded.positions.get(_VALIDATION, ())
 
-    @property
-    def has_prepared(self) -> bool:
-        """Whether the training loaders were made after the checkpoint was read.
+    def prepare_validation(self, loaders: Iterable[Any]) -> None:
+        """Put back the positions in the first loaders that validate."""
+        states, self._validation = self._validation, ()
+        for loader, state in zip(loaders, states, strict=False):
+            self._put_back(loader, state)
 
-        `estimated_stepping_batches` in `configure_optimizers` makes them before there is anything to resume.
-        """
-        return self._prepared[_TRAINING] > 0
+    def finish(self) -> None:
+        """Put back the positions in the training loaders, and make the iterators of this epoch."""
+        loaded, fit_loop = self._loaded, self._trainer.fit_loop
+        fetcher, combined = fit_loop._data_fetcher, fit_loop._combined_loader
+        states = loaded.positions.get(_TRAINING, ())
+        found = [
+            self._put_back(loader, state, trains=not loaded.ended_epoch)
+            for loader, state in zip(combined.flattened, states, strict=False)
+        ]
+        if loaded.ended_epoch or not states:
+            for loader in combined.flattened:
+                _set_sampler_epoch(self._trainer, loader)
+        if not loaded.ended_epoch:
+            iter(fetcher)
+            if loaded.prefetched:
+                fetcher.batches[:0] = loaded.prefetched
+            if consumed := loaded.positions.get("consumed"):
+                combined._iterator._consumed = list(consumed)
+        # Lightning's own restart makes no iterators for the epoch after one whose end had begun.
+        epochs = fit_loop.epoch_progress.current
+        begins = loaded.ended_epoch and epochs.processed == epochs.started
+        self._count_batches({number: each for number, each in enumerate(found) if each is not None})
+        self._load_rng()
+        if begins and (loaded.training is None or loaded.training["following"] is None):
+            iter(fetcher)
 
-    def prepare(self, loader: Any) -> None:
-        """Put back the position in a loader whose iterator is about to be made."""
-        kind = _TRAINING if self._trainer.training else _VALIDATION
-        if kind == _TRAINING and self._finished:
-            return  # loaders that Lightning makes again for a later epoch
-        number = self._prepared[kind]
-        self._prepared[kind] = number + 1
-        states = self._loaded.positions.get(kind, ())
-        if number < len(states):
-            self._put_back(loader, states[number], None if kind == _VALIDATION else number)
-        elif kind == _TRAINING and not states:
-            _set_sampler_epoch(self._trainer, loader)
-        if kind == _TRAINING and self._loaded.ended_epoch:
-            self._load_rng()
-
-    def _put_back(self, loader: Any, state: Any, number: int | None) -> None:
+    def _put_back(self, loader: Any, state: Any, *, trains: bool = False) -> tuple[int, int] | None:
+        """Put back a position; return its batches, done and to come, if ranks have changed."""
         position = position_in(loader)
         if position is None or state is None:
-            if number is not None and not self._loaded.ended_epoch:
+            if trains:
                 _logger.warning(
                     "a %s cannot tell its position, so its epoch begins again: use a torch DataLoader, or "
                     "give it state_dict and load_state_dict",
                     type(loader).__name__,
                 )
-            return
+            return None
         same_ranks = self._saved.world_size in {None, self._trainer.world_size}
         for note in position.restore(state, same_ranks=same_ranks):
             if self._trainer.is_global_zero:
                 _logger.warning("%s", note)
-        if number is not None and (dealt := position.dealt) is not None:
-            self._dealt[number] = dealt
-        if number is not None and self._loaded.ended_epoch:
-            _set_sampler_epoch(self._trainer, loader)
+        return position.dealt
 
-    def finish(self, *, iterators_are_new: bool) -> None:
-        """Go on right before the first batch."""
-        loaded, fit_loop = self._loaded, self._trainer.fit_loop
-        fetcher, combined = fit_loop._data_fetcher, fit_loop._combined_loader
-        # Lightning's own restart makes no iterators for the epoch after one whose end had begun.
-        epochs = fit_loop.epoch_progress.current
-        begins = loaded.ended_epoch and epochs.processed == epochs.started
-        begins = begins and (loaded.training is None or loaded.training["following"] is None)
-        if fetcher is not None and not iterators_are_new:
-            for loader in combined.flattened:
-                self.prepare(loader)
-            if not begins:
-                fit_loop._load_combined_loader_states()
-                iter(fetcher)
-        if loaded.prefetched and fetcher is not None:
-            fetcher.batches[:0] = loaded.prefetched
-        self._finished = True
-        consumed = loaded.positions.get("consumed")
-        if combined is not None and consumed and not loaded.ended_epoch:
-            combined._iterator._consumed = list(consumed)
-        self._count_batches()
-        self._load_rng()
-        if begins and fetcher is not None:
-            vars(fit_loop).pop("_load_combined_loader_states", None)
-            iter(fetcher)
-
-    def _count_batches(self) -> None:
+    def _count_batches(self, dealt: Mapping[int, tuple[int, int]]) -> None:
         """Count batches as if the present ranks had made those before."""
         fit_loop = self._trainer.fit_loop
         progress, batches = fit_loop.epoch_loop.batch_progress.current, fit_loop.max_batches
-        if batches == math.inf or not (self._loaded.ended_epoch or self._dealt):
+        if batches == math.inf or not (self._loaded.ended_epoch or dealt):
             return
         done = batches
         if not self._loaded.ended_epoch:
             # The epoch ends with the last batch dealt.
             combined = fit_loop._combined_loader
-            lengths = {number: len(combined.flattened[number]) for number in self._dealt}
+            lengths = {number: len(combined.flattened[number]) for number in dealt}
             decides = min if combined._mode == "min_size" else max
             number = decides(lengths, key=lengths.__getitem__)
-            dealt, rest = self._dealt[number]
-            done = int(min(batches, max(0, batches - rest if batches == lengths[number] else dealt)))
+            before, rest = dealt[number]
+            done = int(min(batches, max(0, batches - rest if batches == lengths[number] else before)))
         unfinished = progress.ready - progress.completed
         progress.ready = progress.started = progress.processed = done
         progress.completed = done - unfinished

@@ -15,24 +15,23 @@ from typing import Any, Final, TypeVar, final
 
 from ckpt_core.cadence import OnPreemption, SavePolicy, preemptions
 from ckpt_core.disclosure import logger_of
+from ckpt_core.hosting import shadow
 
 T = TypeVar("T")
 
 JOB: Final = "slurm_job"
 """The annotation that names the job of a checkpoint."""
 _SECONDS: Final = 60
-_REGISTER: Final = "register_signal_handlers"
 _logger = logger_of(__name__)
 
 
 @final
 class SignalTakeover:
-    """Keeps the core's signal handlers ahead of Lightning's until `give_back`.
+    """Keeps the core's signal handlers ahead of Lightning's until the end of a fit.
 
-    Lightning remembers the handlers that it finds and puts those back at its end, so ours are set aside
-    while it looks. Its own SIGTERM handler waits for a collective: ranks that are signalled one after
-    another, or in the middle of a step, hang in it. Under SLURM its SIGUSR1 handler saves wherever the signal
-    arrives.
+    Lightning's SIGTERM handler waits for a collective: ranks that are signalled one after another, or in the
+    middle of a step, hang in it. Under SLURM its SIGUSR1 handler saves wherever the signal arrives. At its
+    end Lightning puts back the handlers that it has found, which are ours: so those before follow.
 
     Args:
         noted: one of them, to be noted for `was_noted`; None for none.
@@ -40,54 +39,45 @@ class SignalTakeover:
 
     def __init__(self, connector: Any, names: Iterable[str], noted: str | None = None) -> None:
         on_main = threading.current_thread() is threading.main_thread()
-        self._numbers = [signal.Signals[name] for name in sorted(names)] if on_main else []
         self._connector = connector
-        self._before: dict[signal.Signals, Any] = {}
+        self._before = {each: _handler(each) for each in map(signal.Signals.__getitem__, names) if on_main}
         self._ours: dict[signal.Signals, Any] = {}
-        self._theirs: dict[signal.Signals, Any] = {}
-        self._noted = signal.Signals[noted] if noted is not None and on_main else None
+        self._noted = noted
         self.was_noted = False
+
+    def made_by(self, make: Callable[[], T]) -> T:
+        """Call `make`; keep the handlers that it installs ahead of Lightning's."""
+        if self._noted is not None:  # the core's handler calls the one before it
+            _install({each: self._note for each in self._before if each.name == self._noted})
+        made = make()
+        self._ours = {number: _handler(number) for number in self._before}
+        if self._ours:
+            methods = {"register_signal_handlers": self._register, "teardown": self._teardown}
+            shadow(self._connector, methods)
+        return made
 
     def _note(self, *_: Any) -> None:
         self.was_noted = True
 
-    def made_by(self, make: Callable[[], T]) -> T:
-        """Call `make`; keep the handlers that it installs ahead of Lightning's."""
-        self._before = {number: _handler(number) for number in self._numbers}
-        if self._noted is not None:
-            _install(self._noted, self._note)  # the core's handler calls the one before it
-        made = make()
-        self._ours = {number: _handler(number) for number in self._numbers}
-        if self._numbers:
-            setattr(self._connector, _REGISTER, self._register)
-        return made
-
-    def give_back(self) -> None:
-        """Hand the signals back to Lightning's handlers; idempotent."""
-        self._connector.__dict__.pop(_REGISTER, None)
-        for number, theirs in self._theirs.items():
-            _install(number, theirs)
-        self._theirs = {}
-        if self._noted is not None and _handler(self._noted) == self._note:
-            _install(self._noted, self._before[self._noted])
-
     def _register(self) -> None:
-        for number, before in self._before.items():
-            _install(number, before)
-        getattr(type(self._connector), _REGISTER)(self._connector)
-        self._theirs = {number: _install(number, ours) for number, ours in self._ours.items()}
+        type(self._connector).register_signal_handlers(self._connector)
+        _install(self._ours)
+
+    def _teardown(self) -> None:
+        for name in ("register_signal_handlers", "teardown"):
+            vars(self._connector).pop(name, None)
+        self._connector.teardown()
+        _install(self._before)
 
 
 def _handler(number: signal.Signals) -> Any:
-    handler = signal.getsignal(number)
     # None is a handler that C code installed, which Python cannot put back.
-    return signal.SIG_DFL if handler is None else handler
+    return signal.getsignal(number) or signal.SIG_DFL
 
 
-def _install(number: signal.Signals, handler: Any) -> Any:
-    previous = _handler(number)
-    signal.signal(number, handler)
-    return previous
+def _install(handlers: Mapping[signal.Signals, Any]) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def requeue_signal(trainer: Any) -> str | None:
