@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from accelerate_ckpt._host_calls import UNSUPPORTED
 from accelerate_ckpt._progress import Progress, Window, steps_made
 from accelerate_ckpt._roll_call import RollCall
-from accelerate_ckpt._roots import Roots, Settings, newest_stock, torn_in
+from accelerate_ckpt._roots import Roots, Settings, found_at, newest_stock, torn_in
 from accelerate_ckpt._small_files import load_by_stock, read_small
 from accelerate_ckpt._state import AcceleratorState, model_part
 from ckpt_core import (
@@ -28,7 +28,6 @@ from ckpt_core import (
     CheckpointManager,
     CheckpointNotFoundError,
     ConfigError,
-    CorruptCheckpointError,
     SaveHandle,
     UnsafeCheckpointError,
 )
@@ -39,8 +38,8 @@ from ckpt_core.dcp import without_pickle
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ALLOW_PICKLE
 from ckpt_core.groups import local_part
-from ckpt_core.hosting import CheckpointPath, Kind, attach, attached_to, detach, kind_of, ranking
-from ckpt_core.names import MARKER, METADATA
+from ckpt_core.hosting import CheckpointPath, Kind, attach, attached_to, detach, ranking
+from ckpt_core.names import METADATA
 from ckpt_core.options import CheckpointOptions, shows_options
 from ckpt_core.retention import RetentionPolicy
 from ckpt_core.storage import Storage
@@ -468,17 +467,10 @@ class AcceleratorCheckpoints:
     def _load_place(self, place: CheckpointPath, arguments: Mapping[str, Any]) -> None:
         manager = self._roots.managers.at(place.root)
         manager.fetcher.fetch(name=place.name)
-        where = f"{manager.storage.url}/{place.name}"
-        kind, problem = self._roots.managers.once(lambda: _looked_at(manager.storage, place.name))
-        if problem:
-            raise ConfigError(f"{where} is no checkpoint: {problem}")
+        storage, newest = manager.storage, "load_state() without a directory"
+        kind = self._roots.managers.once(lambda: found_at(storage, place.name, newest=newest))
         if kind is Kind.NOTHING:
-            raise CheckpointNotFoundError(f"there is no checkpoint at {where}")
-        if kind is Kind.TORN:
-            raise CorruptCheckpointError(
-                f"{where} was never committed: its save was interrupted, and nothing was loaded. Load "
-                "another one, or call load_state() without a directory to get the newest that is whole"
-            )
+            raise CheckpointNotFoundError(f"there is no checkpoint at {storage.url}/{place.name}")
         if kind is Kind.STOCK:
             self._load_stock(manager, place.name, arguments)
         else:
@@ -640,18 +632,3 @@ def checkpoints(accelerator: Accelerator) -> AcceleratorCheckpoints:
 def tell_restored(step: int, root: str, name: str) -> None:
     """Say what a run goes on from, where a script without a logging setup shows it."""
     _logger.warning("Restored step %d of %s (checkpoint %s)", step, root, name)
-
-
-def _looked_at(storage: Storage, name: str) -> tuple[Kind, str]:
-    """Return the kind of what was named, and why it cannot be meant, if so."""
-    try:
-        kind = kind_of(storage, name)
-    except NotADirectoryError:
-        return Kind.NOTHING, "it is a file; give load_state the directory that it is in"
-    # Stock Accelerate, too, writes the random states of every rank directly into a checkpoint.
-    if kind in {Kind.COMMITTED, Kind.TORN} or storage.exists(f"{name}/random_states_0.pkl"):
-        return kind, ""
-    inside = [entry.name for entry in storage.list(name) if storage.exists(f"{name}/{entry.name}/{MARKER}")]
-    if not inside:
-        return kind, ""
-    return kind, f"it holds {len(inside)}; load one of them, such as {storage.url}/{name}/{inside[-1]}"

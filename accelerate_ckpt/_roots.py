@@ -17,11 +17,12 @@ from typing import Any, Literal, Self, final
 from accelerate import Accelerator
 
 from accelerate_ckpt._small_files import Pickles
-from ckpt_core import CheckpointManager, CheckpointOptions, ConfigError, LoadError
+from ckpt_core import CheckpointManager, CheckpointOptions, ConfigError, CorruptCheckpointError, LoadError
 from ckpt_core.commit import file_as_root
 from ckpt_core.coordination import HOST_VARIABLE, Coordinator, Solo
 from ckpt_core.disclosure import logger_of
 from ckpt_core.hosting import CheckpointPath, Kind, ManagersByRoot, RunRoot, kind_of, root_of
+from ckpt_core.names import MARKER
 from ckpt_core.options import parse_yaml, read_document
 from ckpt_core.provenance import CODE_VERSION_VARIABLE
 from ckpt_core.retention import RetentionPolicy
@@ -326,6 +327,39 @@ def newest_stock(storage: Storage) -> str | None:
         and kind_of(storage, entry.name) is Kind.STOCK
     ]
     return max(numbered)[1] if numbered else None
+
+
+def found_at(storage: Storage, name: str, *, newest: str) -> Kind:
+    """Return whether a checkpoint of ours, or of the host, is there; on one rank.
+
+    `newest` tells how the host is asked for the newest.
+
+    Raises:
+        CorruptCheckpointError: it was never committed.
+        ConfigError: it is a file, or holds checkpoints.
+    """
+    where, kind, inside = f"{storage.url}/{name}", Kind.NOTHING, list[str]()
+    try:
+        kind = kind_of(storage, name)
+        if kind not in {Kind.COMMITTED, Kind.TORN}:
+            inside = [
+                each.name for each in storage.list(name) if storage.exists(f"{name}/{each.name}/{MARKER}")
+            ]
+    except NotADirectoryError:
+        raise ConfigError(
+            f"{where} is no checkpoint: it is a file; give the directory that it is in"
+        ) from None
+    if kind is Kind.TORN:
+        raise CorruptCheckpointError(
+            f"{where} was never committed: its save was interrupted, and nothing was loaded. Load another "
+            f"one, or the newest that is whole, by {newest}"
+        )
+    if inside:
+        raise ConfigError(
+            f"{where} is no checkpoint: it holds {len(inside)}; load one of them, such as "
+            f"{where}/{inside[-1]}, or the newest, by {newest}"
+        )
+    return kind
 
 
 def torn_in(storage: Storage) -> list[str]:

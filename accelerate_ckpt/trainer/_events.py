@@ -106,9 +106,7 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
         if not (self.gated and self.own_evaluation and wanted):
             return
         # What was measured may differ in its last bit from rank to rank.
-        if self._session.coordinator.run_on_coordinator(
-            lambda: is_new_best(wanted, state.log_history, state.global_step)
-        ):
+        if self._session.managers.once(lambda: is_new_best(wanted, state.log_history, state.global_step)):
             self.reason = BEST
             control.should_save = True
 

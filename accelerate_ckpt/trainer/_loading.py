@@ -17,6 +17,7 @@ from transformers.trainer import SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from accelerate_ckpt._host_calls import private_directory, torch_bytes
+from accelerate_ckpt._roots import found_at
 from accelerate_ckpt._small_files import Pickles, verified_files, write_files
 from accelerate_ckpt.trainer._data import DataProgress, Resumed, generators_file, progress_file
 from accelerate_ckpt.trainer._session import TrainerSession
@@ -36,7 +37,7 @@ from ckpt_core.dcp import check_stock, without_pickle
 from ckpt_core.disclosure import logger_of
 from ckpt_core.formats.codec import damage
 from ckpt_core.groups import local_part
-from ckpt_core.hosting import CheckpointPath, Kind, kind_of, root_of
+from ckpt_core.hosting import CheckpointPath, Kind, kind_of
 from ckpt_core.names import METADATA
 from ckpt_core.state import derive_rng, load_rng_state, rng_seed, rng_state
 from ckpt_core.storage import Storage
@@ -88,7 +89,7 @@ def chosen(
     checkpoint: Any = wanted
     manager = session.manager
     if wanted is True:
-        checkpoint = newest_of_tiers(manager, session.coordinator)
+        checkpoint = newest_of_tiers(manager, session.managers.coordinator)
         if checkpoint is None:
             _logger.warning(
                 "resume_from_checkpoint=True: there is none in %s yet; training begins at step 0%s",
@@ -100,7 +101,7 @@ def chosen(
         yield checkpoint
         return
     place, checkpoint = CheckpointPath.of(checkpoint), os.fspath(checkpoint)
-    if wanted is not True and place.root == root_of(manager.storage.url):
+    if wanted is not True and place.root == session.root.path:
         manager.fetcher.fetch(name=place.name)
     ours = is_ours(session, checkpoint)
     _require_change(session, place if ours else None)
@@ -109,7 +110,7 @@ def chosen(
         yield checkpoint
         return
     with collective_phase(
-        session.coordinator,
+        session.managers.coordinator,
         f"{checkpoint} could not be read, and nothing was loaded",
         what="verifying small files",
     ):
@@ -131,24 +132,8 @@ def chosen(
 def is_ours(session: TrainerSession, checkpoint: str) -> bool:
     """Return whether a checkpoint is ours and committed, or else stock's. Collective."""
     place = CheckpointPath.of(checkpoint)
-    storage = session.storage_at(place.root)
-
-    def look() -> tuple[Kind, list[str]]:
-        is_directory = "://" in checkpoint or Path(checkpoint).is_dir()
-        inside = Catalog(session.storage_at(root_of(checkpoint))).committed() if is_directory else []
-        return kind_of(storage, place.name), [info.name for info in inside]
-
-    kind, inside = session.coordinator.run_on_coordinator(look)
-    if kind is Kind.TORN:
-        raise CorruptCheckpointError(
-            f"{checkpoint} was never committed: its save was interrupted, and nothing was loaded. Use "
-            "resume_from_checkpoint=True to get the newest that is whole"
-        )
-    if kind is not Kind.COMMITTED and inside:
-        raise ConfigError(
-            f"{checkpoint} is no checkpoint, but holds {len(inside)}: resume from one of them, such as "
-            f"{checkpoint}/{inside[-1]}, or set output_dir to it and resume_from_checkpoint=True"
-        )
+    storage, newest = session.storage_at(place.root), "resume_from_checkpoint=True with its output_dir"
+    kind = session.managers.once(lambda: found_at(storage, place.name, newest=newest))
     return kind is Kind.COMMITTED
 
 
@@ -161,7 +146,7 @@ def require_readable(session: TrainerSession, checkpoint: str, *, ours: bool) ->
     place = CheckpointPath.of(checkpoint)
     storage = session.storage_at(place.root)
     if judge is not None:
-        session.coordinator.run_on_coordinator(lambda: require_trusted(storage, place.name, judge))
+        session.managers.once(lambda: require_trusted(storage, place.name, judge))
     if ours or session.settings.pickles.allowed:
         return
 
@@ -171,7 +156,7 @@ def require_readable(session: TrainerSession, checkpoint: str, *, ours: bool) ->
             if (each / METADATA).exists():
                 check_stock(each)
 
-    session.coordinator.run_on_coordinator(check, what="checking what stock DCP wrote")
+    session.managers.coordinator.run_on_coordinator(check, what="checking what stock DCP wrote")
 
 
 def unpickling_nothing(pickles: Pickles) -> AbstractContextManager[None]:
@@ -181,11 +166,11 @@ def unpickling_nothing(pickles: Pickles) -> AbstractContextManager[None]:
 
 def _require_change(session: TrainerSession, ours: CheckpointPath | None) -> None:
     """Refuse a training that would not say which hyperparameters were changed."""
-    url = session.manager.storage.url
-    if not session.settings.override or (ours is not None and ours.root == root_of(url)):
+    if not session.settings.override or (ours is not None and ours.root == session.root.path):
         return
     raise ConfigError(
-        f"override= changes a training midway, and this one resumes no checkpoint of ours in {url}: call "
+        "override= changes a training midway, and this one resumes no checkpoint of ours in "
+        f"{session.manager.storage.url}: call "
         "train(resume_from_checkpoint=True), or begin with these values in the script, without override="
     )
 

@@ -14,9 +14,9 @@ from transformers import Trainer, TrainingArguments
 
 from accelerate_ckpt._roots import Settings
 from ckpt_core import CheckpointManager, CheckpointOptions, ConfigError, KeepAll, KeepBest
-from ckpt_core.coordination import coordinator_for_job
+from ckpt_core.coordination import Coordinator
 from ckpt_core.disclosure import logger_of
-from ckpt_core.hosting import CheckpointPath, Kind, RunRoot, kind_of, root_of
+from ckpt_core.hosting import CheckpointPath, Kind, ManagersByRoot, RunRoot, kind_of, root_of
 from ckpt_core.names import MARKER, run_name
 from ckpt_core.retention import RetentionPolicy
 from ckpt_core.state import StateSource, TrainState
@@ -106,6 +106,7 @@ class TrainerSession:
     Trainer of this process may want the directory: then there is a manager that catches and claims nothing.
 
     Attributes:
+        root: of the run's own checkpoints.
         best: what the checkpoint that was resumed from calls the best.
         preempted: whether a preemption has ended the last training.
         saved_step: the last step that was saved since the training began.
@@ -115,18 +116,22 @@ class TrainerSession:
         self._trainer = trainer
         self.settings = settings
         self._sinks = settings.with_numbers(sinks, self._log)
-        self.coordinator = coordinator_for_job(deadline_seconds=settings.options.deadline_seconds)
         self.output = trainer.args.output_dir or "."
-        root = RunRoot.of(self.output if settings.root is None else settings.root)
-        self._storage = root.storage or self._opened(root.path)
+        given = self.output if settings.root is None else settings.root
+        deadline = settings.options.deadline_seconds
+        place = given if isinstance(given, Storage) else root_of(given)
+        self.root = RunRoot.of(
+            open_storage(place, settings.options.storage_options, deadline_seconds=deadline)
+        )
+        self.managers = ManagersByRoot(self._made, deadline_seconds=deadline)
         self._closed, self._tells, self._begun_at = False, True, 0
         self._begun = False
         self._there = frozenset[str]()
         self.best: str | None = None
-        self.saved_step: int | None = None
         self.preempted = False
+        self.saved_step: int | None = None
         self._options = self._options_now(saves=False)
-        self.manager = self._made()
+        self.manager = self.managers.at(self.root.path)
 
     @contextmanager
     def training(self) -> Generator[CheckpointManager]:
@@ -134,8 +139,7 @@ class TrainerSession:
         if self._closed:
             raise ConfigError("the checkpoints of this Trainer are closed: call enable_trainer() again")
         self.preempted, self.best, self._tells = False, None, True
-        self._options = self._options_now(saves=True)  # while it trains, `args` are changed
-        self._replace()
+        self._replace(saves=True)
         try:
             yield self.manager
         except BaseException as error:
@@ -145,8 +149,7 @@ class TrainerSession:
         self.manager.wait()
         self.manager.due()
         self.preempted = self.manager.preempted
-        self._options = self._options_now(saves=False)
-        self._replace()
+        self._replace(saves=False)
 
     def begin(self, step: int) -> None:
         """Begin, or begin again; from an earlier step than was saved, on a new lineage."""
@@ -157,11 +160,11 @@ class TrainerSession:
         self.manager.has_weights()
         self._begun, self._options = True, replace(self._options, init_from=None)
         if self.saved_step is not None and step < self.saved_step:
-            self._replace()
+            self._open()
         self.saved_step, self._begun_at = None, step
-        if not self._storage.supports_rename:
+        if not self.manager.storage.supports_rename:
             # Once, for a request to a bucket at each save would be waited for by the training.
-            found = self.coordinator.run_on_coordinator(lambda: sorted(self._storage.directories("")))
+            found = self.managers.once(lambda: sorted(self.manager.storage.directories("")))
             self._there = frozenset(found)
 
     def load(
@@ -173,44 +176,40 @@ class TrainerSession:
         change: Mapping[str, Any] | None = None,
     ) -> bool:
         """Load, and return whether it is a checkpoint of the run's own root."""
-        place, manager = CheckpointPath.of(checkpoint), self.manager
-        if place.root == root_of(manager.storage.url):
-            manager.load(state, name=place.name, items=items, override=change)
-            return True
-        options = replace(manager.options, save=None, keep=None, upload=None, export=None)
-        storage = self.storage_at(place.root)
-        with CheckpointManager(storage, coordinator=self.coordinator, options=options) as other:
-            other.load(state, name=place.name, items=items)
-            manager.begin_from(other)
-        return False
+        place = CheckpointPath.of(checkpoint)
+        manager, own = self.managers.at(place.root), place.root == self.root.path
+        manager.load(state, name=place.name, items=items, override=change if own else None)
+        if not own:
+            self.manager.begin_from(manager)
+        return own
 
     def storage_at(self, root: str) -> Storage:
-        """Return the storage of a root, spelled as by `root_of`."""
-        return self._storage if root == root_of(self._storage.url) else self._opened(root)
+        """Return the storage of a root, spelled as by `root_of`. Collective."""
+        return self.managers.at(root).storage
 
     def path_of(self, name: str) -> str:
         """Return the path of a checkpoint as the Trainer itself would write it."""
         if self.settings.root is None:
             return os.path.join(self.output, name)  # noqa: PTH118 - may be a URL
-        return f"{self._storage.url}/{name}"
+        return f"{self.manager.storage.url}/{name}"
 
     def name_of(self, step: int) -> str:
         """Return the name for a save of `step`; collective in a bucket that has it.
 
         There nothing is replaced: what has the name already, of a training before or of this step, stays.
         """
-        name, storage, again = f"checkpoint-{step}", self._storage, step == self.saved_step
+        name, storage, again = f"checkpoint-{step}", self.manager.storage, step == self.saved_step
         if not storage.supports_rename:
             if not again and name not in self._there:
                 return name
             taken = {Kind.COMMITTED, Kind.STOCK}
-            return self.coordinator.run_on_coordinator(
+            return self.managers.once(
                 lambda: (
                     run_name(name, secrets.token_hex(4)) if again or kind_of(storage, name) in taken else name
                 )
             )
-        ahead = step > self._begun_at and not again
-        if self._tells and ahead and self.coordinator.is_coordinator and storage.exists(f"{name}/{MARKER}"):
+        tells = self._tells and self.managers.coordinator.is_coordinator
+        if tells and step > self._begun_at and not again and storage.exists(f"{name}/{MARKER}"):
             self._tells = False
             _logger.warning(
                 "%s/%s is of a training before, and is replaced when step %d of this one is complete, as by "
@@ -223,25 +222,21 @@ class TrainerSession:
 
     def best_left(self, found: str | None) -> str | None:
         """Return the best checkpoint that one rank has found, or that is still there."""
-        best = self.best
+        if (best := self.best) is None:
+            return self.managers.once(lambda: found)
+        place = CheckpointPath.of(best)
+        storage = self.storage_at(place.root)
 
         def look() -> str | None:
-            if found is not None or best is None:
-                return found
-            place = CheckpointPath.of(best)
-            return best if kind_of(self.storage_at(place.root), place.name) is Kind.COMMITTED else None
+            left = best if kind_of(storage, place.name) is Kind.COMMITTED else None
+            return left if found is None else found
 
-        return self.coordinator.run_on_coordinator(look)
+        return self.managers.once(look)
 
     def close(self) -> None:
         """Wait for the save in flight and release the output directory; idempotent."""
-        if self._closed:
-            return
         self._closed = True
-        try:
-            self.manager.close()
-        finally:
-            self.coordinator.close()
+        self.managers.close()
 
     def _log(self, numbers: Mapping[str, float], step: int) -> None:
         """Give numbers to the callbacks that report, and not to `log_history`."""
@@ -253,17 +248,21 @@ class TrainerSession:
         trainer.callback_handler.on_log(trainer.args, trainer.state, trainer.control, logs)
         trainer.control.should_log = due
 
-    def _opened(self, root: str) -> Storage:
-        options = self.settings.options
-        return open_storage(root, options.storage_options, deadline_seconds=options.deadline_seconds)
+    def _replace(self, *, saves: bool) -> None:
+        """Begin with new managers, and `args` as they are: while it trains, they are changed."""
+        self._options = self._options_now(saves=saves)
+        self._open()
 
-    def _replace(self) -> None:
-        self.manager.close()
-        self.manager, self.saved_step = self._made(), None
+    def _open(self) -> None:
+        self.managers.close_managers()
+        self.manager, self.saved_step = self.managers.at(self.root.path), None
 
-    def _made(self) -> CheckpointManager:
+    def _made(self, root: str, coordinator: Coordinator) -> CheckpointManager:
+        options = self._options
+        if root != self.root.path:
+            options = replace(options, save=None, keep=None, upload=None, export=None, init_from=None)
         manager = CheckpointManager(
-            self._storage, options=self._options, coordinator=self.coordinator, sinks=self._sinks
+            self.root.opens(root), options=options, coordinator=coordinator, sinks=self._sinks
         )
         manager.same_options.add(**self.settings.of_host)
         return manager
