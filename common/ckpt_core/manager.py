@@ -289,16 +289,19 @@ class CheckpointManager:
         if self._initial is not None:
             _logger.warning("init_from= is given, and nothing has loaded it: call resume() or initialise()")
             self._initial = None
-        with self._meter.save(request.step, request.name, request.annotations) as measured:
-            if self._cadence.pending:
-                self._saver.in_flight.settle()  # back-pressure must not leave out the last save
-            self._uploads.before_save(preempted=self.preempted)
-            handle = measured.handle = self._saver.save(request, state)
-            measured.skipped = self._saver.skipped
-            if handle is not None:
-                self._uploads.follow(handle, number)
-                self._cadence.saved(request.step)
-                self._journal.seen(request.step, began=(measured.began, measured.time))
+        try:
+            with self._meter.save(request.step, request.name, request.annotations) as measured:
+                if self._cadence.pending:
+                    self._saver.in_flight.settle()  # back-pressure must not leave out the last save
+                self._uploads.before_save(preempted=self.preempted)
+                handle = measured.handle = self._saver.save(request, state)
+                measured.skipped = self._saver.skipped
+                if handle is not None:
+                    self._uploads.follow(handle, number)
+                    self._cadence.saved(request.step)
+                    self._journal.seen(request.step, began=(measured.began, measured.time))
+        finally:
+            self._journal.waited()  # also for a save that failed: its stall is time of this training
         return handle
 
     @property

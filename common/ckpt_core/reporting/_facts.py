@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -20,7 +21,6 @@ from ckpt_core.types import CheckpointInfo
 
 _KINDS: Final = ("save", "load", "upload", "prune", "retention", "cadence")
 _MEASURES: Final = ("stall_seconds", "slowdown_seconds", "durable_seconds", "uploaded_seconds", "size_bytes")
-_ENDS: Final = frozenset({"end", "preempted", "unclean"})
 _A_DAY: Final = 86_400.0
 """By which a clock may be ahead of that of the report."""
 _WORTH: Final = 0.001
@@ -34,17 +34,7 @@ _LATEST: Final = 7_258_118_400.0  # the year 2200
 @final
 @dataclass(kw_only=True, slots=True)
 class Report:
-    """Everything known about a root.
-
-    Attributes:
-        made: Unix time of the report.
-        runs: starts of the job, the earliest first; fields as in the schema of `ckpt report --json`.
-        events: the records of the journal by kind: save, load, upload, prune, retention and cadence.
-        checkpoints: those in the root now, the marked and abandoned ones, too.
-        spreads: measure -> distribution over all saves.
-        balance: where the time of training went, in seconds, as far as it was measured.
-        optimum: what the best interval would have cost; None if that is unknown.
-    """
+    """Everything known about a root; fields as in the schema of `ckpt report --json`."""
 
     root: str
     made: float
@@ -60,24 +50,20 @@ class Report:
 
 
 def report_of(storage: Storage, now: float) -> Report:
-    """Report on a root, as far as its journal and its manifests know it.
-
-    The report bears the Unix time `now`.
+    """Report on a root at the Unix time `now`, as far as its journal and manifests know it.
 
     Raises:
         OSError: storage failed.
     """
-    found = read_events(storage)
-    history = [each for each in found if each["kind"] == "run"]
-    survey = Catalog(storage).survey()
+    found, survey = read_events(storage), Catalog(storage).survey()
     events = {kind: [each for each in found if each["kind"] == kind] for kind in _KINDS}
-    of_run: dict[str, list[Record]] = {}
+    of_run = defaultdict[str, list[Record]](list)
     for each in found:
-        if each["run"]:
-            of_run.setdefault(each["run"], []).append(each)
-    runs = [_run(run, own) for run, own in of_run.items()]
+        of_run[each["run"]].append(each)
+    runs = [_run(run, own) for run, own in of_run.items() if run]
     runs.sort(key=lambda run: (run["begin"] or 0.0, run["run"]))
     known = {name: _values(committed(events), name) for name in _MEASURES}
+    history = [each for each in found if each["kind"] == "run"]
     report = Report(
         root=public_url(storage.url),
         made=now,
@@ -86,14 +72,13 @@ def report_of(storage: Storage, now: float) -> Report:
         checkpoints=survey.everything,
         unreadable=sorted(survey.unreadable),
         spreads={name: _spread(values) for name, values in known.items() if values},
-        balance=_balance(runs, events),
+        balance=_balance(runs, of_run, events),
         optimum=_optimum(events, _rate(history, events, runs)),
     )
-    report.unknown, report.advice = list(_unknown(report)), list(_advice(report))
-    if not report.advice:
-        report.advice = [
-            "Too little was measured for advice: let the job save a few times with its journal on."
-        ]
+    report.unknown = list(_unknown(report))
+    report.advice = list(_advice(report)) or [
+        "Too little was measured for advice: let the job save a few times with its journal on."
+    ]
     return report
 
 
@@ -104,13 +89,9 @@ def committed(events: Mapping[str, Sequence[Record]]) -> list[Record]:
 
 def times_in(report: Report, events: Iterable[Record]) -> list[float]:
     """Return the times of events whose clock can have been right."""
-    times = map(_clock, events)
-    return [time for time in times if time is not None and time <= report.made + _A_DAY]
-
-
-def _clock(each: Record) -> float | None:
-    time = each.get("time")
-    return float(time) if isinstance(time, int | float) and _EARLIEST <= time <= _LATEST else None
+    return [
+        each["time"] for each in events if _EARLIEST <= each["time"] <= min(_LATEST, report.made + _A_DAY)
+    ]
 
 
 def _values(records: Iterable[Record], name: str) -> list[float]:
@@ -129,19 +110,16 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def _run(run: str, records: Sequence[Record]) -> dict[str, Any]:
-    events = [each for each in records if each["kind"] == "run"]
+    ends, losses = _ends_and_losses(records)
     # The next run writes that one died: that is no sign of life.
-    alive = [each for each in records if each.get("event") != "unclean"]
-    times = sorted(time for each in alive if (time := _clock(each)) is not None)
-    ends = [each for each in events if each.get("event") in _ENDS]
-    # A forced end and a record of it by the next run: what the run itself wrote counts.
-    ends.sort(key=lambda each: each.get("event") == "unclean")
-    end = str(ends[0]["event"]) if ends else ""
-    known = [*_values(records, "training_seconds"), *_values(ends[:1], "seconds")]
-    has_start = any(each.get("event") in {"start", "resume"} for each in events)
+    alive = [each["time"] for each in records if each.get("event") != "unclean"]
+    times = sorted(time for time in alive if _EARLIEST <= time <= _LATEST)
+    known = [*_values(records, "training_seconds"), *_values(ends, "seconds")]
+    events = [each for each in records if each["kind"] == "run"]
+    has_start = any(each["event"] in {"start", "resume"} for each in events)
     steps = [each["step"] for each in records if each["kind"] != "load" and each.get("step") is not None]
-    losses = [*ends[:1], *(each for each in events if each.get("event") == "resume")]
     covered = max(known, default=0.0) - (0.0 if has_start else min(known, default=0.0))
+    end = str(ends[0]["event"]) if ends else ""
     return {
         "run": run,
         "begin": times[0] if times else None,
@@ -149,7 +127,7 @@ def _run(run: str, records: Sequence[Record]) -> dict[str, Any]:
         "end": end,
         "first_step": min(steps, default=None),
         "last_step": max(steps, default=None),
-        "devices": max((each["devices"] for each in events if each.get("devices")), default=None),
+        "devices": max((each["devices"] for each in events if each["devices"]), default=None),
         "seconds": max(known, default=None),
         "covered": max(0.0, covered) if len(events) < len(records) else 0.0,
         "lost_steps": int(sum(_values(losses, "lost_steps"))),
@@ -158,16 +136,29 @@ def _run(run: str, records: Sequence[Record]) -> dict[str, Any]:
     }
 
 
-def _balance(runs: Sequence[Record], events: Mapping[str, Sequence[Record]]) -> dict[str, Any]:
-    """Say where time went; a run that did not write its own end may have lost more."""
+def _ends_and_losses(records: Iterable[Record]) -> tuple[list[Record], list[Record]]:
+    """Return how a run ended, if that is known, and all after which steps were done again.
+
+    Of two ends, one of them found by the next run, what the run itself wrote counts.
+    """
+    ends = [each for each in records if each.get("event") in {"end", "preempted", "unclean"}]
+    ends = sorted(ends, key=lambda each: each["event"] == "unclean")[:1]
+    return ends, [*(each for each in records if each.get("event") == "resume"), *ends]
+
+
+def _balance(
+    runs: Sequence[Record], of_run: Mapping[str, Sequence[Record]], events: Mapping[str, Sequence[Record]]
+) -> dict[str, Any]:
+    """Say where time went, each second once; a run without an end of its own may have lost more."""
     covered = [run for run in runs if run["covered"]]
     names = {run["run"] for run in covered}
     saves, loads = ([each for each in events[kind] if each["run"] in names] for kind in ("save", "load"))
     found = {
-        "covered": sum(run["covered"] for run in covered),
+        "covered": sum(max(0.0, run["covered"] - _loads_within(of_run[run["run"]])) for run in covered),
         "stall": sum(_values(saves, "stall_seconds")),
-        "slowdown": sum(_values(saves, "slowdown_seconds")),
-        "lost": sum(run["lost_seconds"] for run in covered),
+        # Of a few saves the noise of steps may outweigh it: that is no time gained.
+        "slowdown": max(0.0, sum(_values(saves, "slowdown_seconds"))),
+        "lost": sum(max(0.0, run["lost_seconds"] - _cost_within_lost(of_run[run["run"]])) for run in covered),
         "loading": sum(_values(loads, "seconds")),
     }
     # From the last sign of a run that failed to the next start; in no other figure.
@@ -177,6 +168,27 @@ def _balance(runs: Sequence[Record], events: Mapping[str, Sequence[Record]]) -> 
         if run["end"] == "unclean" and run["until"] is not None
     ]
     return found | {"down": sum(down), "exact": all(run["exact"] for run in covered)}
+
+
+def _cost_within_lost(records: Sequence[Record]) -> float:
+    """Return the seconds of saves that lie within the work that a run lost."""
+    found, since = 0.0, -math.inf
+    for each in sorted(_ends_and_losses(records)[1], key=lambda loss: loss["time"]):
+        step, until = each["step"] or 0, each["time"]
+        kept = step if each["event"] == "resume" else step - (each["lost_steps"] or 0)
+        saves = [save for save in records if save["kind"] == "save" and since < save["time"] <= until]
+        lost = [save for save in saves if (save["step"] or 0) > kept]
+        found += sum(_values(lost, "stall_seconds")) + max(0.0, sum(_values(lost, "slowdown_seconds")))
+        since = until
+    return found
+
+
+def _loads_within(records: Sequence[Record]) -> float:
+    """Return the seconds of loads between the first step of a run and its last."""
+    times = [each["time"] for each in records if each["kind"] == "progress" or each.get("event") == "start"]
+    first, last = min(times, default=0.0), max(times, default=0.0)
+    loads = [each for each in records if each["kind"] == "load" and first < each["time"] < last]
+    return sum(_values(loads, "seconds"))
 
 
 def goodput(balance: Mapping[str, Any]) -> float | None:
@@ -204,7 +216,7 @@ def _optimum(events: Mapping[str, Sequence[Record]], rate: FailureRate | None) -
                 steps.append(gaps[-1] / (each["step"] - (before.get("step") or 0)))
     if not gaps or not stalls or rate is None or rate.mtbf <= 0:
         return None
-    cost = median(stalls) + median(slower or [0.0])
+    cost = median(stalls) + max(0.0, median(slower or [0.0]))
     known = {"cost": cost, "durable": median(durable or [cost]), "mtbf": rate.mtbf}
     restart = median(_values(events["load"], "seconds") or [0.0])
     interval, per_step, best = median(gaps), median(steps or [0.0]), optimal_interval(**known)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from io import BytesIO
-from typing import TYPE_CHECKING, Any, Final, TypeVar, final
+from typing import Any, Final, TypeVar, final
 
 from jinja2 import Environment
 
@@ -16,9 +16,6 @@ from ckpt_core.disclosure import printable
 from ckpt_core.journal import MOST_STEPS
 from ckpt_core.options import bytes_text
 from ckpt_core.reporting._facts import Report, committed, goodput, moment, seconds_text, share_text, times_in
-
-if TYPE_CHECKING:
-    pass
 
 T = TypeVar("T")
 _MOST_ROWS: Final = 20
@@ -30,16 +27,7 @@ _ENDS: Final = {"end": "ended", "preempted": "preempted", "unclean": "unclean", 
 @final
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One part of a report: sentences, and a table.
-
-    Attributes:
-        key: which picture belongs to it.
-        title: its heading.
-        lines: sentences above the table.
-        columns: the heads of the table.
-        rows: its cells.
-        figures: the first column of those that are aligned to the right.
-    """
+    """One part of a report: sentences, and a table; columns from `figures` on go right."""
 
     key: str
     title: str
@@ -57,21 +45,6 @@ def sections(report: Report) -> list[Section]:
         Section("unknown", "Not known", report.unknown),
     ]
     return [each for each in found if each.lines or each.rows]
-
-
-def headline(report: Report) -> list[tuple[str, str]]:
-    """Return the few figures at the top: a label, and what it is."""
-    stall, durable = (
-        report.spreads.get(name, {}).get("median") for name in ("stall_seconds", "durable_seconds")
-    )
-    return [
-        ("goodput", _goodput_text(report.balance)),
-        ("saves", f"{len(committed(report.events)):,}"),
-        ("stall, median", seconds_text(stall)),
-        ("durable, median", seconds_text(durable)),
-        ("lost work", _at_least(seconds_text(report.balance["lost"]), exact=report.balance["exact"])),
-        ("in the root", bytes_text(sum(each.size_bytes for each in report.checkpoints))),
-    ]
 
 
 def parts_of(balance: Mapping[str, Any]) -> list[tuple[str, float]]:
@@ -121,7 +94,8 @@ def _counted(texts: Iterable[Any]) -> str:
 
 def _goodput(report: Report) -> Section:
     balance = report.balance
-    whole = balance["covered"] + balance["loading"]
+    parts = parts_of(balance)
+    whole = sum(seconds for _, seconds in parts)
     if whole <= 0:
         return Section("goodput", "Goodput")
     lines = [f"Of {seconds_text(whole)} measured, {_goodput_text(balance)} was training that counts."]
@@ -132,7 +106,7 @@ def _goodput(report: Report) -> Section:
             f"From the last signs of killed runs to the next starts went {seconds_text(balance['down'])}; "
             "that is in no other figure."
         )
-    rows = [(name, seconds_text(part), share_text(part / whole)) for name, part in parts_of(balance)]
+    rows = [(name, seconds_text(part), share_text(part / whole)) for name, part in parts]
     return Section("goodput", "Goodput", lines, ("PART", "TIME", "SHARE"), rows)
 
 
@@ -319,18 +293,24 @@ _ROW: Final = """{% macro row(each, cells, tag) %}<tr>{% for cell in cells %}<{{
 
 def page(report: Report) -> str:
     """Return a report as HTML. Every text in it is escaped, wherever it comes from."""
-    environment = Environment(
-        autoescape=True, finalize=lambda each: printable(each) if type(each) is str else each
-    )
+    plain = Environment(autoescape=True, finalize=lambda each: printable(each) if type(each) is str else each)
     try:
         pictures, note = _pictures(report), ""
     except ImportError:
         pictures, note = {}, "; for pictures install ckpt-suite[report]"
-    return environment.from_string(_ROW + _TEMPLATE).render(
+    balance, found = report.balance, {name: each["median"] for name, each in report.spreads.items()}
+    return plain.from_string(_ROW + _TEMPLATE).render(
         root=report.root,
-        made=datetime.fromtimestamp(report.made, UTC).strftime("%Y-%m-%d %H:%M"),
+        made=moment(report.made)[:16],
         note=note,
-        headline=headline(report),
+        headline=[
+            ("goodput", _goodput_text(balance)),
+            ("saves", f"{len(committed(report.events)):,}"),
+            ("stall, median", seconds_text(found.get("stall_seconds"))),
+            ("durable, median", seconds_text(found.get("durable_seconds"))),
+            ("lost work", _at_least(seconds_text(balance["lost"]), exact=balance["exact"])),
+            ("in the root", bytes_text(sum(each.size_bytes for each in report.checkpoints))),
+        ],
         sections=sections(report),
         pictures=pictures,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import secrets
 import sys
@@ -14,7 +15,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from ckpt_core import CheckpointManager, EverySteps, KeepEvery, KeepLatest, Upload
+from ckpt_core import CheckpointManager, EverySteps, KeepEvery, KeepLatest, SaveError, TrainState, Upload
 from ckpt_core.cadence import expected_overhead, optimal_interval
 from ckpt_core.cli import main
 from ckpt_core.commit import Catalog
@@ -52,7 +53,8 @@ def run_of(run, begin, *, saves, end, lost=0.0, first=0, every=100.0):
         lines.append(line("progress", time, run, step=step, training_seconds=time - begin))
     if end:
         fields = {"seconds": time - begin, "lost_seconds": lost, "lost_steps": int(lost / 2)}
-        lines.append(line("run", time + 60, run, event=end, step=step, world_size=8, devices=8, **fields))
+        last = step + fields["lost_steps"]  # it trained on after its last save
+        lines.append(line("run", time + 60, run, event=end, step=last, world_size=8, devices=8, **fields))
     return lines
 
 
@@ -109,6 +111,71 @@ def test_goodput_is_training_without_stalls_slowdown_lost_work_and_loads(tmp_pat
     assert (balance["lost"], balance["loading"]) == (50.0, 20.0)
     assert balance["down"] == 200.0  # from the last sign of the run that died to the next start
     assert goodput(balance) == pytest.approx((2000 - 40 - 20 - 50) / 2020)
+
+
+def shares(root):
+    """The report's shares of time, in the table that users see."""
+    (found,) = (each for each in sections(report_of(open_storage(root), NOW)) if each.key == "goodput")
+    return {name: float(share.removesuffix(" %")) for name, _, share in found.rows}
+
+
+@pytest.mark.parametrize("least_slowdown", [-30.0, -1.0])
+def test_a_slowdown_below_the_noise_of_steps_is_no_time_gained(tmp_path, capsys, least_slowdown):
+    lines = run_of("aaaa", BEGIN, saves=3, end="end") + run_of("bbbb", BEGIN + 900, saves=3, end="end")
+    for each in lines:
+        if each["kind"] == "save":
+            each["slowdown_seconds"] = least_slowdown
+    report = report_of(written(tmp_path / "run", lines), NOW)
+
+    assert report.balance["slowdown"] == 0.0
+    assert goodput(report.balance) == pytest.approx(1 - 6 * 2 / 600)
+    assert report.optimum["cost"] == 2.0  # there is an optimum: no save earns time
+    assert sum(shares(str(tmp_path / "run")).values()) == pytest.approx(100, abs=0.1)
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert "98.0 % was training that counts" in capsys.readouterr().out
+
+
+def test_stalls_within_lost_work_are_counted_once(tmp_path):
+    died = run_of("aaaa", BEGIN, saves=4, end="unclean", lost=400.0)
+    for each in died:  # it blocks for nearly all its time, and no save commits
+        if each["kind"] == "save":
+            each.update(stall_seconds=95.0, outcome="failed")
+    died[-1] |= {"step": 200, "lost_steps": 200}
+    balance = report_of(written(tmp_path / "run", died), NOW).balance
+
+    assert (balance["covered"], balance["stall"], balance["slowdown"]) == (400.0, 380.0, 4.0)
+    assert balance["lost"] == 400.0 - 380.0 - 4.0  # trained, and lost
+    assert goodput(balance) == 0.0
+    assert sum(shares(str(tmp_path / "run")).values()) == pytest.approx(100, abs=0.1)
+
+
+def test_a_load_amid_a_run_is_no_training_too(tmp_path):
+    lines = run_of("aaaa", BEGIN, saves=10, end="end")
+    amid = {"step": 250, "name": "step-000000250", "tier": "root", "outcome": "done", "seconds": 40.0}
+    lines.insert(12, line("load", BEGIN + 530, "aaaa", **amid))
+    balance = report_of(written(tmp_path / "run", lines), NOW).balance
+
+    assert (balance["covered"], balance["loading"]) == (960.0, 40.0)
+    assert goodput(balance) == pytest.approx((960 - 20 - 10) / 1000)
+
+
+def test_the_stall_of_a_save_that_fails_lies_within_the_training(tmp_path):
+    class Failing(TrainState):
+        def capture(self):
+            hashlib.sha256(bytes(64 << 20)).digest()  # it takes its time
+            raise RuntimeError("no state")
+
+    root = tmp_path / "run"
+    with CheckpointManager(root, save=EverySteps(1)) as manager:
+        manager.maybe_save(1, {"w": torch.zeros(8)})
+        manager.wait()
+        with pytest.raises(SaveError, match="no state"):
+            manager.maybe_save(2, Failing(model=torch.nn.Linear(1, 1)))
+    report = report_of(open_storage(str(root)), time.time())
+    failed = report.events["save"][-1]
+    assert failed["outcome"] == "failed"
+    assert failed["stall_seconds"] > 0.01
+    assert report.balance["stall"] <= report.balance["covered"] + 0.001
 
 
 def test_the_optimum_is_that_of_the_formulas_and_of_the_mtbf_given(tmp_path):
