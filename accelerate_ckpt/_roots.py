@@ -145,10 +145,7 @@ def _from_file(environment: Mapping[str, str]) -> Mapping[str, Any]:
 _logger = logger_of(__name__)
 _AUTOMATIC = re.compile(r"checkpoint_(\d+)(?:\..*)?")
 _OF_ONE_ROOT = ("upload", "export", "init_from")
-_NO_ROOT = (
-    "give save_state() an output_dir, or enable() a root, or ProjectConfiguration a project_dir with "
-    "automatic_checkpoint_naming=True"
-)
+_NO_ROOT = "give enable() a root, or ProjectConfiguration a project_dir with automatic_checkpoint_naming=True"
 
 
 @final
@@ -211,7 +208,9 @@ class Roots:
         if manager is None and len(self.managers.roots) == 1:
             (manager,) = self.managers
         if manager is None:
-            raise ConfigError(f"there is no single root of checkpoints: {_NO_ROOT}")
+            raise ConfigError(
+                f"there is no single root of checkpoints: name one to load_state(), or {_NO_ROOT}"
+            )
         return manager
 
     def place(self, output_dir: str | os.PathLike[str] | None) -> CheckpointPath:
@@ -224,7 +223,7 @@ class Roots:
             # Stock Accelerate's own name.
             return CheckpointPath(root, f"checkpoint_{self._accelerator.save_iteration}")
         if output_dir is None:
-            raise ConfigError(f"there is no directory to save to: {_NO_ROOT}")
+            raise ConfigError(f"there is no directory to save to: give an output_dir, or {_NO_ROOT}")
         return CheckpointPath.of(output_dir)
 
     def continue_numbering(self) -> None:

@@ -665,8 +665,7 @@ class CheckpointManager:
                 given = ", ".join(f"{name}=…" for name in missing)
                 raise ConfigError(
                     f"{policy!r}: {' and '.join(missing)} must be known of every save, and nothing has said "
-                    f"so: call maybe_save(step, state, {given}), or due(step, {given}) before save; the "
-                    "length of the training may also be in the rule: KeepEveryFraction(0.1, total_steps=…)"
+                    f"so: call maybe_save(step, state, {given}), or due(step, {given}) before save"
                 )
 
     def _own_root(self) -> None:

@@ -135,7 +135,7 @@ class EveryFraction(_Agreed):
         if total is None:
             raise ConfigError(
                 "EveryFraction: the length of the training is unknown. Give "
-                f"EveryFraction({self.fraction}, total_steps=…) or give the manager the total."
+                f"EveryFraction({self.fraction}, total_steps=…), or maybe_save(step, state, total_steps=…)"
             )
         # Exact: 0.1 means 1/10, and k * 0.1 in floats would miss boundaries by a step.
         interval = Fraction(self.fraction).limit_denominator(1_000_000) * total

@@ -191,7 +191,7 @@ class Load:
         self._coordinator = job.coordinator
         self._telemetry = job.telemetry
         self._overwritten = overwritten
-        self._place = f"{job.storage.url}/{request.directory}"
+        self._place = "/".join(filter(None, (job.storage.url, request.directory, request.file)))
 
     @collector_paused()
     def run(self) -> SavedState:

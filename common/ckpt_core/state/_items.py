@@ -261,7 +261,7 @@ def check_stateful(name: str, value: Any) -> None:
     if not is_stateful(value):
         raise ConfigError(
             f"{name} is a {type(value).__name__}, which has no state_dict and load_state_dict; "
-            "keep plain values in ckpt_core.state.Counters"
+            "give a DataLoader as dataloader=, and keep plain values in ckpt_core.Counters"
         )
 
 
