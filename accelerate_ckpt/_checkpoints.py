@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Unpack, final
@@ -58,7 +57,6 @@ class Metrics:
     def __init__(self, keep: RetentionPolicy | None) -> None:
         self._wanted = {each.metric: each for each in ranking(keep)}
         self._measured: dict[str, tuple[int, float]] = {}
-        self._unsaved: set[str] = set()
         self._best: dict[str, float] = {}
         self._said = keep is None
 
@@ -69,13 +67,11 @@ class Metrics:
             if type(number) in {int, float}:
                 self._miss(name)
                 self._measured[name] = step, float(number)
-                self._unsaved.add(name)
 
     def at(self, step: int) -> dict[str, float]:
         return {name: value for name, (measured, value) in self._measured.items() if measured == step}
 
     def saved(self, values: Mapping[str, float]) -> None:
-        self._unsaved -= set(values)
         for name in self._wanted.keys() & values.keys():
             if self._improves(name, values[name]):
                 self._best[name] = values[name]
@@ -85,12 +81,11 @@ class Metrics:
         for name in self._wanted:
             self._miss(name)
         self._measured.clear()
-        self._unsaved.clear()
         self._best.clear()
 
     def _miss(self, name: str) -> None:
         """Warn, once, of a best measurement about to be forgotten that was not saved."""
-        if self._said or name not in self._wanted or name not in self._unsaved:
+        if self._said or name not in self._wanted or name not in self._measured:
             return
         step, value = self._measured[name]
         if step == 0 or not self._improves(name, value):
@@ -115,15 +110,16 @@ _logger = logger_of(__name__)
 ENDED = 143
 """Exit code of a preempted script that does not check for it: that of a shell after SIGTERM."""
 
-_SHADOWED = (
-    "save_state",
-    "load_state",
-    "end_training",
-    "free_memory",
-    "log",
-    "prepare_optimizer",
-    "prepare_data_loader",
-)
+_SHADOWED = {
+    "save_state": "_save_state",
+    "load_state": "load",
+    "end_training": "_end_training",
+    "free_memory": "_free_memory",
+    "log": "_log",
+    "prepare_optimizer": "_prepare_optimizer",
+    "prepare_data_loader": "_prepare_data_loader",
+}
+"""Methods of the accelerator, and those of ours that replace them."""
 
 
 @final
@@ -156,7 +152,6 @@ class AcceleratorCheckpoints:
         self._metrics = Metrics(settings.options.keep if accelerator.is_main_process else None)
         self._batches_seen = -1
         self._roots = Roots(accelerator, settings, sinks, listen=not implicit)
-        self._changed: CheckpointManager | None = None
         self._roots.continue_numbering()
         self._roll_call = RollCall(accelerator, settings.options.deadline_seconds)
 
@@ -340,12 +335,7 @@ class AcceleratorCheckpoints:
         self._roots.close()
 
     def shadows(self) -> dict[str, Callable[..., Any]]:
-        prepare = partial(self.progress.loaders.prepare, self.stock.prepare_data_loader)
-        made = (
-            self._save_state, self.load, self._end_training, self._free_memory, self._log,
-            self._prepare_optimizer, prepare,
-        )  # fmt: skip
-        return dict(zip(_SHADOWED, made, strict=True))
+        return {name: getattr(self, ours) for name, ours in _SHADOWED.items()}
 
     def _save_state(
         self,
@@ -385,6 +375,9 @@ class AcceleratorCheckpoints:
         self.progress.count(optimizer)
         return optimizer
 
+    def _prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
+        return self.progress.loaders.prepare(self.stock.prepare_data_loader, *args, **kwargs)
+
     def _takes_part(self) -> bool:
         self._roots.part(who := self._roll_call.call())
         return who != "without"
@@ -399,7 +392,7 @@ class AcceleratorCheckpoints:
         self, place: CheckpointPath, metrics: Mapping[str, float], reason: str, *, safe: bool
     ) -> SaveHandle | None:
         accelerator, manager = self._accelerator, self._roots.managers.at(place.root)
-        if self._roots.override and manager is not self._changed:
+        if self._roots.override and manager is not self._roots.managers.origin:
             raise ConfigError(
                 f"override= changes a training midway, and nothing was loaded from {manager.storage.url}: "
                 "call load_state() before the first save, and save to the directory that it loads from; or "
@@ -449,7 +442,7 @@ class AcceleratorCheckpoints:
         elif found := once(lambda: bool(manager.checkpoints(abandoned=True))):
             manager.load(state, strict=strict, override=self._roots.override.values)
         if found:
-            self._note_loaded(manager)
+            self._roots.managers.loaded(manager)
             self._tell(manager, state.restored)
             return
         if (name := once(lambda: newest_stock(manager.storage))) is not None:
@@ -480,10 +473,6 @@ class AcceleratorCheckpoints:
     def _load_ours(self, manager: CheckpointManager, name: str, arguments: Mapping[str, Any]) -> None:
         strict, state = arguments.get("strict", True), self._state(manager, self._settings)
         manager.load(state, name=name, strict=strict, override=self._roots.override.values)
-        self._note_loaded(manager)
-
-    def _note_loaded(self, manager: CheckpointManager) -> None:
-        self._changed = manager
         self._roots.managers.loaded(manager)
 
     def _tell(self, manager: CheckpointManager, name: str) -> None:

@@ -1,8 +1,5 @@
 """Calls of Accelerate's own methods and of users' hooks, each for one part only.
 
-Under `large_things_only` an accelerator has neither schedulers nor scaler nor registered objects, so that the
-stock method loads none of them.
-
 The user's pre-hooks (`register_save_state_pre_hook`) see the models that stock would give them. Those of
 diffusers write a model themselves and take its weights out of the list, on the main process only; whether a
 model was taken over is therefore the coordinator's word.
@@ -12,30 +9,22 @@ from __future__ import annotations
 
 import fcntl
 import functools
-import io
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from accelerate.utils.other import clean_state_dict_for_safetensors
-from safetensors.torch import save as safetensors_bytes
 
-from ckpt_core import hosting
 from ckpt_core.coordination import Coordinator
 
 UNSUPPORTED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 """Engines that keep their shards to themselves; their checkpoints stay what they are."""
-
-
-def large_things_only(accelerator: Accelerator) -> AbstractContextManager[None]:
-    return hosting.replaced(accelerator, _schedulers=[], _custom_objects=[], scaler=None)
 
 
 def files_in(directory: Path) -> dict[str, bytes]:
@@ -44,30 +33,6 @@ def files_in(directory: Path) -> dict[str, bytes]:
         for path in sorted(directory.rglob("*"))
         if path.is_file()
     }
-
-
-def weight_files(weights: Sequence[Mapping[str, Any]], *, safe: bool) -> dict[str, bytes]:
-    """Return files such as `model.safetensors`, as stock `load_state` expects them."""
-    name, suffix = ("model", "safetensors") if safe else ("pytorch_model", "bin")
-    return {
-        f"{name}_{index}.{suffix}" if index else f"{name}.{suffix}": torch_bytes(dict(state))
-        if not safe
-        else safetensors_bytes(clean_state_dict_for_safetensors(dict(state)), metadata={"format": "pt"})
-        for index, state in enumerate(weights)
-    }
-
-
-def optimizer_files(optimizers: Sequence[Any]) -> dict[str, bytes]:
-    return {
-        f"optimizer_{index}.bin" if index else "optimizer.bin": torch_bytes(optimizer.state_dict())
-        for index, optimizer in enumerate(optimizers)
-    }
-
-
-def torch_bytes(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
 
 
 def run_save_hooks(
@@ -114,36 +79,24 @@ def run_load_hooks(accelerator: Accelerator, models: Sequence[Any], directory: P
 
 
 _PREFIX = "accelerate-ckpt-"
+_NEW_SECONDS = 60.0
 
 
 @contextmanager
 def private_directory() -> Generator[Path]:
-    """Make a directory of this rank alone.
+    """Make a directory of this rank alone: stock Accelerate lets ranks write to the same file.
 
-    Stock Accelerate lets ranks write to the same file.
-
-    It is locked while in use. One without a lock was left by a killed process; the next process with the same
-    temporary directory removes it.
+    It is locked while in use. One without a lock was left by a killed process, or is just being made; the
+    next process with the same temporary directory removes it, unless it is new.
     """
     _remove_abandoned(os.getpid())
-    path, descriptor = _locked_directory()
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path)
-        os.close(descriptor)
-
-
-def _locked_directory() -> tuple[Path, int]:
-    while True:
-        path = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        # Until it is locked, another process takes it for abandoned: then it is gone, and the next is tried.
-        with suppress(FileNotFoundError):
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as path:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
             with suppress(OSError):  # a filesystem without locks: no other process can lock it either
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if path.exists():
-                return path, descriptor
+            yield Path(path)
+        finally:
             os.close(descriptor)
 
 
@@ -155,6 +108,7 @@ def _remove_abandoned(_process: int) -> None:
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path)
+                if time.time() - os.fstat(descriptor).st_mtime > _NEW_SECONDS:
+                    shutil.rmtree(path)
             finally:
                 os.close(descriptor)

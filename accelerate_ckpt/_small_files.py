@@ -24,11 +24,12 @@ from accelerate import Accelerator
 from accelerate.checkpointing import load_accelerator_state
 from accelerate.utils.other import TORCH_SAFE_GLOBALS
 
-from accelerate_ckpt._host_calls import large_things_only, private_directory
+from accelerate_ckpt._host_calls import private_directory
 from ckpt_core.commit import Catalog
 from ckpt_core.dcp import checked_zip, load_value
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ALLOW_PICKLE, CheckpointError, IncompatibleCheckpointError
+from ckpt_core.hosting import replaced
 from ckpt_core.loading import CommittedFiles
 from ckpt_core.names import twin_name
 from ckpt_core.state import load_rng_state, rng_state
@@ -181,7 +182,8 @@ def load_by_stock(
     undo = load_small(accelerator, small)
     generators = rng_state()
     try:
-        with private_directory() as private, large_things_only(accelerator):
+        nothing_small: dict[str, Any] = {"_schedulers": [], "_custom_objects": [], "scaler": None}
+        with private_directory() as private, replaced(accelerator, **nothing_small):
             view = private / directory.name  # hooks may go by it
             view.mkdir()
             link_files(large, directory, view)

@@ -13,6 +13,7 @@ when there are more ranks than before.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, final
@@ -26,12 +27,9 @@ from torch.distributed.tensor import DTensor
 
 from accelerate_ckpt._host_calls import (
     files_in,
-    optimizer_files,
     private_directory,
     run_load_hooks,
     run_save_hooks,
-    torch_bytes,
-    weight_files,
 )
 from accelerate_ckpt._loaders import positions_in_samples
 from accelerate_ckpt._progress import Progress, Window, trainable, trained_by
@@ -48,9 +46,10 @@ from accelerate_ckpt._small_files import (
 from ckpt_core.commit import Catalog, verify
 from ckpt_core.coordination import Coordinator
 from ckpt_core.disclosure import logger_of
-from ckpt_core.errors import CorruptCheckpointError, IncompatibleCheckpointError, lost
+from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.groups import local_part
 from ckpt_core.state import (
+    BufferKey,
     Override,
     StateSource,
     TrainState,
@@ -134,7 +133,7 @@ class AcceleratorState(StateSource):
         self._bases: dict[int, frozenset[str]] = {}
         self._objects: dict[str, Any] = {}
         self._small = SmallState()
-        self._for_hooks: Mapping[str, bytes] | Sequence[str] | None = None
+        self._put_for_hooks: Callable[[Path], None] | None = None
         self._generators: Mapping[str, Any] = {}
         self._seed = self._seed_of_first = torch.initial_seed()
         self._settings = settings
@@ -153,23 +152,24 @@ class AcceleratorState(StateSource):
         objects = [each.state_dict() for each in accelerator._custom_objects]
         sharded_objects = {index for index, state in enumerate(objects) if has_shards(state)}
         with private_directory() as directory:
-            left, large = self._large_files(directory)
-            self._write_small(str(directory), objects, sharded_objects)
-            files = {**files_in(directory), **large}
+            left = self._write_files(directory, objects, sharded_objects)
+            files = files_in(directory)
         self._settings.pickles.warn(files, small_owners(accelerator))
-        models = {index: accelerator._models[index] for index in left}
-        states: dict[int, dict[str, Any]] = {}
+        models: dict[str, dict[str, Any]] = {}
         bases: dict[str, Any] = {}
-        for index, model in models.items():
-            place = model_part(index)
-            states[index], items = saved_part(model, model_state(model), self._settings.contents, place=place)
+        local: dict[BufferKey, Any] = {}
+        for index in left:
+            model, part = accelerator._models[index], model_part(index)
+            state, items = saved_part(model, model_state(model), self._settings.contents, place=part)
+            models[part] = {"model": state}
             bases |= items
+            local |= local_buffers(model, state, part=part)
         gradients, facts = self._window.capture()
         rng = rng_state()
         optimizers, trained = list(self._optimizers.values()), trainable(accelerator)
         return CapturedState(
             sharded={
-                **{model_part(index): {"model": state} for index, state in states.items()},
+                **models,
                 **{
                     optimizer_part(index): {"optimizer": optimizer_state(owner(trained, each), each)}
                     for index, each in enumerate(accelerator._optimizers)
@@ -181,11 +181,7 @@ class AcceleratorState(StateSource):
             shared={_SHARED: {**self._shared(positions, rng), **facts}, **bases},
             alike=list(bases),
             files=files,
-            local={
-                key: value
-                for index, model in models.items()
-                for key, value in local_buffers(model, states[index], part=model_part(index)).items()
-            },
+            local=local,
             stable=stable_tensors(nn.ModuleList(trained_by(optimizers, accelerator._models)), optimizers),
             optimizers=optimizers,
             positions=positions_in_samples(positions),
@@ -211,7 +207,7 @@ class AcceleratorState(StateSource):
         )
         hooked = bool(accelerator._load_model_state_pre_hook)
         if hooked:
-            self._for_hooks = self._files_for_hooks(saved)
+            self._put_for_hooks = self._files_for_hooks(saved)
         # A model that a hook took over at the save has no shards; then it is a hook that loads it.
         self._models_left = [
             index
@@ -281,41 +277,35 @@ class AcceleratorState(StateSource):
         found = [unwrap_optimizer(each) for each in self._accelerator._optimizers]
         return {"" if len(found) == 1 else str(index): each for index, each in enumerate(found)}
 
-    def _write_small(self, directory: str, objects: Sequence[Any], sharded: Collection[int]) -> None:
-        """Let stock write schedulers, scaler, random states and registered objects."""
-        accelerator = self._accelerator
+    def _write_files(self, directory: Path, objects: Sequence[Any], sharded: Collection[int]) -> list[int]:
+        """Let hooks and stock write their files; return the models that no hook took over."""
+        accelerator, asked_for = self._accelerator, self._settings.stock_files
+        replicas = accelerator.distributed_type != DistributedType.FSDP
+        needed = replicas and (asked_for or accelerator._save_model_state_pre_hook)
+        weights = [model.state_dict() for model in accelerator._models] if needed else []
+        whole = replicas and not any(
+            isinstance(each, DTensor) for state in weights for each in state.values()
+        )
+        left = run_save_hooks(accelerator, weights, directory, self._coordinator)
+        single = asked_for and whole and accelerator.is_main_process
         each_node = accelerator.project_configuration.save_on_each_node
         save_accelerator_state(
-            directory,
-            [], [], accelerator._schedulers, [],  # neither models nor optimizers nor loaders
+            str(directory),
+            weights if single else [],
+            accelerator._optimizers if single else [],
+            accelerator._schedulers,
+            accelerator._dataloaders,
             accelerator.process_index,
             accelerator.step,
             accelerator.scaler,
             each_node,
-        )  # fmt: skip
+            self._settings.safe,
+        )
         for index, state in enumerate(objects):
             # In a file of stock there would be the first rank's shards alone.
             stand_in = SimpleNamespace(state_dict=lambda each={} if index in sharded else state: each)
-            save_custom_state(stand_in, directory, index, each_node)
-
-    def _large_files(self, directory: Path) -> tuple[list[int], dict[str, bytes]]:
-        """Return the models that no hook took over, and files for the stock loader."""
-        accelerator = self._accelerator
-        replicas = accelerator.distributed_type != DistributedType.FSDP
-        asked_for = self._settings.stock_files or accelerator._save_model_state_pre_hook
-        states = [model.state_dict() for model in accelerator._models] if replicas and asked_for else []
-        weights: list[Mapping[str, Any]] = list(states)
-        left = run_save_hooks(accelerator, weights, directory, self._coordinator)
-        files: dict[str, bytes] = {}
-        whole = replicas and not any(isinstance(each, DTensor) for state in states for each in state.values())
-        if whole and accelerator.is_main_process and self._settings.stock_files:
-            files |= weight_files(weights, safe=self._settings.safe)
-            files |= optimizer_files(accelerator._optimizers)
-        for index, loader in enumerate(accelerator._dataloaders):
-            if getattr(loader, "use_stateful_dataloader", False):
-                name = f"dl_state_dict_{index}.bin" if index else "dl_state_dict.bin"
-                files[name] = torch_bytes(loader.state_dict())
-        return left, files
+            save_custom_state(stand_in, str(directory), index, each_node)
+        return left
 
     def _shared(self, positions: Sequence[Mapping[str, Any]], rng: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state for ranks that were not among those that saved."""
@@ -343,48 +333,34 @@ class AcceleratorState(StateSource):
                     "prepared now: call accelerator.prepare() for the same objects before load_state()"
                 )
 
-    def _files_for_hooks(self, saved: SavedState) -> Mapping[str, bytes] | Sequence[str] | None:
-        """Return what hooks may read, verified; None for a checkpoint of stock.
-
-        Paths, or contents where they cannot read by path.
-        """
+    def _files_for_hooks(self, saved: SavedState) -> Callable[[Path], None] | None:
+        """Verify what hooks may read; return what puts it there, None if it is there."""
 
         def outside(path: str) -> bool:
             return path.partition("/")[0] not in saved.sharded
 
-        if saved.world_size is None:
-            return None  # there is no manifest
-        if local_part(self._storage) is None:
-            return verified_files(self._storage, saved.name, outside)
-        manifest = Catalog(self._storage).manifest(saved.name)
-        paths = [entry.path for entry in manifest.originals if outside(entry.path)]
-        failures = verify(self._storage, saved.name, paths=paths)
-        if failures and not lost(failures):
-            return verified_files(self._storage, saved.name, outside)
-        if failures:
-            found = "; ".join(map(str, failures[:5]))
-            raise CorruptCheckpointError(
-                f"{self._storage.url}/{saved.name} is damaged: {found}. Nothing was loaded",
-                failures=tuple(failures),
-            )
-        return paths
+        local = local_part(self._storage)
+        if saved.world_size is None:  # stock wrote it, without a manifest
+            return None if local is not None else partial(write_files, {})
+        if local is not None:
+            manifest = Catalog(self._storage).manifest(saved.name)
+            paths = [entry.path for entry in manifest.originals if outside(entry.path)]
+            if not verify(self._storage, saved.name, paths=paths):
+                return partial(link_files, paths, local.local_path(saved.name))
+        return partial(write_files, verified_files(self._storage, saved.name, outside))
 
     def _run_load_hooks(self, saved: SavedState) -> None:
         accelerator = self._accelerator
         models = [] if accelerator.distributed_type == DistributedType.FSDP else accelerator._models
         local = local_part(self._storage)
-        there = None if local is None else local.local_path(saved.name)
-        readable = self._for_hooks
-        if readable is None and there is not None:
-            left = run_load_hooks(accelerator, models, there)
+        if self._put_for_hooks is None and local is not None:
+            left = run_load_hooks(accelerator, models, local.local_path(saved.name))
         else:
             with private_directory() as directory:
                 view = directory / saved.name
                 view.mkdir()
-                if isinstance(readable, Mapping):
-                    write_files(readable, view)
-                elif there is not None:
-                    link_files(readable or (), there, view)
+                if self._put_for_hooks is not None:
+                    self._put_for_hooks(view)
                 left = run_load_hooks(accelerator, models, view)
         missing = sorted(set(left) - set(self._models_left))
         if missing:

@@ -168,7 +168,6 @@ ACCELERATE = {
     "accelerate.state:GradientState._add_dataloader": "dataloader",
     "accelerate.state:GradientState._remove_dataloader": "dataloader",
     "accelerate.utils.other:TORCH_SAFE_GLOBALS": None,
-    "accelerate.utils.other:clean_state_dict_for_safetensors": "state_dict",
 }
 TRANSFORMERS = {
     "transformers:Trainer.create_accelerator_and_postprocess": "",

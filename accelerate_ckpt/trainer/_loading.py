@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -12,11 +13,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, final
 
+import torch
 from transformers import TrainerState
 from transformers.trainer import SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
-from accelerate_ckpt._host_calls import private_directory, torch_bytes
+from accelerate_ckpt._host_calls import private_directory
 from accelerate_ckpt._roots import found_at
 from accelerate_ckpt._small_files import Pickles, verified_files, write_files
 from accelerate_ckpt.trainer._data import DataProgress, Resumed, generators_file, progress_file
@@ -116,7 +118,7 @@ def chosen(
     ):
         storage = session.storage_at(place.root)
         small = _read(session, storage, place.name, args)
-        progress = _progress_in(small, place.name, args.process_index)
+        first, own = (_progress(small, place.name, rank) for rank in (0, args.process_index))
     with private_directory() as directory:
         view = directory / place.name
         view.mkdir()
@@ -125,7 +127,7 @@ def chosen(
             checkpoint=checkpoint,
             view=str(view),
             scheduler=small.get(SCHEDULER_NAME),
-            resumed=None if progress is None else Resumed(str(view), *progress),
+            resumed=None if first is None else Resumed(str(view), first, own),
         )
 
 
@@ -209,16 +211,14 @@ def newest_of_tiers(manager: CheckpointManager, coordinator: Coordinator) -> str
     """
     manager.fetcher.fetch()
     while True:
-        failure: CorruptCheckpointError | None = None
-        checkpoint: str | None = None
         try:
             checkpoint = coordinator.run_on_coordinator(lambda: newest_to_resume(manager))
-        except CorruptCheckpointError as error:
-            failure = error
-        if manager.fetcher.fetch() is None:
-            if failure is not None:
-                raise failure
-            return checkpoint
+        except CorruptCheckpointError:
+            if manager.fetcher.fetch() is None:
+                raise
+        else:
+            if manager.fetcher.fetch() is None:
+                return checkpoint
 
 
 def newest_to_resume(manager: CheckpointManager) -> str | None:
@@ -310,15 +310,9 @@ def _whole_stock(storage: Storage) -> Iterator[tuple[int, str, float]]:
         yield int(match[1]), entry.name, 0.0 if state is None else state.stat().st_mtime
 
 
-def _progress_in(
-    small: Mapping[str, bytes], checkpoint: str, rank: int
-) -> tuple[DataProgress, DataProgress | None] | None:
-    """Return the first rank's progress and this rank's own, if there is any."""
-    own, first = progress_file(rank), progress_file(0)
-    found = {
-        path: DataProgress.read(small[path], f"{checkpoint}/{path}") for path in (own, first) if path in small
-    }
-    return (found[first], found.get(own)) if first in found else None
+def _progress(small: Mapping[str, bytes], checkpoint: str, rank: int) -> DataProgress | None:
+    path = progress_file(rank)
+    return DataProgress.read(small[path], f"{checkpoint}/{path}") if path in small else None
 
 
 def _with_own_generators(
@@ -334,7 +328,9 @@ def _with_own_generators(
         derive_rng(rng_seed(pickles.load(saved[0], names[0])), rank)
         made = rng_state()
         load_rng_state(before)
-        own = torch_bytes({**made, "cpu": made.pop("torch")})
+        buffer = io.BytesIO()
+        torch.save({**made, "cpu": made.pop("torch")}, buffer)
+        own = buffer.getvalue()
         _logger.warning(
             "rank %d was not among those that saved: its random numbers are derived from rank 0's", rank
         )

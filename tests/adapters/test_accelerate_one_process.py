@@ -34,14 +34,12 @@ from tests.adapters.accelerate_jobs import (
     committed,
     enable,
     forget_accelerators,
-    in_turn,
     prepare,
     prepared,
     step,
     train,
     weights,
 )
-from tests.kit.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -436,17 +434,6 @@ def test_save_state_without_a_place_to_save_to_says_what_to_do() -> None:
     made.end_training()
 
 
-@pytest.mark.parametrize("at", [3, 6, 9])
-@pytest.mark.parametrize("data", ["skip", "stateful"])
-def test_a_resume_is_exact_with_dropout_and_a_shuffling_sampler(tmp_path: Path, data: str, at: int) -> None:
-    job = JOB.but(root=str(tmp_path), data=data, save_at=(at,))
-    whole = train(job)
-    forget_accelerators()
-    resumed = train(job.but(save_at=(), resume=True))
-    assert resumed["trace"] == whole["trace"][at:]
-    assert resumed["state"] == whole["state"]
-
-
 @pytest.mark.slow
 def test_copies_that_overlap_with_training_are_of_the_step_that_was_saved(tmp_path: Path) -> None:
     job = JOB.but(root=str(tmp_path), save_at=(3, 4, 5))
@@ -454,25 +441,3 @@ def test_copies_that_overlap_with_training_are_of_the_step_that_was_saved(tmp_pa
     for at in job.save_at:
         forget_accelerators()
         assert train(job.but(save_at=(), load=f"{tmp_path}/checkpoint_{at}"))["trace"] == whole["trace"][at:]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("data", ["skip", "stateful", "iterable"])
-def test_a_resume_is_exact_with_workers(tmp_path: Path, data: str) -> None:
-    """In a process of its own: workers forked from one with many threads have been seen to hang."""
-    job = JOB.but(root=str(tmp_path), data=data, num_workers=2, save_at=(3, 6, 9))
-    resumes = [job.but(save_at=(), load=str(tmp_path / f"checkpoint_{at}")) for at in job.save_at]
-    ((whole, *resumed),) = run_ranks(in_turn, 1, [job, *resumes])
-    for at, each in zip(job.save_at, resumed, strict=True):
-        assert each["trace"] == whole["trace"][at:]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("data", ["skip", "stateful"])
-def test_a_training_is_the_same_with_checkpoints_and_without(tmp_path: Path, data: str) -> None:
-    job = JOB.but(root=str(tmp_path), data=data, save_at=(3, 6))
-    saved = train(job)
-    forget_accelerators()
-    stock = train(job.but(enabled=False, save_at=()))
-    assert saved["trace"] == stock["trace"]
-    assert saved["state"] == stock["state"]

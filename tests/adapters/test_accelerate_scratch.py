@@ -39,10 +39,13 @@ def use():
         (path / "random_states_0.pkl").write_bytes(b"states")
 
 
-def test_what_a_killed_process_left_is_removed_by_the_next(temporary):
+def test_what_a_killed_process_left_is_removed_by_the_next_unless_it_may_be_just_being_made(temporary):
     in_a_child(lambda: hold(signal.SIGKILL))
     (left,) = temporary.iterdir()
     assert list(left.iterdir())
+    in_a_child(use)
+    assert left in temporary.iterdir()
+    os.utime(left, (0, 0))
     in_a_child(use)
     assert left not in temporary.iterdir()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import subprocess
 import sys
@@ -188,30 +187,6 @@ def test_an_unchanged_script_gets_it_from_accelerate_launch_and_a_file(tmp_path:
     assert done.returncode == 0, done.stderr
     assert committed(tmp_path / "out") == ["checkpoint_3"]
     assert len(list((tmp_path / "out" / "checkpoint_3").glob("random_states_*.pkl"))) == 2
-
-
-def test_accelerate_still_has_the_seams_that_are_used() -> None:
-    from accelerate import Accelerator
-    from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
-
-    held = inspect.getsource(Accelerator.__init__)
-    for name in (
-        *("_models", "_optimizers", "_dataloaders", "_schedulers", "_custom_objects", "scaler"),
-        "_save_model_state_pre_hook",
-    ):
-        assert f"self.{name} " in held or f"self.{name}:" in held
-    saves, loads = inspect.getsource(Accelerator.save_state), inspect.getsource(Accelerator.load_state)
-    assert "self._models" in saves
-    assert "self._load_model_state_pre_hook" in loads
-    prepares = inspect.getsource(Accelerator._prepare_one)
-    assert "self.prepare_optimizer(" in prepares
-    assert "self.prepare_data_loader(" in prepares
-    shard, dispatcher = inspect.getsource(DataLoaderShard), inspect.getsource(DataLoaderDispatcher)
-    for seam in ("self.begin()", "self._update_state_dict()", "self.skip_batches", "self.end()"):
-        assert seam in shard
-    assert shard.index("self.begin()") < shard.index("self.base_dataloader.__iter__()")
-    for seam in ("self.begin()", "self.slice_fn(", "self.skip_batches", "self.end()"):
-        assert seam in dispatcher
 
 
 def test_what_saves_in_flight_may_take_is_set_by_variables_and_by_a_file(tmp_path: Path) -> None:

@@ -47,11 +47,7 @@ RESUMED = {
     "fsdp1": (Job(strategy="fsdp1"), (3,)),
     "fsdp2": (Job(strategy="fsdp2"), (6,)),
     "tp": (Job(strategy="tp"), (9,)),
-    "stateful-default": (Job(data="stateful"), _AT),
-    "stateful-seedable": (Job(data="stateful", seedable=True), _AT),
     "iterable": (Job(data="iterable"), _AT),
-    "dispatch": (Job(data="dispatch"), _AT),
-    "skip-seedable": (Job(seedable=True, set_epoch=True), _AT),
 }
 """How it trains, and from which steps it is resumed; the step matters to what feeds the data alone."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import inspect
 import json
 import re
 import shutil
@@ -328,27 +327,3 @@ def test_a_resume_is_exact_on_two_ranks(tmp_path: Path, strategy: str) -> None:
         weights = load_file(tmp_path / "ours" / "checkpoint-3" / "model.safetensors")
         assert all(value.numel() for value in weights.values()), "whole, not one rank's shard"
         assert not (tmp_path / "ours" / "checkpoint-3" / "optimizer.pt").exists()
-
-
-def test_the_trainer_still_has_the_seams_that_are_used() -> None:
-    from transformers import Trainer
-
-    saves = inspect.getsource(Trainer._save_checkpoint)
-    for seam in (
-        "self._get_output_dir(trial=trial)",
-        "self.save_model(output_dir, _internal_call=True)",
-        "self._save_optimizer_and_scheduler(output_dir)",
-        "self._save_rng_state(output_dir)",
-    ):
-        assert seam in saves
-    whole = inspect.getsource(Trainer)
-    for seam in (
-        "self._load_from_checkpoint(resume_from_checkpoint",
-        "self._load_optimizer_and_scheduler(resume_from_checkpoint)",
-        "self._load_best_model()",
-        "self._save_checkpoint(model, trial)",
-        "self._maybe_log_save_evaluate(",
-        "self.callback_handler.on_prediction_step(",
-    ):
-        assert seam in whole
-    assert list(inspect.signature(Trainer._save).parameters)[1:] == ["output_dir", "state_dict"]
