@@ -30,7 +30,6 @@ from ckpt_core import (
     SaveHandle,
     UnsafeCheckpointError,
 )
-from ckpt_core.cadence import Counts, SavePolicy
 from ckpt_core.collective import collective_phase
 from ckpt_core.commit import require_trusted
 from ckpt_core.dcp import without_pickle
@@ -40,7 +39,7 @@ from ckpt_core.groups import local_part
 from ckpt_core.hosting import CheckpointPath, Kind, attach, attached_to, detach, ranking
 from ckpt_core.names import METADATA
 from ckpt_core.options import CheckpointOptions, shows_options
-from ckpt_core.retention import RetentionPolicy
+from ckpt_core.policies import Counts, RetentionPolicy, SavePolicy
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Sink
 

@@ -24,8 +24,8 @@ from ckpt_core.disclosure import logger_of
 from ckpt_core.hosting import CheckpointPath, Kind, ManagersByRoot, RunRoot, kind_of, root_of
 from ckpt_core.names import MARKER
 from ckpt_core.options import parse_yaml, read_document
+from ckpt_core.policies import RetentionPolicy
 from ckpt_core.provenance import CODE_VERSION_VARIABLE
-from ckpt_core.retention import RetentionPolicy
 from ckpt_core.state import Contents, Override, contents_problem
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Log, NumbersSink, Sink

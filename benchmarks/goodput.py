@@ -18,17 +18,9 @@ from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ckpt_core.cadence import (
-    CadenceContext,
-    EverySeconds,
-    FailureRate,
-    Optimal,
-    SaveCosts,
-    SavePolicy,
-    decide,
-    optimal_interval,
-)
+from ckpt_core.cadence import EverySeconds, Optimal, decide, optimal_interval
 from ckpt_core.journal import failure_rate
+from ckpt_core.policies import CadenceContext, FailureRate, SaveCosts, SavePolicy
 
 HOUR, DAY = 3600.0, 86400.0
 GIVEN_BAR, LEARNED_BAR = 0.99, 0.98

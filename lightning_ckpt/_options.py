@@ -14,13 +14,14 @@ from typing import Any, TypeAlias, TypedDict, Unpack, cast, final, get_type_hint
 
 from fsspec.registry import known_implementations
 
-from ckpt_core.cadence import SavePolicy, needed_counts
+from ckpt_core.cadence import needed_counts
 from ckpt_core.coordination import Coordinator
 from ckpt_core.errors import ConfigError
 from ckpt_core.hosting import RunRoot, ranking
 from ckpt_core.manager import CheckpointManager
 from ckpt_core.options import CheckpointOptions, Export, Upload, signature_with_options
-from ckpt_core.retention import KeepBest, RetentionPolicy
+from ckpt_core.policies import RetentionPolicy, SavePolicy
+from ckpt_core.retention import KeepBest
 from ckpt_core.state import Contents, Override, contents_problem
 from ckpt_core.storage import Storage, open_storage
 from ckpt_core.telemetry import Log, NumbersSink, Sink

@@ -11,9 +11,10 @@ from typing import Any, Final, final
 
 from torch.utils.data import IterableDataset
 
-from ckpt_core.cadence import Counts, preemptions
+from ckpt_core.cadence import preemptions
 from ckpt_core.disclosure import logger_of
 from ckpt_core.names import run_name, step_name
+from ckpt_core.policies import Counts
 from ckpt_core.saving import SaveHandle
 from ckpt_core.state import load_rng_state, rng_state
 from ckpt_core.types import CheckpointInfo

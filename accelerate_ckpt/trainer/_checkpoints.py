@@ -22,11 +22,11 @@ from accelerate_ckpt.trainer._loading import Ours, chosen, is_ours, require_read
 from accelerate_ckpt.trainer._session import TrainerSession, metrics_at
 from accelerate_ckpt.trainer._state import TrainingState
 from ckpt_core import CheckpointInfo, CheckpointManager, ConfigError
-from ckpt_core.cadence import SavePolicy, needed_counts
+from ckpt_core.cadence import needed_counts
 from ckpt_core.disclosure import logger_of
 from ckpt_core.hosting import CheckpointPath, attach, attached_to, detach, replaced, shadow
 from ckpt_core.options import shows_options
-from ckpt_core.retention import RetentionPolicy
+from ckpt_core.policies import RetentionPolicy, SavePolicy
 from ckpt_core.state import load_item
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Sink

@@ -12,10 +12,9 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from accelerate_ckpt.trainer._data import TrainerData
 from accelerate_ckpt.trainer._session import TrainerSession, best_of, is_new_best
 from ckpt_core import ConfigError, KeepBest
-from ckpt_core.cadence import Counts
 from ckpt_core.disclosure import logger_of
 from ckpt_core.hosting import ranking, replaced
-from ckpt_core.retention import RetentionPolicy
+from ckpt_core.policies import Counts, RetentionPolicy
 
 # ruff: noqa: ARG002 - the Trainer gives every callback the same arguments
 

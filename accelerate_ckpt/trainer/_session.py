@@ -18,7 +18,7 @@ from ckpt_core.coordination import Coordinator
 from ckpt_core.disclosure import logger_of
 from ckpt_core.hosting import CheckpointPath, Kind, ManagersByRoot, RunRoot, kind_of, root_of
 from ckpt_core.names import MARKER, run_name
-from ckpt_core.retention import RetentionPolicy
+from ckpt_core.policies import RetentionPolicy
 from ckpt_core.state import StateSource, TrainState
 from ckpt_core.storage import Storage, open_storage
 from ckpt_core.telemetry import Sink

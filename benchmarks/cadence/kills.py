@@ -22,7 +22,8 @@ from typing import Any, final
 
 from benchmarks.cadence.model import Training
 from ckpt_core import CheckpointManager, EverySeconds, Optimal
-from ckpt_core.cadence import SavePolicy, optimal_interval
+from ckpt_core.cadence import optimal_interval
+from ckpt_core.policies import SavePolicy
 
 _BAR = 1.05
 _LONG = 10**9

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
         MaxOverhead,
         OnPreemption,
         Optimal,
-        SavePolicy,
     )
     from ckpt_core.convert import ExportSummary, export, import_checkpoint
     from ckpt_core.errors import (
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
     )
     from ckpt_core.manager import CheckpointManager
     from ckpt_core.options import CheckpointOptions, Export, Upload
+    from ckpt_core.policies import RetentionPolicy, SavePolicy
     from ckpt_core.retention import (
         KeepAll,
         KeepBest,
@@ -59,7 +59,6 @@ if TYPE_CHECKING:
         KeepThinned,
         KeepWeights,
         KeepWithin,
-        RetentionPolicy,
     )
     from ckpt_core.saving import SaveHandle
     from ckpt_core.state import Counters, TrainState
@@ -68,7 +67,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "cadence": "AtSteps Continuous EveryEpochs EveryFraction EverySeconds EverySteps EveryTokens "
-    "MaxOverhead OnPreemption Optimal SavePolicy",
+    "MaxOverhead OnPreemption Optimal",
     "convert": "ExportSummary export import_checkpoint",
     "errors": "ArchivedError CheckpointError CheckpointExistsError CheckpointNotFoundError ConfigError "
     "CoordinationError CorruptCheckpointError DeadlineError IncompatibleCheckpointError LoadError "
@@ -77,7 +76,8 @@ _HOMES = {
     "manager": "CheckpointManager",
     "options": "CheckpointOptions Export Upload",
     "retention": "KeepAll KeepBest KeepEvery KeepEveryEpochs KeepEveryFraction KeepEverySeconds "
-    "KeepFor KeepLatest KeepSteps KeepThinned KeepWeights KeepWithin RetentionPolicy",
+    "KeepFor KeepLatest KeepSteps KeepThinned KeepWeights KeepWithin",
+    "policies": "RetentionPolicy SavePolicy",
     "saving": "SaveHandle",
     "state": "Counters TrainState",
     "types": "CheckpointInfo",

@@ -21,8 +21,8 @@ from ckpt_core.disclosure import logger_of, public_url
 from ckpt_core.errors import CheckpointError, ConfigError
 from ckpt_core.messages import message
 from ckpt_core.names import is_incomplete, is_trash
-from ckpt_core.policies import leaves
-from ckpt_core.retention import KeepBest, RetentionPolicy
+from ckpt_core.policies import RetentionPolicy, leaves
+from ckpt_core.retention import KeepBest
 from ckpt_core.storage import Storage, open_storage
 from ckpt_core.validation import location, require
 

@@ -11,7 +11,6 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack, final
 
-from ckpt_core.cadence import Counts, SaveCosts
 from ckpt_core.collective import SameOptions, agreed_place, agreed_step, agreed_values, checked_step
 from ckpt_core.coordination import Coordinator, coordinator_for_job, require_same_process
 from ckpt_core.disclosure import logger_of, public_url
@@ -22,6 +21,7 @@ from ckpt_core.loading import Fetcher, Loader, LoadRequest, Repairer, Selection,
 from ckpt_core.measuring import CostMeter
 from ckpt_core.names import step_name
 from ckpt_core.options import CheckpointOptions, given_options, signature_with_options
+from ckpt_core.policies import Counts, SaveCosts
 from ckpt_core.preemption import CadenceKeeper, LastStep
 from ckpt_core.retention import PrunePlan, keeps_weights
 from ckpt_core.root import Job, Ownership, Pruner

@@ -22,7 +22,7 @@ from typing import Any, Final, Literal, TypeAlias, cast, final
 
 from ckpt_core.errors import ConfigError
 from ckpt_core.messages import message
-from ckpt_core.policies import AllOf, AnyOf, Not, RetentionPolicy, joined, leaves
+from ckpt_core.policies import AllOf, AnyOf, RetentionPolicy, joined, leaves
 from ckpt_core.types import CheckpointInfo
 from ckpt_core.validation import (
     instances,
@@ -691,33 +691,3 @@ _MONDAY: Final = 3 * _DAY
 _NOTHING: Final = CheckpointInfo(step=0, name="", created=0)
 _by_step: Callable[[Any], int] = attrgetter("step")
 _by_age = attrgetter("created", "step")
-
-
-__all__ = [
-    "Abandoned",
-    "AllOf",
-    "AnyOf",
-    "KeepAll",
-    "KeepBest",
-    "KeepEvery",
-    "KeepEveryEpochs",
-    "KeepEveryFraction",
-    "KeepEverySeconds",
-    "KeepFor",
-    "KeepLatest",
-    "KeepSteps",
-    "KeepThinned",
-    "KeepWeights",
-    "KeepWithin",
-    "Not",
-    "PrunePlan",
-    "RetentionPolicy",
-    "any_of",
-    "as_it_is",
-    "best_by",
-    "keeps_weights",
-    "plan_prune",
-    "unknown_counts",
-    "unknown_metrics",
-    "withheld",
-]

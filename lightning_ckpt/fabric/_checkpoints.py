@@ -13,7 +13,6 @@ from typing import Any, Final, Unpack, final
 import torch
 from torch.utils.data import DataLoader
 
-from ckpt_core.cadence import Counts, SavePolicy
 from ckpt_core.coordination import Coordinator
 from ckpt_core.data import tell_of_missing, track
 from ckpt_core.disclosure import logger_of
@@ -21,7 +20,7 @@ from ckpt_core.errors import ConfigError
 from ckpt_core.hosting import CheckpointPath, Kind, ManagersByRoot, RunRoot, attach, attached_to, detach
 from ckpt_core.manager import CheckpointManager
 from ckpt_core.options import CheckpointOptions, shows_options
-from ckpt_core.retention import RetentionPolicy
+from ckpt_core.policies import Counts, RetentionPolicy, SavePolicy
 from ckpt_core.saving import SaveHandle
 from ckpt_core.state import Contents, contents_problem
 from ckpt_core.storage import Storage

@@ -13,9 +13,10 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, TypeVar, final
 
-from ckpt_core.cadence import OnPreemption, SavePolicy, preemptions
+from ckpt_core.cadence import OnPreemption, preemptions
 from ckpt_core.disclosure import logger_of
 from ckpt_core.hosting import shadow
+from ckpt_core.policies import SavePolicy
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ import torch
 
 from ckpt_core import CheckpointManager, KeepEvery, KeepLatest
 from ckpt_core.commit import Catalog
-from ckpt_core.retention import RetentionPolicy
+from ckpt_core.policies import RetentionPolicy
 from ckpt_core.testing import FaultyStorage
 from tests.unit.commit.checkpoints import bucket_like, posix_like, save
 

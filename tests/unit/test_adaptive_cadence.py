@@ -11,21 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_core.cadence import (
-    CadenceContext,
     Continuous,
     EverySeconds,
     EverySteps,
-    FailureRate,
     MaxOverhead,
     Optimal,
-    SaveCosts,
-    SavePolicy,
     decide,
     expected_overhead,
     optimal_interval,
 )
 from ckpt_core.errors import ConfigError
 from ckpt_core.options import policy_from
+from ckpt_core.policies import CadenceContext, FailureRate, SaveCosts, SavePolicy
 
 SECONDS = st.floats(1e-3, 1e4)
 

@@ -7,23 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_core.cadence import (
-    PREEMPTION,
-    AllOf,
-    AnyOf,
     AtSteps,
-    CadenceContext,
     EveryEpochs,
     EveryFraction,
     EverySeconds,
     EverySteps,
     EveryTokens,
-    Not,
     OnPreemption,
-    SavePolicy,
     decide,
     preemptions,
 )
 from ckpt_core.errors import ConfigError
+from ckpt_core.policies import PREEMPTION, AllOf, AnyOf, CadenceContext, Not, SavePolicy
 from ckpt_core.retention import KeepLatest
 
 STRIDES = st.lists(st.integers(1, 40), min_size=1, max_size=60)

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from ckpt_core.cadence import EverySteps
 from ckpt_core.errors import ConfigError
 from ckpt_core.options import policy_from
+from ckpt_core.policies import AllOf, AnyOf, Not, RetentionPolicy
 from ckpt_core.retention import (
     UNRANKED,
-    AllOf,
-    AnyOf,
     KeepAll,
     KeepBest,
     KeepEvery,
@@ -32,8 +31,6 @@ from ckpt_core.retention import (
     KeepThinned,
     KeepWeights,
     KeepWithin,
-    Not,
-    RetentionPolicy,
     plan_prune,
 )
 from ckpt_core.types import CheckpointInfo, Lineage, Parent

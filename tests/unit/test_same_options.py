@@ -23,11 +23,12 @@ from ckpt_core import (
     OnPreemption,
     Upload,
 )
-from ckpt_core.cadence import Optimal, SavePolicy
+from ckpt_core.cadence import Optimal
 from ckpt_core.collective import SameOptions
 from ckpt_core.coordination import Solo
 from ckpt_core.errors import ConfigError
 from ckpt_core.options import difference, given_options
+from ckpt_core.policies import SavePolicy
 from tests.kit.ranks import run_ranks
 
 

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias, final
 
-from ckpt_core.cadence import FailureRate
 from ckpt_core.crew import run_with_timeout
 from ckpt_core.disclosure import logger_of, public_url
 from ckpt_core.errors import CheckpointError
@@ -30,6 +29,7 @@ from ckpt_core.journal._records import (
     without_end,
 )
 from ckpt_core.journal._run_files import MOST_RUNS, RunFile, Runs, read_runs, run_files
+from ckpt_core.policies import FailureRate
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Event, Sink
 

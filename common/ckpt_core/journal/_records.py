@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import mul
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from ckpt_core.cadence import FailureRate
 from ckpt_core.disclosure import printable, public_url
+from ckpt_core.policies import FailureRate
 
 Record: TypeAlias = dict[str, Any]
 

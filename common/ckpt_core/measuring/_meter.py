@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias, final
 
-from ckpt_core.cadence import SaveCosts
 from ckpt_core.coordination import Coordinator
+from ckpt_core.policies import SaveCosts
 from ckpt_core.saving import SaveHandle, Saver
 from ckpt_core.telemetry import SAVE_COST, Telemetry
 from ckpt_core.types import CheckpointInfo

@@ -14,11 +14,11 @@ from numbers import Integral, Real
 from pathlib import PurePath
 from typing import Any, Final
 
-from ckpt_core.cadence import OnPreemption, SavePolicy
+from ckpt_core.cadence import OnPreemption
 from ckpt_core.disclosure import public_url
 from ckpt_core.errors import first_of
 from ckpt_core.options._options import CheckpointOptions, Upload
-from ckpt_core.retention import RetentionPolicy
+from ckpt_core.policies import RetentionPolicy, SavePolicy
 
 OF_EACH_RANK: Final = frozenset(
     {"staging_memory", "write_bandwidth", "writers", "priority", "storage_options"}

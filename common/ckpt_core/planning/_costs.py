@@ -11,7 +11,8 @@ from typing import Any, Final, NamedTuple, final
 from ckpt_core.cadence import expected_overhead, optimal_interval
 from ckpt_core.errors import ConfigError
 from ckpt_core.planning._terms import DTYPE_BYTES, GAINS, OPTIMIZERS, PlanTerms, option_of
-from ckpt_core.retention import RetentionPolicy, plan_prune, unknown_metrics
+from ckpt_core.policies import RetentionPolicy
+from ckpt_core.retention import plan_prune, unknown_metrics
 from ckpt_core.tiers import Gain, choose_codecs
 from ckpt_core.types import CheckpointInfo, Parent
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from ckpt_core.errors import ConfigError
-from ckpt_core.retention import RetentionPolicy
+from ckpt_core.policies import RetentionPolicy
 from ckpt_core.tiers import Gain
 from ckpt_core.validation import imported, integer, one_of, positive, require
 

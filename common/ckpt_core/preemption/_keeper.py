@@ -12,19 +12,10 @@ from typing import Any, Final, Unpack, cast, final
 import torch
 
 from ckpt_core._torch_internals import changes_of
-from ckpt_core.cadence import (
-    PREEMPTION,
-    CadenceContext,
-    Counts,
-    FailureRate,
-    SaveCosts,
-    SavePolicy,
-    decide,
-    needed_counts,
-    preemptions,
-)
+from ckpt_core.cadence import decide, needed_counts, preemptions
 from ckpt_core.coordination import Coordinator
 from ckpt_core.disclosure import logger_of
+from ckpt_core.policies import PREEMPTION, CadenceContext, Counts, FailureRate, SaveCosts, SavePolicy
 from ckpt_core.preemption._sources import PreemptionSources
 from ckpt_core.state import leaves
 from ckpt_core.types import CapturedState

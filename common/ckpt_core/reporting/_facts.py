@@ -11,11 +11,12 @@ from itertools import pairwise
 from statistics import median, quantiles
 from typing import Any, Final, final
 
-from ckpt_core.cadence import FailureRate, expected_overhead, optimal_interval
+from ckpt_core.cadence import expected_overhead, optimal_interval
 from ckpt_core.commit import Catalog
 from ckpt_core.disclosure import public_url
 from ckpt_core.journal import Record, failure_rate, read_events
 from ckpt_core.options import bytes_text
+from ckpt_core.policies import FailureRate
 from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo
 

@@ -27,7 +27,8 @@ from ckpt_core.formats.chunks import BLOCK_BYTES
 from ckpt_core.formats.dcp_metadata import item_bytes
 from ckpt_core.formats.index import Index
 from ckpt_core.options import CheckpointOptions, Headroom, bytes_text
-from ckpt_core.retention import Abandoned, KeepAll, RetentionPolicy, as_it_is, plan_prune
+from ckpt_core.policies import RetentionPolicy
+from ckpt_core.retention import Abandoned, KeepAll, as_it_is, plan_prune
 from ckpt_core.root import Ownership, Pruner
 from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo

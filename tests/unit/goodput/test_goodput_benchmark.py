@@ -12,17 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.goodput import CASES, DAY, JOB, Job, Life, Trace, compare, simulate
-from ckpt_core.cadence import (
-    CadenceContext,
-    EverySeconds,
-    EverySteps,
-    MaxOverhead,
-    Optimal,
-    SaveCosts,
-    SavePolicy,
-    decide,
-    expected_overhead,
-)
+from ckpt_core.cadence import EverySeconds, EverySteps, MaxOverhead, Optimal, decide, expected_overhead
+from ckpt_core.policies import CadenceContext, SaveCosts, SavePolicy
 
 NEVER = 1e12
 

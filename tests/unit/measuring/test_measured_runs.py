@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ckpt_core import CheckpointManager, EverySteps, TrainState
-from ckpt_core.cadence import CadenceContext, SaveCosts, SavePolicy
+from ckpt_core.policies import CadenceContext, SaveCosts, SavePolicy
 from ckpt_core.telemetry import InMemorySink
 from tests.kit.ranks import run_ranks
 

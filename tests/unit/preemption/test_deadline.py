@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ckpt_core import CheckpointManager, CheckpointOptions, ConfigError, EverySteps, OnPreemption, Upload
-from ckpt_core.cadence import SaveCosts
 from ckpt_core.coordination import Solo
+from ckpt_core.policies import SaveCosts
 from ckpt_core.preemption import CadenceKeeper
 from ckpt_core.storage import LocalStorage
 from ckpt_core.testing import Fault, FaultyStorage

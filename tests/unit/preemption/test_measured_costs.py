@@ -10,8 +10,9 @@ from typing import Any, final
 
 import pytest
 
-from ckpt_core.cadence import CadenceContext, EverySeconds, FailureRate, SaveCosts, SavePolicy
+from ckpt_core.cadence import EverySeconds
 from ckpt_core.coordination import Solo
+from ckpt_core.policies import CadenceContext, FailureRate, SaveCosts, SavePolicy
 from ckpt_core.preemption import CadenceKeeper
 from tests.kit.clock import FakeClock
 

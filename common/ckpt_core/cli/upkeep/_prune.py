@@ -17,6 +17,7 @@ from ckpt_core.errors import ConfigError, CorruptCheckpointError
 from ckpt_core.hosting import number_in
 from ckpt_core.journal import add_event
 from ckpt_core.options import CheckpointOptions, bytes_text
+from ckpt_core.policies import RetentionPolicy
 from ckpt_core.retention import (
     UNVERIFIED,
     KeepBest,
@@ -28,7 +29,6 @@ from ckpt_core.retention import (
     KeepWeights,
     KeepWithin,
     PrunePlan,
-    RetentionPolicy,
     any_of,
     as_it_is,
     keeps_weights,

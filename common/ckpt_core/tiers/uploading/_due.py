@@ -14,12 +14,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, Self, TypeAlias, final
 
-from ckpt_core.cadence import AnyOf, EverySteps, SavePolicy
+from ckpt_core.cadence import EverySteps
 from ckpt_core.commit import Catalog
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError, UploadError
 from ckpt_core.messages import message
 from ckpt_core.options import Upload, WhenBusy
+from ckpt_core.policies import AnyOf, SavePolicy
 from ckpt_core.storage import Storage
 from ckpt_core.tiers import read_tiers
 from ckpt_core.types import CheckpointInfo
