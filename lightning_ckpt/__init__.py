@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_core._version import __version__
 
 if TYPE_CHECKING:
-    from lightning_ckpt.fabric._checkpoints import FabricCheckpoints, setup_fabric
+    from lightning_ckpt._fabric import FabricCheckpoints, setup_fabric
     from lightning_ckpt.lightning import ShardedCheckpoint, ShardedCheckpointIO, load_from_checkpoint
 
 __all__ = [
@@ -35,7 +35,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:  # a policy, or the core says what is meant
         return getattr(import_module("ckpt_core"), name)
     if name in _FABRIC:  # without a Trainer's package, which takes seconds to import
-        return getattr(import_module("lightning_ckpt.fabric._checkpoints"), name)
+        return getattr(import_module("lightning_ckpt._fabric"), name)
     for package in ("lightning", "pytorch_lightning"):
         if find_spec(package) is not None:
             value = getattr(import_module(f"lightning_ckpt.{package}"), name)

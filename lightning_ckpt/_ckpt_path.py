@@ -29,7 +29,7 @@ from ckpt_core.errors import (
     UnsafeCheckpointError,
     UntrustedCheckpointError,
 )
-from ckpt_core.hosting import CheckpointPath, Kind, replaced, root_of
+from ckpt_core.hosting import CheckpointPath, replaced, root_of
 from ckpt_core.manager import CheckpointManager
 from ckpt_core.names import MARKER, METADATA
 from ckpt_core.options import CheckpointOptions
@@ -38,8 +38,8 @@ from ckpt_core.storage import Storage, open_storage
 from ckpt_core.validation import location
 from lightning_ckpt._committed import committed_of
 from lightning_ckpt._options import Settings
+from lightning_ckpt._pacing import continues, requeue_signal
 from lightning_ckpt._state import LARGE, MODEL, NewMemory, plain_items
-from lightning_ckpt.loops._takeover import continues, requeue_signal
 
 T = TypeVar("T")
 _logger = logger_of(__name__)
@@ -129,56 +129,42 @@ _LAZY_LOADER = "_lazy_load"
 """How FSDP's strategies read a single file: by pickle, even with `weights_only=True`."""
 
 
-def path_of(path: str | os.PathLike[str], kind: Kind | None = None) -> CheckpointPath:
-    """Return the checkpoint that a path names, or the root if it is of that kind.
+def path_of(path: str | os.PathLike[str]) -> CheckpointPath:
+    """Return the checkpoint that a path names.
 
     Dots before the name, as a Tuner sets them, are left out: such names are those of saves in flight.
     """
-    if kind is Kind.ROOT:
-        return CheckpointPath(root_of(path))
     found = CheckpointPath.of(path)
     return replace(found, name=found.name.lstrip(".") or found.name)
 
 
-def kind_at(path: str, storage_at: Callable[[str], Storage]) -> Kind:
-    """Return whether a path is a checkpoint, a root, or stock Lightning's."""
+def found_at(path: str, storage_at: Callable[[str], Storage]) -> tuple[str, str] | None:
+    """Return root and name of what is at a path, "" for a root; None of stock's."""
     try:
-        place = CheckpointPath.of(path)
+        place, written = path_of(path), CheckpointPath.of(path).name
     except ConfigError:  # a bucket
-        kind = None
+        pass
     else:
-        kind = _kind_below(storage_at(place.root), place.name)
-    if kind is None and Catalog(storage_at(root_of(path))).committed():
-        return Kind.ROOT
-    if kind is None:
-        raise CheckpointNotFoundError(
-            f"Checkpoint file not found: {path} is neither a committed checkpoint ({MARKER} is missing), "
-            "nor a directory that holds some, nor a file or directory that Lightning wrote; check ckpt_path"
-        )
-    return kind
-
-
-def _kind_below(root: Storage, written: str) -> Kind | None:
-    """Return the kind of a checkpoint in a root, by its name as written."""
-    name = written.lstrip(".") or written
-    if root.exists(f"{name}/{MARKER}"):
-        return Kind.COMMITTED
-    if root.exists(written) or root.exists(f"{written}/{LIGHTNINGS_OWN}"):
-        return Kind.STOCK
-    return Kind.COMMITTED if root.exists(f"{name}/{METADATA}") else None
-
-
-def refuse_unjudged(path: str, options: CheckpointOptions, *, host: str) -> None:
-    """Refuse what a host wrote if `verify_manifest` is given: it has no manifest."""
-    if options.verify_manifest is not None:
-        why = f"{host} wrote it, so that it has no manifest for verify_manifest to judge"
-        raise UntrustedCheckpointError(f"{path} is not trusted: {why}. Nothing was loaded", why=why)
+        root = storage_at(place.root)
+        if root.exists(f"{place.name}/{MARKER}"):
+            return place.root, place.name
+        if root.exists(written) or root.exists(f"{written}/{LIGHTNINGS_OWN}"):
+            return None
+        if root.exists(f"{place.name}/{METADATA}"):
+            return place.root, place.name
+    if Catalog(storage_at(root_of(path))).committed():
+        return root_of(path), ""
+    raise CheckpointNotFoundError(
+        f"Checkpoint file not found: {path} is neither a committed checkpoint ({MARKER} is missing), "
+        "nor a directory that holds some, nor a file or directory that Lightning wrote; check ckpt_path"
+    )
 
 
 def load_stock(
     path: str,
     load: Callable[..., Any],
-    strategy: type[Any],
+    strategy: Any,
+    options: CheckpointOptions,
     *,
     trusted: bool,
     once: Callable[[Callable[[], None]], None],
@@ -187,15 +173,18 @@ def load_stock(
 
     Files are read once; a directory of Lightning's sharded strategies is checked before, by one rank.
     """
-    if trusted:
+    if options.verify_manifest is not None:
+        why = "Lightning wrote it, so that it has no manifest for verify_manifest to judge"
+        raise UntrustedCheckpointError(f"{path} is not trusted: {why}. Nothing was loaded", why=why)
+    if trusted or options.allow_pickle:
         return dict(load(weights_only=False))
-    once(lambda: _check(Path(path)))
+    once(lambda: _check(Path(path) / LIGHTNINGS_OWN))
     # Lazily, as Lightning does: tensors stay on disk until copied.
     mapped = functools.partial(torch.load, mmap=True, map_location="cpu", weights_only=True)
     try:
         with ExitStack() as held:
             held.enter_context(without_pickle())
-            for module in {sys.modules[cls.__module__] for cls in strategy.__mro__}:
+            for module in {sys.modules[cls.__module__] for cls in type(strategy).__mro__}:
                 if _LAZY_LOADER in vars(module):
                     held.enter_context(replaced(module, **{_LAZY_LOADER: mapped}))
             return dict(load(weights_only=True))
@@ -206,10 +195,9 @@ def load_stock(
         ) from error
 
 
-def _check(path: Path) -> None:
-    own = path / LIGHTNINGS_OWN
+def _check(own: Path) -> None:
     if own.is_file():
-        check_stock(path)
+        check_stock(own.parent)
         load_plain(read_linked(own), str(own))
 
 
@@ -259,7 +247,7 @@ def _is_ours(path: Any) -> bool:
     if not isinstance(path, str | os.PathLike) or os.fspath(path).startswith("http"):
         return False
     try:
-        return kind_at(os.fspath(path), open_storage) is not Kind.STOCK
+        return found_at(os.fspath(path), open_storage) is not None
     except (CheckpointError, OSError):
         return False  # Lightning will raise it
 
@@ -271,10 +259,10 @@ def read(path: str | os.PathLike[str], *, map_location: Any, allow_pickle: bool)
 
     Not collective: every process that asks reads the whole of the weights.
     """
-    place = path_of(path, kind_at(os.fspath(path), open_storage))
+    root, name = found_at(os.fspath(path), open_storage) or ("", "")
     weights = NewMemory(MODEL, LARGE)
-    with CheckpointManager(place.root, coordinator=Solo(), allow_pickle=allow_pickle) as manager:
-        manager.load(weights, name=place.name or None)
+    with CheckpointManager(root, coordinator=Solo(), allow_pickle=allow_pickle) as manager:
+        manager.load(weights, name=name or None)
     if bases := base_names(weights.saved):
         _logger.warning(
             "%s holds only what was trained: call load_from_checkpoint(..., strict=False) for a module whose "

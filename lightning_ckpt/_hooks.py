@@ -1,26 +1,36 @@
-"""The callback and the plugin, as calls of the session; free of either package."""
+"""The callback, the plugin and the strategy, as calls of the session; free of either package.
+
+`attach` gives the strategy object a generated subclass of its own class. No public seam will do: a plugin
+(`CheckpointIO`) gets the gathered dictionary on one rank, never the shards; a Strategy of ours would have to
+be chosen by the user, one for each stock strategy; and the Trainer makes its strategy before any callback,
+keeps it, and tests its class, so that a wrapper cannot take its place.
+
+The subclass has a single base, for Python refuses to change an object's class to one with another layout; and
+it keeps its name, for logs.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self, cast
 
 from fsspec.core import url_to_fs
 
-from ckpt_core.errors import ConfigError
+from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
+from ckpt_core.state import load_model_state, load_optimizer_state, model_state, optimizer_state
 from lightning_ckpt._ckpt_path import chosen, read_our_directories
 from lightning_ckpt._committed import AsModelCheckpoint, committed_of
 from lightning_ckpt._options import Configured, Settings, missing_attribute
 from lightning_ckpt._pacing import Pacing
-from lightning_ckpt._session import Session
-from lightning_ckpt._strategy import attach
+from lightning_ckpt._session import Session, in_lightnings_words, refuse_what_is_passed_over
+from lightning_ckpt._state import check_optimizers
 
 
-class LifeCycle(AsModelCheckpoint):
+class CheckpointHooks(AsModelCheckpoint, Configured):
     """The hooks of a callback, to be joined with Lightning's own base class.
 
     That is a `ModelCheckpoint` which does nothing by itself: Lightning asks no other for `ckpt_path="last"`.
@@ -28,21 +38,22 @@ class LifeCycle(AsModelCheckpoint):
     Attributes:
         trainer_type: the Trainer of that namespace.
         tell: tells the terminal of rank 0, as Lightning does.
-        module_name: where its users import from.
     """
 
     trainer_type: ClassVar[type[Any]]
     tell: ClassVar[Any]
-    module_name: ClassVar[str]
     _session: Session | None = None
     _last: bool = False
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(missing_attribute(type(self).__name__, name))
 
-    def settings_for(self, _trainer: Any) -> Settings | None:
-        """Return the settings for a Trainer, or None to leave it alone."""
-        return self.settings
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        """Return a callback with the options of a plugin."""
+        made = cls.__new__(cls)
+        made.settings = settings
+        return made
 
     @property
     def looks_further(self) -> bool:
@@ -50,24 +61,30 @@ class LifeCycle(AsModelCheckpoint):
         return self._session is None or not self._session.is_running
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
-        settings = self.settings_for(trainer)
-        if settings is None:
-            return
-        self._refuse_strangers(trainer)
+        if not isinstance(trainer, self.trainer_type):
+            package = type(trainer).__module__.partition(".")[0]
+            raise ConfigError(
+                f"this ShardedCheckpoint was imported from {type(self).__module__}, but the Trainer is from "
+                f"the package {package}: import it from lightning_ckpt.{package}"
+            )
+        if sum(isinstance(each, CheckpointHooks) for each in trainer.callbacks) > 1:
+            raise ConfigError(
+                "one ShardedCheckpoint or one ShardedCheckpointIO per Trainer, not several: join their "
+                "policies with |, e.g. save=EverySteps(500) | OnPreemption()"
+            )
         read_our_directories(type(module))
         if self._session is None or self._session.trainer is not trainer:
-            self._session = Session(trainer, settings)
+            self._session = Session(trainer, self.settings)
         attach(trainer.strategy, self._session)
         self._session.start(stage)
         trainer._checkpoint_connector.resume_start = partial(self._resume, trainer)
 
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
         """Answer `ckpt_path="last"` by any path; `_resume` knows the true one."""
-        settings = self.settings_for(trainer)
-        if settings is None or settings.root is None:
+        if self.settings.root is None:
             return set()
-        others = [each for each in trainer.checkpoint_callbacks if not isinstance(each, LifeCycle)]
-        self._last = bool(committed_of(settings, further=True)) or not any(map(_may_have_last, others))
+        others = [each for each in trainer.checkpoint_callbacks if each is not self]
+        self._last = bool(committed_of(self.settings, further=True)) or not any(map(_may_have_last, others))
         return {os.devnull} if self._last else set()
 
     def _resume(self, trainer: Any, checkpoint_path: Any = None, *arguments: Any, **options: Any) -> None:
@@ -79,22 +96,8 @@ class LifeCycle(AsModelCheckpoint):
             checkpoint_path = chosen(checkpoint_path, self._session.settings, trainer, last=last)
             self._session.choose(checkpoint_path)
         connector.resume_start(checkpoint_path, *arguments, **options)
-        if self._session is not None and self._session.origin is not None:
-            self.tell(self._session.origin)
-
-    def _refuse_strangers(self, trainer: Any) -> None:
-        if not isinstance(trainer, self.trainer_type):
-            package = type(trainer).__module__.partition(".")[0]
-            raise ConfigError(
-                f"this ShardedCheckpoint was imported from {self.module_name}, but the Trainer is from the "
-                f"package {package}: import it from lightning_ckpt.{package}"
-            )
-        active = [each for each in life_cycles(trainer) if each.settings_for(trainer) is not None]
-        if len(active) > 1:
-            raise ConfigError(
-                "one ShardedCheckpoint or one ShardedCheckpointIO per Trainer, not several: join their "
-                "policies with |, e.g. save=EverySteps(500) | OnPreemption()"
-            )
+        if self._session is not None and self._session.restored is not None:
+            self.tell(self._session.restored)
 
     @property
     def state_key(self) -> str:
@@ -144,21 +147,7 @@ class LifeCycle(AsModelCheckpoint):
     @property
     def preempted(self) -> bool:
         """Whether a preemption announced to any rank stopped the last fit."""
-        return self._session is not None and self._session.preempted
-
-
-class CheckpointHooks(LifeCycle, Configured):
-    """The hooks of a checkpoint callback with options of its own."""
-
-
-class PluginHooks(LifeCycle):
-    """The callback behind a plugin, in the Trainer that has it."""
-
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-
-    def settings_for(self, trainer: Any) -> Settings | None:
-        return self.settings if isinstance(trainer.strategy._checkpoint_io, PluginOptions) else None
+        return self._session is not None and self._session.was_preempted
 
 
 class PluginOptions(Configured):
@@ -178,7 +167,7 @@ class PluginOptions(Configured):
     """
 
     strategy_type: ClassVar[type[Any]]
-    callback_type: ClassVar[type[PluginHooks]]
+    callback_type: ClassVar[type[CheckpointHooks]]
     attached = False
 
     def __bool__(self) -> bool:
@@ -200,11 +189,13 @@ class PluginOptions(Configured):
         trainer = _on_the_stack(lambda each: isinstance(each, kind) and "callbacks" in vars(each))
         if trainer is None or trainer.strategy is not strategy:
             return
-        if any(isinstance(each, PluginHooks) for each in trainer.callbacks):
+        if any(getattr(each, "settings", None) is self.settings for each in trainer.callbacks):
             return
         # Lightning asks the first checkpoint callback for the best, and has all of them at the end.
         behind = 0 if self.settings.best is None else len(trainer.checkpoint_callbacks)
-        trainer.callbacks.insert(len(trainer.callbacks) - behind, self.callback_type(self.settings))
+        place = len(trainer.callbacks) - behind
+        ours = self.callback_type.of(self.settings)
+        trainer.callbacks = [*trainer.callbacks[:place], ours, *trainer.callbacks[place:]]  # a user's list
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
@@ -238,5 +229,164 @@ def _on_the_stack(wanted: Callable[[Any], bool]) -> Any | None:
     return None
 
 
-def life_cycles(trainer: Any) -> list[LifeCycle]:
-    return [callback for callback in trainer.callbacks if isinstance(callback, LifeCycle)]
+_SESSION = "_ckpt_session"
+_MARK = "_ckpt_stock_class"
+
+
+def attach(strategy: Any, session: Session | None) -> None:
+    """Make `strategy` save and load through `session`, as soon as there is one."""
+    if session is not None:
+        refuse_what_is_passed_over(strategy)
+    setattr(strategy, _SESSION, session)
+    if not hasattr(type(strategy), _MARK):
+        strategy.__class__ = _attached_class(cast("Any", type(strategy)))
+
+
+@cache
+def _attached_class(stock: type[Any]) -> type[Any]:
+    names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, _MARK: stock}
+    return type(stock.__name__, (stock,), {**names, **_OVERRIDES})
+
+
+def reduce_to_stock(self: Any, protocol: Any) -> Any:
+    """Pickle and copy an object of the stock class, which another Trainer may attach."""
+    return object.__new__, (getattr(type(self), _MARK),), *_stock(self).__reduce_ex__(protocol)[2:]
+
+
+def _stock(strategy: Any) -> Any:
+    return super(type(strategy), strategy)
+
+
+def _session(strategy: Any) -> Session | None:
+    """Return the session, unless the strategy now serves another Trainer."""
+    session: Session | None = getattr(strategy, _SESSION, None)
+    module = strategy.lightning_module
+    if session is None or module is None or module._trainer is not session.trainer:
+        return None
+    return session
+
+
+def _ours(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a method the session; without one, call the stock method of its name."""
+
+    def call(self: Any, *arguments: Any, **options: Any) -> Any:
+        if (session := _session(self)) is None:
+            return getattr(_stock(self), method.__name__)(*arguments, **options)
+        return method(self, session, *arguments, **options)
+
+    return call
+
+
+def _trains(optimizers: Sequence[Any]) -> bool:
+    """Return whether there are parameters to train; Lightning has a mock of `None`."""
+    return any(optimizer.param_groups for optimizer in optimizers)
+
+
+def launcher(self: Any) -> Any:
+    """Return the stock launcher, once a plugin has joined the Trainer that asks."""
+    plugin = self._checkpoint_io
+    if hasattr(plugin, "join_trainer_of"):
+        plugin.join_trainer_of(self)
+    return _stock(self).launcher
+
+
+def lightning_restore_optimizer(self: Any) -> bool:
+    session = _session(self)
+    if session is None or session.resumed is None:
+        return bool(_stock(self).lightning_restore_optimizer)
+    return _trains(self.optimizers) or bool(session.resumed.checkpoint.get("optimizer_states"))
+
+
+def lightning_module_state_dict(self: Any, _session: Session) -> dict[str, Any]:
+    return model_state(self.model)
+
+
+def optimizer_state_of(self: Any, optimizer: Any) -> dict[str, Any]:
+    if _session(self) is None or not _trains([optimizer]):
+        return dict(_stock(self).optimizer_state(optimizer))
+    return optimizer_state(self.model, optimizer)
+
+
+def save_checkpoint(
+    _self: Any,
+    session: Session,
+    checkpoint: dict[str, Any],
+    filepath: str | os.PathLike[str],
+    storage_options: Any | None = None,
+) -> None:
+    if storage_options is not None:
+        raise ConfigError("give storage_options= to ShardedCheckpoint, not to save_checkpoint()")
+    session.save(checkpoint, filepath)
+
+
+def load_checkpoint(
+    self: Any,
+    session: Session,
+    checkpoint_path: str | os.PathLike[str],
+    weights_only: bool | None = None,  # noqa: FBT001 - Lightning's signature
+) -> dict[str, Any]:
+    return session.load(
+        checkpoint_path,
+        partial(_stock(self).load_checkpoint, checkpoint_path),
+        trusted=weights_only is False,
+        has_optimizers=self.restore_checkpoint_after_setup,
+    )
+
+
+def load_model_state_dict(
+    self: Any,
+    session: Session,
+    checkpoint: Mapping[str, Any],
+    strict: bool = True,  # noqa: FBT001, FBT002 - Lightning's signature
+) -> None:
+    if session.resumed is None:
+        _stock(self).load_model_state_dict(checkpoint, strict=strict)
+    else:
+        load_model_state(self.model, checkpoint["state_dict"], strict=strict, base=session.resumed.base)
+
+
+def load_optimizer_state_dict(self: Any, session: Session, checkpoint: Mapping[str, Any]) -> None:
+    if session.resumed is None or session.resumed.saved is None:
+        _stock(self).load_optimizer_state_dict(checkpoint)
+        return
+    states = checkpoint["optimizer_states"]
+    try:
+        check_optimizers(self, states)
+    except IncompatibleCheckpointError as error:
+        what = "its weights were loaded before the optimizers were made, and nothing else"
+        raise in_lightnings_words(error, session.resumed.saved.name, error, what) from error
+    for optimizer, state in zip(self.optimizers, states, strict=True):
+        load_optimizer_state(self.model, optimizer, state)
+
+
+def remove_checkpoint(self: Any, session: Session, filepath: str | os.PathLike[str]) -> None:
+    if self.is_global_zero:
+        session.remove(filepath, partial(_stock(self).remove_checkpoint, filepath))
+
+
+def on_train_start(self: Any, session: Session) -> None:
+    """Start training; load the exact position last, when random numbers are final."""
+    _stock(self).on_train_start()
+    session.begin_training()
+
+
+def teardown(self: Any, session: Session) -> None:
+    try:
+        session.finish()
+    finally:
+        _stock(self).teardown()
+
+
+_OVERRIDES: dict[str, Callable[..., Any] | property] = {
+    "launcher": property(launcher),
+    "lightning_restore_optimizer": property(lightning_restore_optimizer),
+    "optimizer_state": optimizer_state_of,
+    "__reduce_ex__": reduce_to_stock,
+    **{
+        each.__name__: _ours(each)
+        for each in (
+            *(lightning_module_state_dict, save_checkpoint, load_checkpoint, load_model_state_dict),
+            *(load_optimizer_state_dict, remove_checkpoint, on_train_start, teardown),
+        )
+    },
+}

@@ -100,11 +100,9 @@ class Settings:
         """
         options = self.options
         if not training or root != self.root:
-            options = replace(options, save=None, back_pressure="wait")
+            options = replace(options, save=None, back_pressure="wait", init_from=None)
         if root != self.root:
             options = replace(options, keep=None, upload=None, export=None)
-        if not training or root != self.root:
-            options = replace(options, init_from=None)
         return options if "://" in root else replace(options, storage_options={})
 
     def given(self, root: str) -> str | Storage:

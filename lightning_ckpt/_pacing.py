@@ -1,32 +1,46 @@
-"""When a run saves by itself: by the save policy, at the end, at a preemption."""
+"""When a run saves by itself: by the save policy, at the end, at a preemption.
+
+Lightning's handlers of signals, and its SLURM handler, save wherever they interrupt a step, and requeue at
+once. Here their signals are preemptions as any: the job is requeued when its last checkpoint is committed and
+the root free.
+"""
 
 from __future__ import annotations
 
 import difflib
 import logging
 import math
-from collections.abc import Collection, Sequence
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from secrets import token_hex
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 from torch.utils.data import IterableDataset
 
-from ckpt_core.cadence import preemptions
+from ckpt_core.cadence import OnPreemption, preemptions
 from ckpt_core.disclosure import logger_of
+from ckpt_core.hosting import shadow
 from ckpt_core.names import run_name, step_name
-from ckpt_core.policies import Counts
+from ckpt_core.policies import Counts, SavePolicy
 from ckpt_core.saving import SaveHandle
 from ckpt_core.state import load_rng_state, rng_state
 from ckpt_core.types import CheckpointInfo
 from ckpt_core.validation import integer, plain_integer, require
 from lightning_ckpt._committed import Announcements
-from lightning_ckpt._options import Settings
-from lightning_ckpt._roots import Roots
+from lightning_ckpt._fit import Fit
 from lightning_ckpt._state import LightningState
-from lightning_ckpt.loops._fit import Fit
-from lightning_ckpt.loops._takeover import SignalTakeover, job_note, requeue_signal
 
+if TYPE_CHECKING:
+    from lightning_ckpt._session import Session
+
+T = TypeVar("T")
 _logger = logger_of(__name__)
+JOB: Final = "slurm_job"
+"""The annotation that names the job of a checkpoint."""
+_SECONDS: Final = 60
 _LAST_STEP = "last step"
 _BEST = "best"
 _UNKNOWN: Final = -1
@@ -46,12 +60,12 @@ class Pacing:
         is_to_requeue: whether SLURM is to start this job again once the root is free.
     """
 
-    def __init__(self, fit: Fit, settings: Settings, roots: Roots) -> None:
+    def __init__(self, fit: Fit, session: Session) -> None:
         self._fit = fit
         self._trainer = trainer = fit.trainer
-        self._settings = settings
+        self._settings = settings = session.settings
         self._root = str(settings.root)
-        self._roots = roots
+        self._session = session
         policy = settings.options.save
         self._counts_needed = bool(settings.options.counts - {"total_steps"})
         self._new_tokens = 0
@@ -59,7 +73,7 @@ class Pacing:
         names = {name for each in preemptions(policy) for name in each.signals}
         self._signals = SignalTakeover(trainer._signal_connector, names, self._requeue_signal)
         self.is_to_requeue = False
-        self._manager = self._signals.made_by(lambda: roots.at(self._root))
+        self._manager = self._signals.made_by(lambda: session.at(self._root))
         self._listens = bool(preemptions(self._manager.options.save))
         self._looks = self._cut_short = False
         self._before: tuple[dict[str, Any], dict[str, Any]] = {}, {}
@@ -81,9 +95,9 @@ class Pacing:
         self._begun_at = self._trainer.global_step
         self._total_steps = _total_steps(self._trainer)
         self._seen_step = -1 if self._fit.makes_up else self._begun_at
-        self._saved_step = origin = self._roots.take_up(self._root)
+        self._saved_step = origin = self._session.take_up(self._root)
         if origin is None or self._settings.bests:
-            committed = self._roots.once(self._manager.checkpoints)
+            committed = self._session.once(self._manager.checkpoints)
             if origin is None and committed:
                 if self._trainer.is_global_zero:
                     _warn_of_abandoned(self._root, committed)
@@ -124,7 +138,7 @@ class Pacing:
         if self._looks:
             self._before = rng_state(), dict(trainer._logger_connector._callback_metrics)
             sizes = _sizes(trainer.fit_loop.epoch_loop.val_loop)
-            self._looks = self._roots.same(sizes) and _UNKNOWN not in sizes
+            self._looks = self._session.same(sizes) and _UNKNOWN not in sizes
 
     def after_validation_batch(self) -> None:
         """Leave the validation if a preemption that stops training was announced."""
@@ -166,7 +180,7 @@ class Pacing:
 
     def before_epoch_end(self) -> None:
         """Finish staged copies, for averaging callbacks; after a preemption end here."""
-        self._roots.settle()
+        self._session.settle()
         if self._left:
             raise StopIteration
 
@@ -176,7 +190,7 @@ class Pacing:
         self._total_steps = _total_steps(self._trainer)
         if self._fit.epoch_is_over and self._stepped:
             self._save_if_due()
-            self._roots.settle()
+            self._session.settle()
             if self.preempted:
                 self._stop()
 
@@ -199,7 +213,9 @@ class Pacing:
             self._announcements.end()
         self._manager.due()
         if self.preempted and self._requeue_signal is not None:
-            self.is_to_requeue = bool(self._roots.all_reduce_max([int(self._signals.was_noted)])[0])
+            self.is_to_requeue = bool(
+                self._session.coordinator.all_reduce_max([int(self._signals.was_noted)])[0]
+            )
 
     # Saves.
 
@@ -248,9 +264,11 @@ class Pacing:
         self._fit.left = self.preempted
         # Saved already, perhaps by the run before, but without the metric that it is to be kept for.
         again = step == self._saved_step
-        name = self._roots.once(lambda: run_name(step_name(step), token_hex(4))) if again else None
+        name = self._session.once(lambda: run_name(step_name(step), token_hex(4))) if again else None
         metrics = self._measure()
-        handle = self._roots.save(self._root, step, self._state(), name=name, metrics=metrics, reason=reason)
+        handle = self._session.write(
+            self._root, step, self._state(), name=name, metrics=metrics, reason=reason
+        )
         if handle is not None:
             self._saved_step = step
             if self._settings.bests:
@@ -269,7 +287,7 @@ class Pacing:
             raise StopIteration
 
     def _stop(self) -> None:
-        self._roots.settle()
+        self._session.settle()
         if not self._trainer.should_stop:
             _logger.warning("preempted: training stops after step %d", self._trainer.global_step)
         self._fit.stop()
@@ -308,7 +326,7 @@ class Pacing:
         replicas = int(sampler.get("num_replicas", ranks))  # fewer under tensor parallelism
         if ranks > 1 and callable(self._settings.tokens):
             of_ranks = [new if rank == trainer.global_rank else 0 for rank in range(ranks)]
-            self._fit.tokens += sum(self._roots.all_reduce_max(of_ranks)) * replicas // ranks
+            self._fit.tokens += sum(self._session.coordinator.all_reduce_max(of_ranks)) * replicas // ranks
         else:
             self._fit.tokens += new * replicas
 
@@ -340,7 +358,7 @@ class Pacing:
                 for policy in self._settings.bests
             )
 
-        return self._roots.once(wanted)
+        return self._session.once(wanted)
 
     def _note_evaluation(self) -> None:
         """Note what was measured; warn, once, of ranking metrics that are not logged."""
@@ -414,3 +432,108 @@ def _warn_of_abandoned(root: str, committed: Sequence[CheckpointInfo]) -> None:
         "Further fits of this process into it are logged as information only",
         root, len(committed), committed[-1].name,
     )  # fmt: skip
+
+
+@final
+class SignalTakeover:
+    """Keeps the core's signal handlers ahead of Lightning's until the end of a fit.
+
+    Lightning's SIGTERM handler waits for a collective: ranks that are signalled one after another, or in the
+    middle of a step, hang in it. Under SLURM its SIGUSR1 handler saves wherever the signal arrives. At its
+    end Lightning puts back the handlers that it has found, which are ours: so those before follow.
+
+    Args:
+        noted: one of them, to be noted for `was_noted`; None for none.
+    """
+
+    def __init__(self, connector: Any, names: Iterable[str], noted: str | None = None) -> None:
+        on_main = threading.current_thread() is threading.main_thread()
+        self._connector = connector
+        self._before = {each: _handler(each) for each in map(signal.Signals.__getitem__, names) if on_main}
+        self._ours: dict[signal.Signals, Any] = {}
+        self._noted = noted
+        self.was_noted = False
+
+    def made_by(self, make: Callable[[], T]) -> T:
+        """Call `make`; keep the handlers that it installs ahead of Lightning's."""
+        if self._noted is not None:  # the core's handler calls the one before it
+            _install({each: self._note for each in self._before if each.name == self._noted})
+        made = make()
+        self._ours = {number: _handler(number) for number in self._before}
+        if self._ours:
+            methods = {"register_signal_handlers": self._register, "teardown": self._teardown}
+            shadow(self._connector, methods)
+        return made
+
+    def _note(self, *_: Any) -> None:
+        self.was_noted = True
+
+    def _register(self) -> None:
+        type(self._connector).register_signal_handlers(self._connector)
+        _install(self._ours)
+
+    def _teardown(self) -> None:
+        for name in ("register_signal_handlers", "teardown"):
+            vars(self._connector).pop(name, None)
+        self._connector.teardown()
+        _install(self._before)
+
+
+def _handler(number: signal.Signals) -> Any:
+    # None is a handler that C code installed, which Python cannot put back.
+    return signal.getsignal(number) or signal.SIG_DFL
+
+
+def _install(handlers: Mapping[signal.Signals, Any]) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def requeue_signal(trainer: Any) -> str | None:
+    """Return the signal at which a Trainer is to requeue its job, or None."""
+    environment = trainer._accelerator_connector.cluster_environment
+    names = {cls.__name__ for cls in type(environment).__mro__}
+    if "SLURMEnvironment" not in names or not environment.auto_requeue:
+        return None
+    return None if environment.requeue_signal is None else signal.Signals(environment.requeue_signal).name
+
+
+def with_requeue(policy: SavePolicy | None, signal_name: str | None) -> SavePolicy | None:
+    """Return a policy that also saves and stops at the signal to requeue."""
+    heard = preemptions(policy)
+    if signal_name is None or any(each.stop and signal_name in each.signals for each in heard):
+        return policy
+    requeue = OnPreemption((signal_name,))
+    return requeue if policy is None else policy | requeue
+
+
+def job_note() -> Mapping[str, Any]:
+    """Return what identifies the SLURM job that saves, if there is one."""
+    job = _job()
+    return {} if job is None else {JOB: job}
+
+
+def continues(saved: Mapping[str, Any]) -> bool:
+    """Return whether SLURM has started again the very job that made these annotations."""
+    restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
+    return restarts.isdigit() and int(restarts) > 0 and _job() is not None and saved.get(JOB) == _job()
+
+
+def requeue() -> None:
+    """Requeue this process's job; on one rank. A failure is logged."""
+    job = _job()
+    command = ["scontrol", "requeue", str(job)]
+    try:
+        subprocess.run(command, check=True, timeout=_SECONDS, capture_output=True)  # noqa: S603 - no shell
+    except (OSError, subprocess.SubprocessError) as error:
+        _logger.error(  # noqa: TRY400 - the message is all there is to say
+            "the job was not requeued: %r. Its last checkpoint is committed; requeue it with `%s`",
+            error, " ".join(command),
+        )  # fmt: skip
+    else:
+        _logger.warning("SLURM job %s is requeued; it continues from its last checkpoint", job)
+
+
+def _job() -> str | None:
+    array, task = (os.environ.get(name) for name in ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"))
+    return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID")

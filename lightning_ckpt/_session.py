@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, final
 
+from ckpt_core.commit import Catalog, Lease, remove
+from ckpt_core.coordination import Coordinator
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
     CheckpointError,
@@ -15,16 +19,19 @@ from ckpt_core.errors import (
     ConfigError,
     IncompatibleCheckpointError,
 )
-from ckpt_core.hosting import CheckpointPath, Kind, shadow
+from ckpt_core.hosting import CheckpointPath, ManagersByRoot, shadow
+from ckpt_core.manager import CheckpointManager
+from ckpt_core.names import MARKER
+from ckpt_core.saving import SaveHandle
 from ckpt_core.state import Gradients, TrainState, unwrap_optimizer
-from lightning_ckpt._ckpt_path import kind_at, load_stock, path_of, refuse_unjudged
+from ckpt_core.storage import Storage
+from ckpt_core.types import CheckpointInfo
+from lightning_ckpt._ckpt_path import found_at, load_stock, path_of
 from lightning_ckpt._committed import AsModelCheckpoint
+from lightning_ckpt._fit import Fit, Measured
 from lightning_ckpt._options import Settings
-from lightning_ckpt._pacing import Pacing, weights_may_change
-from lightning_ckpt._roots import Roots
+from lightning_ckpt._pacing import Pacing, job_note, requeue, requeue_signal, weights_may_change, with_requeue
 from lightning_ckpt._state import LightningState, by_number
-from lightning_ckpt.loops._fit import Fit, Measured
-from lightning_ckpt.loops._takeover import requeue, requeue_signal, with_requeue
 
 _logger = logger_of(__name__)
 _SHOWN = 10
@@ -32,33 +39,41 @@ _STOCK_IO = ".plugins.io.torch_io"
 
 
 @final
-class Session:
-    """Saves and loads for one Trainer.
+class Session(ManagersByRoot):
+    """Saves and loads for one Trainer, with the lineage of its live state in each root.
 
-    It lives as long as the Trainer; `start` and `finish` delimit each fit, validate, test or predict.
+    It lives as long as the Trainer; `start` and `finish` delimit each fit, validate, test or predict. A
+    manager lives as long as that. The checkpoint that the live state comes from is remembered longer, so that
+    another fit of the same Trainer continues the lineage of the first.
 
     Concurrency: the thread that trains, on every rank alike, except `remove` (coordinator only).
 
     Attributes:
-        loaded: the checkpoint that this run was given; None without one.
-        origin: it in words, for the user.
+        resumed: the checkpoint that this run was given; None without one.
+        restored: it in words, for the user.
     """
 
     def __init__(self, trainer: Any, settings: Settings) -> None:
+        super().__init__(self._opened, deadline_seconds=settings.options.deadline_seconds)
         if settings.root is not None:
             policy = with_requeue(settings.options.save, requeue_signal(trainer))
             settings = replace(settings, options=replace(settings.options, save=policy))
         self.trainer = trainer
         self.settings = settings
-        self.loaded: LightningState | None = None
-        self.origin: str | None = None
+        self.resumed: LightningState | None = None
+        self.restored: str | None = None
         self.pacing: Pacing | None = None
-        self.preempted = self.is_running = False
-        self._roots = Roots(settings, partial(_log, trainer))
+        self.was_preempted = self.is_running = self._trains = False
         self._fit: Fit | None = None
         self._module: Any = None
         self._error: BaseException | None = None
         self._shadowed: list[Any] = []
+        self._written = set[str]()
+        self._accepted = set[CheckpointPath]()
+        self._newest: SaveHandle | None = None
+        self._origins: dict[str, tuple[int, str]] = {}
+        self._saved: list[tuple[str, SaveHandle]] = []
+        self._taken_up = set[str]()
 
     def __reduce__(self) -> Any:
         # What belongs to a Trainer is not copied with the callback or the strategy that holds it.
@@ -66,7 +81,7 @@ class Session:
 
     def start(self, stage: str) -> None:
         self.is_running, self._error = True, None
-        self.loaded = self.origin = self.pacing = self._fit = None
+        self.resumed = self.restored = self.pacing = self._fit = None
         if stage != "fit" or self.trainer.fast_dev_run:
             return
         for each in self.trainer.checkpoint_callbacks:
@@ -76,8 +91,8 @@ class Session:
                 self._shadowed.append(each)
         self._fit = Fit(self.trainer)
         if self.settings.root is not None:
-            self._roots.training = True
-            self.pacing = Pacing(self._fit, self.settings, self._roots)
+            self._trains = True
+            self.pacing = Pacing(self._fit, self)
 
     def choose(self, ckpt_path: str | None) -> None:
         """Begin a run with a checkpoint; refuse one that only some ranks have found.
@@ -85,7 +100,7 @@ class Session:
         Those would wait for the others to load it.
         """
         trainer = self.trainer
-        if trainer.world_size > 1 and not self._roots.same([int(ckpt_path is None)]):
+        if trainer.world_size > 1 and not self.same([int(ckpt_path is None)]):
             found = "no checkpoint" if ckpt_path is None else ckpt_path
             raise ConfigError(
                 f"rank {trainer.global_rank} of {trainer.world_size} is to begin with {found}, "
@@ -104,10 +119,11 @@ class Session:
         # Earlier fits are forgotten unless this one continues with the same module.
         module = trainer.lightning_module
         same = self._module is module and ckpt_path is None
-        self._roots.forget(beyond=trainer.global_step if same else -1)
+        reached = trainer.global_step if same else -1
+        self._origins = {root: origin for root, origin in self._origins.items() if origin[0] <= reached}
         self._module = module
         if self.pacing is not None:
-            manager = self._roots.at(str(self.settings.root))
+            manager = self.at(str(self.settings.root))
             if ckpt_path is None and not same:
                 _convert_early(trainer.strategy)
                 model = trainer.strategy.model or module
@@ -115,13 +131,13 @@ class Session:
             manager.has_weights()
 
     def save(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
-        place = path_of(self._roots.once(lambda: os.fspath(path)))
+        place = path_of(self.once(lambda: os.fspath(path)))
         step = self.trainer.global_step
         measured = Measured() if self._fit is None else self._fit.measured
         measured.note(self.trainer.callback_metrics, step)
         if self.pacing is not None:
             self.pacing.before_save_by_path(place.root)
-        self._roots.save(
+        self.write(
             place.root,
             step,
             LightningState(self.trainer, checkpoint, fit=self._fit, contents=self.settings.contents),
@@ -130,38 +146,40 @@ class Session:
             reason="asked for by path",
         )
         if weights_may_change(self.trainer):
-            self._roots.settle()
+            self.settle()
         if not self.is_running:
             # After a fit nothing else would wait for it.
-            self._roots.close()
+            self.close()
 
     def load(
         self, path: str | os.PathLike[str], stock: Callable[..., Any], *, trusted: bool, has_optimizers: bool
     ) -> dict[str, Any]:
         """Read a checkpoint; return what Lightning loads. A root means its newest."""
-        settings, roots = self.settings, self._roots
-        text = roots.once(lambda: os.fspath(path))
-        roots.wait()
-        kind = roots.once(lambda: kind_at(text, settings.readable_at))
-        place = None if kind is Kind.STOCK else path_of(text, kind)
+        settings = self.settings
+        text = self.once(lambda: os.fspath(path))
+        self.wait()
+        found = self.once(lambda: found_at(text, settings.readable_at))
+        place = None if found is None else CheckpointPath(*found)
         is_own = self.pacing is not None and place is not None and place.root == settings.root
-        if self.pacing is not None and not is_own:
-            _refuse_override(settings, text if place is None else str(place))
+        if self.pacing is not None and not is_own and settings.override:
+            raise ConfigError(
+                f"override= changes the training in {settings.root}, and is recorded there as a branch; "
+                f"{place or text} is of another: give that as dirpath=, or leave override= out"
+            )
         if place is None:
-            refuse_unjudged(text, settings.options, host="Lightning")
-            trusted = trusted or settings.options.allow_pickle
-            return load_stock(text, stock, type(self.trainer.strategy), trusted=trusted, once=roots.once)
+            strategy = self.trainer.strategy
+            return load_stock(text, stock, strategy, settings.options, trusted=trusted, once=self.once)
         if not has_optimizers:
             _convert_early(self.trainer.strategy)
         state = LightningState(self.trainer, has_optimizers=has_optimizers, contents=settings.contents)
         self._read(place, state, is_own=is_own)
-        self.loaded = state
+        self.resumed = state
         if self._fit is not None:
             self._fit.resume(state)
         return state.checkpoint
 
     def _read(self, place: CheckpointPath, state: LightningState, *, is_own: bool) -> None:
-        manager, change = self._roots.at(place.root), self.settings.override.values if is_own else {}
+        manager, change = self.at(place.root), self.settings.override.values if is_own else {}
         try:
             if not place.name and is_own:
                 manager.resume(state, override=change)
@@ -172,18 +190,14 @@ class Session:
         if (saved := state.saved) is None:
             raise CheckpointNotFoundError(f"{place} holds no checkpoint any more; was it pruned just now?")
         if self.trainer.state.fn == "fit" and saved.step is not None:
-            self._roots.resumed(manager, CheckpointPath(place.root, saved.name), saved.step)
-        self.origin = f"Restored step {saved.step} of {place.root} (checkpoint {saved.name})"
+            self.loaded(manager)
+            self._origins[place.root] = saved.step, saved.name
+            self._taken_up.add(place.root)
+        self.restored = f"Restored step {saved.step} of {place.root} (checkpoint {saved.name})"
 
     def _file_exists(self, stock: Callable[..., bool], callback: Any, path: str, trainer: Any) -> bool:
         there = stock(callback, path, trainer)
-        return self._roots.once(lambda: self._roots.is_taken(path_of(path))) or there
-
-    def remove(self, path: str | os.PathLike[str], remove_file: Callable[[], None]) -> None:
-        self._roots.remove(path_of(path), remove_file)
-
-    def settle(self) -> None:
-        self._roots.settle()
+        return self.once(lambda: self.is_taken(path_of(path))) or there
 
     def take_part(self) -> None:
         if self._fit is not None:
@@ -191,7 +205,7 @@ class Session:
 
     def begin_training(self) -> None:
         """Finish a resume, right before the first batch is drawn."""
-        strategy, fit, loaded = self.trainer.strategy, self._fit, self.loaded
+        strategy, fit, loaded = self.trainer.strategy, self._fit, self.resumed
         optimizers = [unwrap_optimizer(each) for each in strategy.optimizers]
         if fit is not None:
             fit.begin(loaded)
@@ -203,6 +217,123 @@ class Session:
             loaded.change.apply(by_number(optimizers), schedulers)
         if self.pacing is not None:
             self.pacing.begin()
+
+    def _opened(self, root: str, coordinator: Coordinator) -> CheckpointManager:
+        def log(numbers: Mapping[str, float], step: int) -> None:
+            for logger in self.trainer.loggers:
+                logger.log_metrics(dict(numbers), step=step)
+
+        return self.settings.manager(root, coordinator, training=self._trains, log=log)
+
+    def same(self, numbers: Sequence[int]) -> bool:
+        """Return whether numbers are equal on every rank; one small all-reduce."""
+        combined = self.coordinator.all_reduce_max([*numbers, *(-number for number in numbers)])
+        return combined == (*numbers, *(-number for number in numbers))
+
+    def take_up(self, root: str) -> int | None:
+        """Continue the lineage of `root` from the live state's checkpoint.
+
+        Returns the step of that checkpoint, or None.
+        """
+        if root in self._origins and root not in self._taken_up:
+            try:
+                self.at(root).continue_from(name=self._origins[root][1])
+            except CheckpointNotFoundError as error:
+                _logger.warning("%s; it was there when this run saved or loaded it", error)
+                del self._origins[root]
+        self._taken_up.add(root)
+        return self._origins[root][0] if root in self._origins else None
+
+    def write(
+        self,
+        root: str,
+        step: int,
+        state: LightningState,
+        *,
+        name: str | None = None,
+        metrics: Mapping[str, float],
+        reason: str,
+    ) -> SaveHandle | None:
+        manager = self.at(root)
+        self.wait(but=manager)
+        if root != self.settings.root and root not in self._taken_up | self._origins.keys():
+            # The host names what is there: continue from the newest.
+            latest = self.once(manager.latest)
+            if latest is not None and latest.step <= step:
+                self._origins[root] = latest.step, latest.name
+        self.take_up(root)
+        noted = {"reason": reason, **job_note()}
+        try:
+            handle = manager.save(step, state, metrics=metrics, annotations=noted, name=name)
+        except CheckpointError as error:
+            for note in state.unstorable():
+                error.add_note(note)
+            raise
+        if handle is not None:
+            self._note_saved()
+            self._saved.append((root, handle))
+            self._newest = handle
+            self._written.add(root)
+            self._accepted.add(CheckpointPath(root, handle.name))
+        return handle
+
+    def is_taken(self, place: CheckpointPath) -> bool:
+        """Return whether a name is in use, also in flight; coordinator only."""
+        if place in self._accepted:
+            return True
+        if "://" not in place.root:
+            return os.path.lexists(str(place))
+        # The host's own client may have cached the listing from before the commit.
+        return self.settings.storage_at(place.root).exists(f"{place.name}/{MARKER}")
+
+    def settle(self) -> None:
+        for manager in self:
+            manager.wait_staged()
+
+    def remove(self, path: str | os.PathLike[str], remove_file: Callable[[], None]) -> None:
+        """Remove a checkpoint once the save in flight is committed, unless it fails.
+
+        Only where this run has saved itself: Lightning also removes what it resumed from elsewhere.
+        """
+        place = path_of(path)
+        storage = self.settings.storage_at(place.root)
+        if place.root not in self._written:
+            with suppress(OSError, CheckpointError):
+                if self.is_taken(place) or storage.exists(place.name):
+                    _logger.warning(
+                        "%s is kept although Lightning wants it removed: this run has saved nothing to %s, "
+                        "so it belongs to another run",
+                        place, place.root,
+                    )  # fmt: skip
+            return
+        self._accepted.discard(place)
+        # The manager that owns the root by then, and counts what is in it.
+        manager = self.get(place.root)
+
+        def ended(saved: Future[CheckpointInfo]) -> None:
+            if Future.exception(saved) is None:  # looked at without taking it from the user
+                _remove(storage, manager, place, remove_file)
+            else:
+                _logger.warning("%s is kept, because the save after it failed", place)
+
+        if self._newest is None:
+            _remove(storage, manager, place, remove_file)
+        else:
+            self._newest.committed.add_done_callback(ended)
+
+    def close(self, *, farewell: bool = True) -> None:
+        self._newest = None
+        try:
+            super().close(farewell=farewell)
+        finally:
+            self._note_saved()
+            self._saved, self._taken_up = [], set()
+
+    def _note_saved(self) -> None:
+        for root, handle in self._saved:
+            if handle.done() and handle.error is None:
+                self._origins[root] = handle.step, handle.name
+        self._saved = [each for each in self._saved if not each[1].done()]
 
     def failed(self, error: BaseException) -> None:
         """Note the exception that ends this run, so that `finish` does not hide it."""
@@ -237,9 +368,9 @@ class Session:
                 pacing.look_again()
         finally:
             if pacing is not None:
-                self.preempted = pacing.preempted
-            self._roots.training = False
-            self._roots.close(farewell=self._error is None)
+                self.was_preempted = pacing.preempted
+            self._trains = False
+            self.close(farewell=self._error is None)
         if pacing is not None and pacing.is_to_requeue and self.trainer.is_global_zero:
             requeue()
 
@@ -299,14 +430,23 @@ def refuse_what_is_passed_over(strategy: Any) -> None:
         )
 
 
-def _refuse_override(settings: Settings, place: str) -> None:
-    if settings.override:
-        raise ConfigError(
-            f"override= changes the training in {settings.root}, and is recorded there as a branch; {place} "
-            "is of another: give that as dirpath=, or leave override= out"
-        )
-
-
-def _log(trainer: Any, numbers: Mapping[str, float], step: int) -> None:
-    for logger in trainer.loggers:
-        logger.log_metrics(dict(numbers), step=step)
+def _remove(
+    storage: Storage,
+    manager: CheckpointManager | None,
+    place: CheckpointPath,
+    remove_file: Callable[[], None],
+) -> None:
+    """Remove a checkpoint, mostly on the background thread; log a failure."""
+    try:
+        if storage.exists(place.name):
+            remove_file()
+        elif manager is not None:
+            manager.discard(place.name)
+        else:  # after a fit, at the user's request
+            with Lease.acquire(storage, "the removal of a checkpoint"):
+                remove(storage, Catalog(storage).find(name=place.name))
+    except CheckpointNotFoundError:
+        _logger.debug("%s is gone already", place)
+    except (OSError, CheckpointError) as error:
+        # A whole checkpoint too many stays; the log and the listing show it.
+        _logger.warning("%s was not removed: %s", place, error)

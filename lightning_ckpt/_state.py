@@ -35,12 +35,12 @@ from ckpt_core.state import (
     under,
 )
 from ckpt_core.types import CapturedState, SavedEntries, SavedState
-from lightning_ckpt.loops._fit import Fit
-from lightning_ckpt.loops._positions import (
+from lightning_ckpt._fit import (
     POSITIONS,
     PREFETCHED,
     RNG,
     SEED,
+    Fit,
     configuration_of,
     positions,
     positions_in_samples,
@@ -342,7 +342,6 @@ def by_number(optimizers: Iterable[_T]) -> dict[str, _T]:
 
 
 def check_optimizers(strategy: Any, states: Sequence[Any]) -> None:
-    """Check that saved states are of the strategy's optimizers."""
     _check_number(strategy, len(states))
     for optimizer, state in zip(strategy.optimizers, states, strict=True):
         check_groups(strategy.model, optimizer, state)

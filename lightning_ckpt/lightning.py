@@ -11,27 +11,17 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_ckpt._ckpt_path import load_from_checkpoint
-from lightning_ckpt._hooks import CheckpointHooks, PluginHooks, PluginOptions
+from lightning_ckpt._hooks import CheckpointHooks, PluginOptions
 
 __all__ = ["ShardedCheckpoint", "ShardedCheckpointIO", "load_from_checkpoint"]
 
 
-class _Idle(ModelCheckpoint):
-    """A `ModelCheckpoint` that does nothing by itself."""
+@final
+class ShardedCheckpoint(CheckpointHooks, ModelCheckpoint):  # type: ignore[misc, override]
+    """Saves sharded, committed checkpoints asynchronously; resumes them exactly."""
 
     trainer_type = Trainer
     tell = staticmethod(rank_zero_info)
-    module_name = __name__
-
-
-@final
-class ShardedCheckpoint(CheckpointHooks, _Idle):  # type: ignore[misc, override]
-    """Saves sharded, committed checkpoints asynchronously; resumes them exactly."""
-
-
-@final
-class _PluginCallback(PluginHooks, _Idle):  # type: ignore[misc, override]
-    """What a `ShardedCheckpointIO` puts into its Trainer."""
 
 
 @final
@@ -39,4 +29,4 @@ class ShardedCheckpointIO(PluginOptions, TorchCheckpointIO):
     """`ShardedCheckpoint` as a plugin; it works beside any checkpoint callback."""
 
     strategy_type = Strategy
-    callback_type = _PluginCallback
+    callback_type = ShardedCheckpoint

@@ -53,7 +53,7 @@ _OF_TORCH = (
 )  # fmt: skip
 _OF_HOSTS = (
     "lightning.pytorch", "pytorch_lightning", "accelerate", "transformers.trainer",
-    "torchdata.stateful_dataloader", "lightning_ckpt._strategy", "accelerate_ckpt.trainer._checkpoints",
+    "torchdata.stateful_dataloader", "lightning_ckpt._hooks", "accelerate_ckpt.trainer._checkpoints",
 )  # fmt: skip
 _FORK_SERVER = pytest.StashKey[str | None]()
 _QUICK = "not slow"

@@ -40,8 +40,6 @@ ROLES = {
 TWINS = {
     # One for each Lightning, for each adapter, for each reader of `.metadata`.
     *(
-        "Idle",
-        "PluginCallback",
         "ShardedCheckpoint",
         "ShardedCheckpointIO",
         "Roots",

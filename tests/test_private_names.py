@@ -91,7 +91,7 @@ LIGHTNING = {
     "trainer.connectors.signal_connector:_SignalConnector.teardown": "",
     "core.saving:pl_load": "path_or_url map_location weights_only",
 }
-# What the generated subclass of a strategy overrides; see `lightning_ckpt._strategy`.
+# What the generated subclass of a strategy overrides; see `lightning_ckpt._hooks`.
 LIGHTNING_STRATEGY = {
     "launcher": None,
     "lightning_restore_optimizer": None,
@@ -264,7 +264,7 @@ def test_what_an_attached_strategy_overrides_is_there(package, name):
 
 
 def test_every_override_of_an_attached_strategy_is_listed():
-    strategy = pytest.importorskip("lightning_ckpt._strategy")
+    strategy = pytest.importorskip("lightning_ckpt._hooks")
     assert strategy._OVERRIDES.keys() - {"__reduce_ex__"} == LIGHTNING_STRATEGY.keys()
 
 

@@ -104,7 +104,7 @@ DOCUMENTED: Mapping[str, str] = {
     "hooks may save any object": r"item 'lightning\.callbacks' holds Python objects that only pickle",
     "torch.save is not called as without us": r"torch\.save\.call_count"
     r"|<(Magic)?Mock name='(save|torch\.save)'|torch_save|Expected 'save'",
-    "our callback is in the Trainer of a plugin": r"_PluginCallback object at",
+    "our callback is in the Trainer of a plugin": r"ShardedCheckpoint object at",
     "storage_options belong to the callback": r"give storage_options= to ShardedCheckpoint",
     "names that load_state_dict returns are compared": r"'Mock' object is not iterable",
     "a resume within an epoch is exact": r"resuming from a checkpoint that ended",

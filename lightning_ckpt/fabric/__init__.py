@@ -1,1 +1,0 @@
-"""Fabric: `fabric.save` and `fabric.load` through the core."""

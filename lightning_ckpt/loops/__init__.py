@@ -1,1 +1,0 @@
-"""Lightning's training loops: a fit, its position in the data, and preemptions."""
