@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import IO, final
 
 from ckpt_core.storage import Lock, Space, Storage, StorageEntry
-from ckpt_core.storage._base import file_key, key_parts, parent_keys
+from ckpt_core.storage._base import file_key, key_parts
 
 
 @final
@@ -107,7 +107,7 @@ class MemoryStorage(Storage):
             self._require_free(target)
             if file_key(source) not in {*self._files, *self._directories}:
                 raise _error(FileNotFoundError, errno.ENOENT, source)
-            if any(parent not in self._directories for parent in parent_keys(target)):
+            if not self._directories.issuperset(_parents(target)):
                 raise _error(FileNotFoundError, errno.ENOENT, target)
             self._files = {_moved(name, source, target): c for name, c in self._files.items()}
             self._directories = {_moved(name, source, target) for name in self._directories}
@@ -150,10 +150,10 @@ class MemoryStorage(Storage):
         self._files[key] = content
 
     def _add_parents(self, key: str) -> None:
-        for parent in parent_keys(key):
+        for parent in _parents(key):
             if parent in self._files:
                 raise _error(NotADirectoryError, errno.ENOTDIR, parent)
-        self._directories.update(parent_keys(key))
+        self._directories.update(_parents(key))
 
     def _require_free(self, key: str) -> None:
         if file_key(key) in self._files or key in self._directories:
@@ -184,6 +184,11 @@ class _MemoryLock:
 
 def _is_in(name: str, key: str) -> bool:
     return name == key or name.startswith(key + "/")
+
+
+def _parents(key: str) -> list[str]:
+    parts = key_parts(key)
+    return ["/".join(parts[:count]) for count in range(1, len(parts))]
 
 
 def _moved(name: str, source: str, target: str) -> str:

@@ -241,7 +241,6 @@ def _values(one: Contents, other: Contents, wanted: Callable[[str], bool]) -> It
 
 
 def _entry(name: str, *both: Contents) -> Iterator[ValueDifference]:
-    """Compare a value among the tensors."""
     places = []
     for each in both:
         part, index = each.byte_entries.get(name, (None, None))

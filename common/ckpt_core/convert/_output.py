@@ -153,8 +153,6 @@ def _digest(tensors: Mapping[str, LocatedTensor], files: Sequence[OutFile]) -> s
 
 @final
 class _OutPlace:
-    """A place that is written as a draft, and whole afterwards."""
-
     def __init__(self, target: Storage, directory: str, files: Sequence[OutFile]) -> None:
         self._target = target
         self._directory = directory
@@ -166,12 +164,10 @@ class _OutPlace:
 
     @property
     def url(self) -> str:
-        """The place."""
         return f"{self._target.url}/{self._directory}"
 
     @property
     def draft_url(self) -> str:
-        """Where it lies until it is whole."""
         return f"{self._target.url}/{self._home}"
 
     @contextmanager
@@ -265,7 +261,6 @@ class _OutPlace:
             return ""  # also of what is no file of ours
 
     def _clear(self) -> None:
-        """Remove what another attempt has left."""
         target = self._target
         if target.supports_rename:
             for entry in target.list(self._home):

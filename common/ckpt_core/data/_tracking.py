@@ -7,12 +7,11 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, count, islice
 from typing import Any, Final, NamedTuple, final
@@ -30,7 +29,6 @@ from ckpt_core._torch_internals import (
     kept_iterator,
     let_draw_from,
 )
-from ckpt_core.coordination import place_in_job
 from ckpt_core.data._hidden import (
     EPOCH,
     CountedBatches,
@@ -774,30 +772,12 @@ _END: Final = object()
 
 
 def draw_and_drop(iterator: Iterator[Any], batches: int) -> None:
-    """Draw and drop batches; show progress.
-
-    The first rank shows a bar where standard error is a terminal and tqdm is installed, as every host
-    installs it. Elsewhere lines are logged every few seconds.
-    """
-    for number in _shown(batches):
+    """Draw and drop batches; log every few seconds how far that is."""
+    begun = said = time.monotonic()
+    for number in range(batches):
         if next(iterator, _END) is _END:
             _log.warning("the data set ended after %d batches, but %d were to be skipped", number, batches)
             return
-
-
-def _shown(batches: int) -> Iterable[int]:
-    if place_in_job()[0] == 0 and sys.stderr.isatty():
-        with suppress(ImportError):
-            tqdm: Any = importlib.import_module("tqdm")
-            bar: Iterable[int] = tqdm.tqdm(range(batches), desc="skipping what was seen", unit="batch")
-            return bar
-    return _logged(batches)
-
-
-def _logged(batches: int) -> Iterator[int]:
-    begun = said = time.monotonic()
-    for number in range(batches):
-        yield number
         if (now := time.monotonic()) - said > _SECONDS_BETWEEN_LINES:
             said, rate = now, (number + 1) / (now - begun)
             left = (batches - number - 1) / rate

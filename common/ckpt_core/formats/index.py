@@ -190,7 +190,6 @@ def _width(field: _Field) -> int:
 
 
 def _spans(fields: Sequence[_Field]) -> Iterator[tuple[int, _Field]]:
-    """Yield where each field begins in the record, and the field."""
     return zip(accumulate(map(_width, fields), initial=0), fields, strict=False)
 
 
@@ -223,7 +222,6 @@ def _is_wide(values: Ints) -> bool:
 
 
 def _object(kind: str, **attributes: list[_Field]) -> list[_Field]:
-    """Return the fields of an object with these attributes."""
     fields: list[_Field] = [_GET[kind], b")\x81}("]
     for name, value in attributes.items():
         fields += [_GET[name], *value]
@@ -252,7 +250,6 @@ class _Encoder:
         self._boxes = index.boxes
 
     def _keep(self, count: int) -> Ints:
-        """Return the numbers in the memo of the next values."""
         self._kept += count
         return np.arange(self._kept - count, self._kept)
 
@@ -365,7 +362,6 @@ class _Encoder:
 
 
 def _record(columns: Sequence[Ints], wide: Sequence[bool]) -> list[_Field]:
-    """Return the fields of a key and its place, in the order of the columns."""
     name, start, file, offset, length, *more = columns
     extension = {"transform_descriptors": _get(more[0])} if more else {}
     offset_, length_ = _int(offset, wide=wide[0]), _int(length, wide=wide[1])

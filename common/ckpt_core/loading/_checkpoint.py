@@ -280,6 +280,9 @@ def open_checkpoint(  # noqa: PLR0913 - what a request says, but without its cla
     read_items = partial(_items, files, parts.get(""), allow_pickle=allow_pickle)
     rank = coordinator.rank
     same_ranks = manifest is not None and manifest.world_size == coordinator.world_size
+    world_size = None if manifest is None else manifest.world_size
+    if manifest is not None and (IMPORTED in manifest.producer or manifest.weights_of is not None):
+        world_size = None  # it has nothing that ranks had of their own
     selected = selection.of_metadata(metadata, files.url)
     saved = SavedState(
         sharded={
@@ -293,7 +296,7 @@ def open_checkpoint(  # noqa: PLR0913 - what a request says, but without its cla
             for name, value in _shared(files, read_items, rank if same_ranks else None).items()
         },
         name=directory,
-        world_size=None if manifest is None or not _has_ranks(manifest) else manifest.world_size,
+        world_size=world_size,
         step=parts[next(iter(parts))].step if manifest is None else manifest.step,
         annotations={} if manifest is None else manifest.annotations,
     )
@@ -312,11 +315,6 @@ def open_checkpoint(  # noqa: PLR0913 - what a request says, but without its cla
         loads_kept=same_ranks,
         drops_kept=not same_ranks and has_kept,
     )
-
-
-def _has_ranks(manifest: Manifest) -> bool:
-    """Return whether it has what ranks had of their own: no import, no weights."""
-    return IMPORTED not in manifest.producer and manifest.weights_of is None
 
 
 def open_parts(
@@ -419,7 +417,7 @@ def _part(storage: Storage, files: CommittedFiles, part: str, *, allow_pickle: b
 def _foreign(storage: Storage, files: CommittedFiles, layout: Layout) -> CheckpointPart:
     """Open what others wrote as one part."""
     metadata = layout.metadata()
-    values = layout.named_values()
+    values = {".".join(map(str, path)): value for path, value in layout.values.items()}
     tensors = {name: entry for name, entry in metadata.state_dict_metadata.items() if name not in values}
     check_metadata(replace(metadata, state_dict_metadata=tensors), f"{files.url} ({layout.kind})", files.size)
     return CheckpointPart(
@@ -443,7 +441,6 @@ class _JoinedLocator:
         self._origins = origins
 
     def find(self, indices: Iterable[MetadataIndex]) -> dict[MetadataIndex, ChunkLocation]:
-        """Locate these entries; errors as by `ChunkLocator.find`."""
         wanted = defaultdict[int, dict[MetadataIndex, MetadataIndex]](dict)
         parts = {id(part): part for part, _ in self._origins.values()}
         for index in indices:

@@ -31,8 +31,6 @@ _logger = logger_of(__name__)
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Choice:
-    """A copy to fetch."""
-
     tier: int
     name: str
     as_name: str

@@ -164,7 +164,6 @@ def _names(entries: Iterable[Entry]) -> list[str]:
 
 
 def _tensors(parts: Mapping[str, PartLoad]) -> list[Entry]:
-    """Return the tensors that a load fills."""
     return [
         (part, tuple(load.paths[key]))
         for part, load in parts.items()
@@ -200,7 +199,10 @@ class Load:
         Errors are those of `CheckpointManager.load`; an `OverwrittenError` if live tensors have been changed.
         """
         opened, parts = self._opened()
-        with _engine_for(opened.files) as self._engine:
+        free, files = free_memory(), opened.files
+        # Of network reads, half of the free memory of the host, shared by its ranks.
+        keep_bytes = _KEEP_BYTES if free is None else free.share_bytes // 2
+        with Engine(files.storage, files.directory, keep_bytes=keep_bytes) as self._engine:
             reads = Reads.of(parts, self._coordinator)
             with self._span("load.verify"), self._phase("verifying a checkpoint"):
                 self._verify(opened, parts, reads)
@@ -244,7 +246,6 @@ class Load:
         return self._telemetry.span(name, name=self._request.directory, rank=self._coordinator.rank)
 
     def _opened(self) -> tuple[OpenCheckpoint, Mapping[str, PartLoad]]:
-        """Open the checkpoint and match it with the live state."""
         request = self._request
         with self._phase("opening a checkpoint") as note:
             opened = open_checkpoint(
@@ -450,16 +451,6 @@ class Load:
             self._overwritten.replace(_replaced(parts, opened.saved))
 
 
-def _engine_for(files: CommittedFiles) -> Engine:
-    free = free_memory()
-    return Engine(
-        files.storage,
-        files.directory,
-        # Of network reads, half of the free memory of the host, shared by its ranks.
-        keep_bytes=_KEEP_BYTES if free is None else free.share_bytes // 2,
-    )
-
-
 def _check_memory(target: StateDict) -> None:
     """Refuse to load into tensors without memory: a load in place allocates none."""
     unmade = [
@@ -486,7 +477,6 @@ def _any_inference(parts: Mapping[str, PartLoad]) -> bool:
 
 
 def _inference_mode(*, wanted: bool) -> AbstractContextManager[object]:
-    """Switch the mode on or off, unless it is so already."""
     return nullcontext() if torch.is_inference_mode_enabled() == wanted else torch.inference_mode(mode=wanted)
 
 

@@ -362,7 +362,6 @@ def _narrowed(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[in
 
 
 def _container(target: Any, path: Sequence[str | int]) -> Any:
-    """Return what holds a leaf of a nested target."""
     for step in path[:-1]:
         target = target[step]
     return target

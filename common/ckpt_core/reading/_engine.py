@@ -368,13 +368,11 @@ class _VerifyReport:
         self.add(piece, "changed", f"differ from those that were saved: CRC-32 is {found:08x}, {saved}")
 
     def add(self, piece: Piece, kind: str, text: str) -> None:
-        """Record that there is something wrong with the bytes of the piece."""
         with self._guard:
             self._payloads.add((piece.payload.path, piece.payload.offset))
             self._damage[piece.payload.path, piece.payload.offset, kind].append((piece, text))
 
     def concerns(self, payload: Payload) -> bool:
-        """Return whether a problem of that payload, or of its whole file, was recorded."""
         return payload.path in self.missing or (payload.path, payload.offset) in self._payloads
 
     def failures(self) -> list[FileFailure]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Final
 
 from ckpt_core.formats.codec import count, damage
-from ckpt_core.sources._layout import Layout, StoredChunk, StoredTensor
+from ckpt_core.sources._layout import Layout, StoredTensor
 from ckpt_core.sources._safetensors import read_header
 from ckpt_core.storage import Storage
 
@@ -51,14 +51,7 @@ def _boxes(storage: Storage, directory: str, name: str) -> dict[str, StoredTenso
         raise damage(
             f"{storage.url}/{directory}/{name}", f"it has no offsets of its boxes: {error!r:.200}"
         ) from error
-    return {
-        key: StoredTensor(
-            dtype=each.dtype,
-            shape=each.shape,
-            chunks=[StoredChunk(path=name, offset=each.offset, offsets=offsets[key], sizes=each.shape)],
-        )
-        for key, each in header.items()
-    }
+    return {key: each.as_tensor(name, offsets[key]) for key, each in header.items()}
 
 
 def _joined(boxes: list[StoredTensor], place: str) -> StoredTensor:

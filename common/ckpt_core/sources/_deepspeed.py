@@ -99,8 +99,6 @@ def find_deepspeed(storage: Storage, directory: str, files: Sequence[str]) -> La
 @final
 @dataclass(frozen=True, slots=True)
 class _Parameters:
-    """What there is of parameters, by name."""
-
     masters: dict[str, StoredTensor] = field(default_factory=dict[str, StoredTensor])
     state: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
 
@@ -111,7 +109,6 @@ class _Parameters:
             self.state.setdefault(name, {})[kind] = value
 
     def items(self, weights: Mapping[str, Any], groups: Mapping[str, Any]) -> dict[str, Any]:
-        """Return them as items of a checkpoint of ours."""
         return {"model": weights, "master": self.masters, "optimizer": {"state": self.state, **groups}}
 
 
@@ -231,7 +228,6 @@ class _Step:
         return sorted(found)
 
     def _divided(self) -> list[str]:
-        """Return the files of parts of models."""
         return sorted(
             name for name in self.files if not _MODEL.fullmatch(name) and not _OPTIMIZER.fullmatch(name)
         )

@@ -86,10 +86,6 @@ class Layout:
     step: int | None = None
     files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
 
-    def named_values(self) -> dict[str, Any]:
-        """Return the values by the names that `metadata` gives them."""
-        return {".".join(map(str, path)): value for path, value in self.values.items()}
-
     def without(self, items: Collection[str | int]) -> Layout:
         """Return what it has beside these items."""
         tensors = {path: each for path, each in self.tensors.items() if path[0] not in items}
@@ -148,7 +144,6 @@ class LayoutLocator:
         self._chunks: dict[str, dict[tuple[int, ...], StoredChunk]] = {}
 
     def find(self, indices: Iterable[MetadataIndex]) -> dict[MetadataIndex, ChunkLocation]:
-        """Locate these entries; of values, which a layout holds, there is no place."""
         wanted = list(indices)
         others = [] if self._beyond is None else [each for each in wanted if each.fqn not in self._names]
         found = {} if self._beyond is None else self._beyond.find(others)

@@ -52,12 +52,11 @@ class StoredRange(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Its size."""
         return prod(self.shape) * self.dtype.itemsize
 
-    def as_tensor(self, file: str) -> StoredTensor:
-        """Return it as one chunk of that file."""
-        start = (0,) * len(self.shape)
+    def as_tensor(self, file: str, offsets: tuple[int, ...] | None = None) -> StoredTensor:
+        """Return it as one chunk of that file, which may be a box of a larger tensor."""
+        start = (0,) * len(self.shape) if offsets is None else offsets
         chunk = StoredChunk(path=file, offset=self.offset, offsets=start, sizes=self.shape)
         return StoredTensor(dtype=self.dtype, shape=self.shape, chunks=[chunk])
 
@@ -164,7 +163,6 @@ class _WeightSets:
         self.url = f"{storage.url}/{directory}"
 
     def layout(self, base: str, names: Iterable[str]) -> Layout:
-        """Describe the set of a base name, of which the folder has these files."""
         own = {name for name in names if _base_of(name) == base or name == f"{base}{_SUFFIX}"}
         index = f"{base}{_INDEX}"
         if f"{base}{_SUFFIX}" in own:

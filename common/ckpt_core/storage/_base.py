@@ -58,11 +58,6 @@ def file_key(key: str) -> str:
     return key
 
 
-def parent_keys(key: str) -> list[str]:
-    parts = key_parts(key)
-    return ["/".join(parts[:count]) for count in range(1, len(parts))]
-
-
 @final
 class StreamRanges:
     """Ranges of a seekable stream; reads take turns for its one position."""

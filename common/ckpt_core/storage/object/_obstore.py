@@ -312,7 +312,10 @@ class _Account:
         for pair in filter(None, pairs):
             word, _, value = pair.partition("=")
             told[word] = value
-        name = told.get("AccountName") or options.get("account_name") or _account_of(url)
+        # Or that of `abfs://container@account.…/…`.
+        _, at, place = urlsplit(url).netloc.rpartition("@")
+        in_url = place.partition(".")[0] if at else ""
+        name = told.get("AccountName") or options.get("account_name") or in_url
         if not name:
             raise ConfigError(
                 f"{url}: nothing names the account of Azure; give storage_options account_name or "
@@ -382,12 +385,6 @@ def _identity(options: Mapping[str, Any]) -> Any:
     if options.get("client_id") is None:
         return DefaultAzureCredential()
     return ClientSecretCredential(options["tenant_id"], options["client_id"], options["client_secret"])
-
-
-def _account_of(url: str) -> str:
-    """Return the account of `abfs://container@account.…/…`; "" without one."""
-    place = urlsplit(url).netloc.rpartition("@")
-    return place[2].partition(".")[0] if place[1] else ""
 
 
 _MOST_TRIES: Final = 6
