@@ -84,11 +84,7 @@ SavePhase: TypeAlias = Literal["plan", "stage", "open", "write", "commit"]
 class Failure:
     """The failure of one rank, as reported to the others.
 
-    Attributes:
-        kind: name of the exception's class.
-        text: class and message, in one line.
-        errno: of an error of the operating system; None for other errors.
-        phase: of the save, see `SaveError`; "" if unknown.
+    `text` is class and message, in one line; `errno` that of an error of the operating system.
     """
 
     kind: str

@@ -80,12 +80,7 @@ class Lineage:
 class Parent:
     """The checkpoint whose state a save continues.
 
-    Attributes:
-        name: of its directory under its root.
-        step: optimizer steps done.
-        save_id: of the save that wrote it.
-        manifest_sha256: SHA-256 of its `manifest.json`.
-        elsewhere: whether it lies in another root.
+    It may lie `elsewhere`, in another root.
     """
 
     name: str

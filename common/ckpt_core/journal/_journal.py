@@ -61,11 +61,8 @@ Moment: TypeAlias = tuple[int, float, float]
 class Training:
     """Where the training thread is: each field is set in one step.
 
-    Attributes:
-        first: the first step.
-        last: the last step.
-        resumed: the steps that were resumed from, and not yet looked at, each with the last step before.
-        ending: how the run ended, "end" or "preempted", "" for neither, and the Unix time; None until it has.
+    `resumed` are steps not yet looked at, each with the last step before; `ending` is "end", "preempted" or
+    "" for neither, with the Unix time.
     """
 
     first: Moment | None = None
@@ -79,7 +76,6 @@ class RunLog:
     """The records of one run, and the history that they continue.
 
     Concurrency: one thread; `provisional` on any.
-
     """
 
     def __init__(self, root: str, training: Training, clock: Callable[[], float]) -> None:
@@ -237,8 +233,6 @@ class _FurtherCopy:
     """The copy of the journal in a further tier, which may not answer.
 
     Every request is made on a thread of its own; while one has no answer, there is no other.
-
-    Concurrency: one thread.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -307,7 +301,6 @@ class Recorder:
     another job has the root, nothing is written any more.
 
     Concurrency: `emit` on any thread, the other methods on the main thread, all else on `ckpt-journal`.
-
     """
 
     def __init__(
@@ -472,12 +465,7 @@ class Journal:
     trace. It ends with `end`, or with the process: one whose training an exception has ended has no end, as
     if it had been killed, and the next run says what it lost.
 
-    Concurrency: main thread.
-
-    Args:
-        storage: the root.
-        tiers: further roots of the run, which get a copy when a run begins or ends.
-        enabled: whether anything is written.
+    Concurrency: main thread. The `tiers` get a copy when a run begins or ends.
     """
 
     def __init__(self, storage: Storage, tiers: Sequence[Storage] = (), *, enabled: bool = True) -> None:

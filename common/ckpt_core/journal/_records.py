@@ -250,12 +250,7 @@ _HOUR: Final = 3600.0
 
 
 class Prior(NamedTuple):
-    """A Gamma distribution of failures per second of a device.
-
-    Attributes:
-        device_seconds: from one failure to the next, on one device.
-        weight: how many failures it counts as, its shape; its rate is `weight * device_seconds`.
-    """
+    """A Gamma distribution of failures per second of a device: shape `weight`."""
 
     device_seconds: float
     weight: float

@@ -58,11 +58,8 @@ def read_history(storage: Storage) -> list[Record]:
 def unread(source: Storage, target: Storage, *, is_alive: bool) -> dict[str, bytes]:
     """Return the files that bring what the target lacks of the runs of another root.
 
-    Args:
-        source: the other root.
-        target: where they are to be written by `Storage.replace`; what it has alone stays in them.
-        is_alive: whether a job may be training in the source: its run, which has no end yet, is left out. In
-            the copy it would count as one that died.
+    What the target has alone stays in them. If a job may be alive in the source, its run, which has no end
+    yet, is left out: in the copy it would count as one that died.
     """
     runs, there = read_runs(source), read_runs(target)
     history = [each for records in runs.values() for each in records if each["kind"] == "run"]

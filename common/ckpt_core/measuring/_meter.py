@@ -40,11 +40,8 @@ class MeasuredSave:
     """The costs of one save, and what they are computed from.
 
     Attributes:
-        began: time of the call.
-        time: the same as Unix time.
         handle: set by the caller; None if the save did not start.
         skipped: set by the caller if back-pressure left it out.
-        stall: seconds for which calls have blocked training.
         waited: seconds for which optimizer steps have waited for its copies.
         slowdown: further seconds of training, `waited` included; None until it is known.
         before: laps without a save in flight before it; the last of them are not older than the last save
@@ -99,9 +96,6 @@ class CostMeter:
     telemetry, once, as `save.cost`.
 
     Concurrency: the main thread; the futures of saves bring their times on any thread.
-
-    Attributes:
-        costs: so far; None until one save is committed and its slowdown known.
     """
 
     def __init__(

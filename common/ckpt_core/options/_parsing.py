@@ -10,7 +10,7 @@ import operator
 import re
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import reduce
 from pathlib import Path
 from typing import Any, Final, Generic, Literal, TypeVar, cast, final, overload
@@ -280,8 +280,11 @@ def _none_of(value: Any, grammar: _Grammar[Policy], where: str) -> Policy:
 
 
 def _with(
-    make: Callable[..., Policy], *arguments: str, required: bool = True, switch: bool = False
+    make: Callable[..., Policy], *, required: bool = True, switch: bool = False
 ) -> Callable[[Any], Any]:
+    """Build a policy from the values of its fields, or from its first alone."""
+    arguments = [each.name for each in fields(cast("Any", make))]
+
     def build(value: Any) -> Policy | None:
         if switch and isinstance(value, bool):
             return make() if value else None
@@ -308,13 +311,11 @@ def _on_preemption(value: Any) -> SavePolicy | None:
     given = value if isinstance(value, bool | Mapping) else {"signals": value}
     if isinstance(given, Mapping) and isinstance(given.get("signals"), list):
         given = {**given, "signals": tuple(given["signals"])}
-    names = ("signals", "file", "when", "stop", "deadline")
-    build = _with(cadence.OnPreemption, *names, required=False, switch=True)
-    return cast("SavePolicy | None", build(given))
+    return cast("SavePolicy | None", _with(cadence.OnPreemption, required=False, switch=True)(given))
 
 
 def _best(value: Any) -> RetentionPolicy:
-    build: Callable[[Any], RetentionPolicy] = _with(retention.KeepBest, "metric", "n", "mode")
+    build: Callable[[Any], RetentionPolicy] = _with(retention.KeepBest)
     return reduce(operator.or_, map(build, value)) if isinstance(value, list) and value else build(value)
 
 
@@ -331,20 +332,15 @@ _SAVE: _Grammar[SavePolicy] = _Grammar(
     joined=lambda policies: reduce(operator.or_, policies),
     number=cadence.EverySteps,
     builders={
-        "every_steps": _with(cadence.EverySteps, "n", "offset"),
-        "at_steps": _with(cadence.AtSteps, "steps"),
-        "every_seconds": _with(cadence.EverySeconds, "seconds"),
-        "every_fraction": _with(cadence.EveryFraction, "fraction", "total_steps"),
-        "every_epochs": _with(cadence.EveryEpochs, "n"),
-        "every_tokens": _with(cadence.EveryTokens, "n"),
-        "optimal": _with(
-            cadence.Optimal,
-            *("mtbf", "min_seconds", "max_seconds", "tier"),
-            required=False,
-            switch=True,
-        ),
-        "max_overhead": _with(cadence.MaxOverhead, "fraction"),
-        "continuous": _with(cadence.Continuous, "min_seconds", required=False, switch=True),
+        "every_steps": _with(cadence.EverySteps),
+        "at_steps": _with(cadence.AtSteps),
+        "every_seconds": _with(cadence.EverySeconds),
+        "every_fraction": _with(cadence.EveryFraction),
+        "every_epochs": _with(cadence.EveryEpochs),
+        "every_tokens": _with(cadence.EveryTokens),
+        "optimal": _with(cadence.Optimal, required=False, switch=True),
+        "max_overhead": _with(cadence.MaxOverhead),
+        "continuous": _with(cadence.Continuous, required=False, switch=True),
         "on_preemption": _on_preemption,
     },
 )
@@ -353,16 +349,16 @@ _KEEP: _Grammar[RetentionPolicy] = _Grammar(
     joined=retention.any_of,
     number=retention.KeepLatest,
     builders={
-        "latest": _with(retention.KeepLatest, "n"),
-        "every": _with(retention.KeepEvery, "steps"),
-        "every_fraction": _with(retention.KeepEveryFraction, "fraction", "total_steps"),
-        "every_epochs": _with(retention.KeepEveryEpochs, "n"),
-        "every_seconds": _with(retention.KeepEverySeconds, "seconds"),
+        "latest": _with(retention.KeepLatest),
+        "every": _with(retention.KeepEvery),
+        "every_fraction": _with(retention.KeepEveryFraction),
+        "every_epochs": _with(retention.KeepEveryEpochs),
+        "every_seconds": _with(retention.KeepEverySeconds),
         "best": _best,
-        "for": _with(retention.KeepFor, "seconds"),
-        "thinned": _with(retention.KeepThinned, "hourly", "daily", "weekly", required=False),
-        "within": _with(retention.KeepWithin, "size"),
-        "steps": _with(retention.KeepSteps, "steps"),
+        "for": _with(retention.KeepFor),
+        "thinned": _with(retention.KeepThinned, required=False),
+        "within": _with(retention.KeepWithin),
+        "steps": _with(retention.KeepSteps),
         "weights": _weights,
         "all": _all,
     },

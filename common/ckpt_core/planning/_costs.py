@@ -52,14 +52,8 @@ def kept_of(
 ) -> KeptMonth:
     """Prune after every save of a month, as a job does, and count what is kept.
 
-    Metrics that the policy ranks by are random: each checkpoint is as likely to be the best.
-
-    Args:
-        policy: of retention.
-        saves: the step and the time in seconds of each.
-        seconds: of the time planned.
-        size_bytes: of a whole checkpoint.
-        weights_bytes: returns what its weights take in a dtype, or in their own.
+    Metrics that the policy ranks by are random: each checkpoint is as likely to be the best. Of each save the
+    step and the time are given; `weights_bytes` returns what its weights take in a dtype, or in their own.
     """
     metrics, chance = unknown_metrics(policy, ()), random.Random(0)
     held: list[CheckpointInfo] = []

@@ -25,14 +25,8 @@ _FACTORS: Final = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 1
 class ModelShape:
     """A model, as far as its checkpoints are concerned.
 
-    Attributes:
-        source: how it is known, for users.
-        parameters: tied ones once.
-        trained: those of them that an optimizer has state for.
-        tensors: how many tensors they are; None if only a number is known.
-        kept: those of other dtypes than most, and their bytes.
-        buffer_bytes: of its persistent buffers.
-        dtype: of its weights, where the model says it.
+    Tied parameters count once. Without a model `tensors` is None; `kept` are the parameters of other dtypes
+    than most, and their bytes.
     """
 
     name: str
@@ -201,10 +195,6 @@ def _term(
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanTerms:
     """What is to be planned; every term but the first two has an option of its name.
-
-    Attributes:
-        model: what is trained.
-        keep: retention policies by their text.
 
     Raises:
         ConfigError: a term is wrong, or does not go with the others.

@@ -66,16 +66,9 @@ def find_disks(
 ) -> str:
     """Find the disks of a root, and claim those of other nodes. Collective.
 
-    With one shared disk that is one exchange. The storage spans all disks afterwards.
-
-    Args:
-        storage: this rank's root.
-        coordinator: the ranks of the job.
-        owner_id: of the claim that the coordinator has just written to its root.
-        urls: of every rank's root.
-        claim: called on the coordinator with each further disk.
-        survey: called on the coordinator in the end; reads the root.
-
+    With one shared disk that is one exchange. The storage spans all disks afterwards. `owner_id` is of the
+    claim that the coordinator has just written to its root; there `claim` is called with each further disk,
+    and `survey` in the end.
     """
 
     def decide(sees: list[bool]) -> list[str]:
@@ -365,11 +358,8 @@ class Ownership:
     def note_damaged(self, damaged: Mapping[str, str]) -> None:
         """Remember damaged checkpoints: a later save of the same name replaces them.
 
-        The coordinator marks them for users and later jobs, if the root is this job's. A mark that cannot be
-        written is a warning: training does not depend on it.
-
-        Args:
-            damaged: name -> problem, in words.
+        The coordinator marks them, name -> problem, for users and later jobs, if the root is this job's. A
+        mark that cannot be written is a warning: training does not depend on it.
         """
         self._damaged |= set(damaged)
         if (lease := self._lease) is not None:

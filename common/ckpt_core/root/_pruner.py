@@ -207,14 +207,8 @@ _ENOUGH: Final = 2
 class Pruner:
     """Removal of checkpoints that a manager's retention policy does not keep.
 
-    Concurrency: one thread at a time.
-
-    Attributes:
-        behind: whether the last prune has left something to be made weights of.
-        weights_bytes: returns what weights will take, as far as is known; see `plan_prune`.
-
-    Args:
-        demoter: makes weights of what only a `KeepWeights` keeps.
+    Concurrency: one thread at a time. `behind` says whether the last prune has left something to be made
+    weights of.
     """
 
     def __init__(

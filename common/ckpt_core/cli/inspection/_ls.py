@@ -40,13 +40,7 @@ _ENDS: Final = {
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Column:
-    """One tier, the root itself without a record, as far as it could be listed.
-
-    Attributes:
-        survey: what it holds; None if it was not asked, or cannot be reached.
-        problem: why it cannot.
-        running: whether a job may be uploading there now.
-    """
+    """One tier, the root itself without a record; not asked, or failed, without a survey."""
 
     label: str
     record: TierRecord | None = None
