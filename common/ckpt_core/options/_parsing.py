@@ -10,7 +10,7 @@ import operator
 import re
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from functools import reduce
 from pathlib import Path
 from typing import Any, Final, Generic, Literal, TypeVar, cast, final, overload
@@ -279,11 +279,10 @@ def _none_of(value: Any, grammar: _Grammar[Policy], where: str) -> Policy:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def _with(
-    make: Callable[..., Policy], *, required: bool = True, switch: bool = False
-) -> Callable[[Any], Any]:
+def _with(make: Callable[..., Policy], *, switch: bool = False) -> Callable[[Any], Any]:
     """Build a policy from the values of its fields, or from its first alone."""
-    arguments = [each.name for each in fields(cast("Any", make))]
+    first, *others = fields(cast("Any", make))
+    arguments, required = [first.name, *(each.name for each in others)], first.default is MISSING
 
     def build(value: Any) -> Policy | None:
         if switch and isinstance(value, bool):
@@ -294,8 +293,8 @@ def _with(
             return make(value)
         problems = Problems()
         problems.unknown("arguments", value, arguments)
-        if required and arguments[0] not in value:
-            problems.add(f"{arguments[0]!r} is missing")
+        if required and first.name not in value:
+            problems.add(f"{first.name!r} is missing")
         problems.raise_if_any(separator="; ")
         return make(**value)
 
@@ -311,7 +310,7 @@ def _on_preemption(value: Any) -> SavePolicy | None:
     given = value if isinstance(value, bool | Mapping) else {"signals": value}
     if isinstance(given, Mapping) and isinstance(given.get("signals"), list):
         given = {**given, "signals": tuple(given["signals"])}
-    return cast("SavePolicy | None", _with(cadence.OnPreemption, required=False, switch=True)(given))
+    return cast("SavePolicy | None", _with(cadence.OnPreemption, switch=True)(given))
 
 
 def _best(value: Any) -> RetentionPolicy:
@@ -338,9 +337,9 @@ _SAVE: _Grammar[SavePolicy] = _Grammar(
         "every_fraction": _with(cadence.EveryFraction),
         "every_epochs": _with(cadence.EveryEpochs),
         "every_tokens": _with(cadence.EveryTokens),
-        "optimal": _with(cadence.Optimal, required=False, switch=True),
+        "optimal": _with(cadence.Optimal, switch=True),
         "max_overhead": _with(cadence.MaxOverhead),
-        "continuous": _with(cadence.Continuous, required=False, switch=True),
+        "continuous": _with(cadence.Continuous, switch=True),
         "on_preemption": _on_preemption,
     },
 )
@@ -356,7 +355,7 @@ _KEEP: _Grammar[RetentionPolicy] = _Grammar(
         "every_seconds": _with(retention.KeepEverySeconds),
         "best": _best,
         "for": _with(retention.KeepFor),
-        "thinned": _with(retention.KeepThinned, required=False),
+        "thinned": _with(retention.KeepThinned),
         "within": _with(retention.KeepWithin),
         "steps": _with(retention.KeepSteps),
         "weights": _weights,
