@@ -411,6 +411,10 @@ def test_a_directory_that_was_moved_away_is_not_made_again_and_goes_on_when_it_i
             assert manager.save(3, state_of(3)).uploaded.result(60).step == 3
         assert steps(LocalStorage(tier)) == [1, 3]
         shutil.rmtree(tier)
+    with CheckpointManager(tmp_path / "run", upload=tier) as manager:
+        manager.save(1, state_of(1)).uploaded.result(60)
+        tier.rename(away)
+    assert not tier.exists()  # nor by the journal, which tells of the end
 
 
 def test_what_was_due_for_a_tier_that_the_next_run_does_not_have_is_named(tmp_path, caplog):

@@ -266,6 +266,8 @@ class _FurtherCopy:
         """Write what it lacks of earlier runs, and the file of this one."""
 
         def write() -> None:
+            if self._told and not self._storage.exists(own[0]):
+                return  # the tier was moved away or unmounted, and is not made again
             if self._has is None:
                 self._has = {*run_files(self._storage)}
             for key in earlier.keys() - self._has:
