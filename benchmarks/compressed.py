@@ -38,7 +38,7 @@ from ckpt_core import CheckpointManager, KeepEvery, KeepLatest, KeepWeights, Kee
 from ckpt_core.commit import Catalog
 from ckpt_core.storage import LocalStorage, RangeReader, Storage, StorageEntry, Throttle
 from ckpt_core.storage._layered import ReadOnlyStorage
-from ckpt_core.tiers import CopyTerms, ShareTerms, compress_share, copy_checkpoint, view_of
+from ckpt_core.tiers import CopyTerms, copy_checkpoint
 from tests.kit.memory import MemoryStorage
 
 RATES = (0.05e9, 0.2e9, 1e9, 3e9)
@@ -116,12 +116,9 @@ class _SlowRanges:
 
 def copied(source: Storage, name: str, codec: str, rate: float) -> Storage:
     """Copy a checkpoint to a new store of that rate; return the store."""
-    target, seen = MemoryStorage("store"), source
-    if codec != "none":
-        paths = [entry.path for entry in Catalog(source).manifest(name).files]
-        share = ShareTerms(paths=paths, codec=codec, bytes_per_second=round(rate))
-        seen = view_of(source, name, [compress_share(source, target, name, share, stop=lambda: None)])
-    copy_checkpoint(seen, target, name, CopyTerms(pace=limit(rate)))
+    target = MemoryStorage("store")
+    terms = CopyTerms(pace=limit(rate), bytes_per_second=round(rate), compress=codec)
+    copy_checkpoint(source, target, name, terms)
     return target
 
 

@@ -5,7 +5,7 @@ import gc
 import random
 import tracemalloc
 import uuid
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -226,6 +226,30 @@ def test_a_file_that_is_put_again_sends_only_parts_that_have_not_arrived(
     with pytest.raises(FileExistsError):
         verified.put_file("step/a", len(content), _File(content), identity="save:other")
     assert verified.abandon_uploads(lambda key: key == "step/a") == ["step/a"]
+
+
+def test_pieces_that_are_put_again_send_only_parts_that_have_not_arrived(
+    server: Server, verified: ObjectStorage
+) -> None:
+    content = random.Random(2).randbytes(17 * MIB)
+
+    def pieces(until: int) -> Iterator[memoryview]:
+        for start in range(0, until, MIB):
+            yield memoryview(content)[start : start + MIB]
+        if until < len(content):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        verified.put_pieces("step/a", partial(pieces, 11 * MIB), identity="save:zstd")
+    assert not verified.exists("step/a")
+    before = server.counters()
+    verified.put_pieces("step/a", partial(pieces, len(content)), identity="save:zstd")
+    after = server.counters()
+    assert verified.read_bytes("step/a") == content
+    assert after["requests"]["upload_part"] - before["requests"]["upload_part"] == 2
+    assert after["bytes_in"] - before["bytes_in"] < 8 * MIB
+    verified.put_pieces("step/a", partial(pieces, len(content)), identity="save:zstd")
+    assert server.counters()["bytes_in"] - after["bytes_in"] < MIB
 
 
 def test_a_file_whose_parts_were_aborted_meanwhile_makes_no_object(verified: ObjectStorage) -> None:

@@ -31,7 +31,7 @@ from ckpt_core.names import PLAIN
 from ckpt_core.reading import Engine, RangeRead
 from ckpt_core.storage import LocalStorage
 from ckpt_core.testing import Fault, FaultyStorage
-from ckpt_core.tiers import CopyTerms, ShareTerms, compress_share, copy_checkpoint, view_of
+from ckpt_core.tiers import CopyTerms, copy_checkpoint
 from ckpt_core.types import FileEntry
 from tests.kit.memory import MemoryStorage
 from tests.unit.commit.checkpoints import bucket_like
@@ -41,12 +41,9 @@ CODECS = ("zstd", "planes")
 MIB = 1 << 20
 
 
-def compressed(source, codec, **options):
-    """A view of a root in which the checkpoint is compressed, as uploads and `ckpt cp` make it."""
-    paths = [entry.path for entry in Catalog(source).manifest(NAME).files]
-    share = ShareTerms(paths=paths, codec=codec, bytes_per_second=None)
-    rows = compress_share(source, MemoryStorage(), NAME, share, stop=lambda: None)
-    return view_of(source, NAME, [rows], **options)
+def compress_to(target, source, codec, **options):
+    """Copy the checkpoint compressed, as uploads and `ckpt cp` do."""
+    copy_checkpoint(source, target, NAME, CopyTerms(compress=codec, **options))
 
 
 class Odd(torch.nn.Module):
@@ -202,8 +199,7 @@ def test_a_range_reads_little_more_than_its_bytes(tmp_path, codec):
     model, root = torch.nn.Linear(2048, 2048, bias=False), LocalStorage(tmp_path)
     torch.nn.init.normal_(model.weight, std=0.02)
     saved(tmp_path / "a", model)
-    view = compressed(LocalStorage(tmp_path / "a"), codec)
-    copy_checkpoint(view, root, NAME, CopyTerms())
+    compress_to(root, LocalStorage(tmp_path / "a"), codec)
     counted = Counting(tmp_path)
     part = open_parts(counted, NAME)[2][""]
     place = next(place for place in part.find(part.metadata.storage_data).values() if place.dtype)
@@ -220,22 +216,22 @@ def test_a_range_reads_little_more_than_its_bytes(tmp_path, codec):
 
 @pytest.mark.parametrize("kind", ["local", "bucket"])
 def test_a_compressing_copy_that_fails_at_any_operation_is_completed_by_the_next(little, tmp_path, kind):
-    source = compressed(LocalStorage(little), "planes")
+    def copy(target, codec="planes"):
+        compress_to(target, LocalStorage(little), codec)
 
     def make(number: int):
         return LocalStorage(tmp_path / str(number)) if kind == "local" else bucket_like()
 
     clean = FaultyStorage(make(-1))
-    copy_checkpoint(source, clean, NAME, CopyTerms())
+    copy(clean)
     for number in range(len(clean.operations)):
         target = make(number)
         failing = FaultyStorage(target, [Fault(nth=number, error=OSError(121, "gone"))])
         with suppress(Exception):  # any error, so long as nothing is lost
-            copy_checkpoint(source, failing, NAME, CopyTerms())
+            copy(failing)
         assert all(verify(target, info.name) == [] for info in Catalog(target).committed()), number
-        # The next one is of another form where nothing was begun, or where the begun can be told from it.
-        form = source if kind == "bucket" or number % 2 else LocalStorage(little)
-        copy_checkpoint(form, target, NAME, CopyTerms())
+        # Every other next one is of another form.
+        copy(target, "planes" if number % 2 else None)
         assert [entry.name for entry in target.list("")] == [NAME]
         assert verify(target, NAME) == []
         extra = {each.name for each in target.list(NAME)} - {
@@ -251,9 +247,8 @@ def test_a_signed_checkpoint_is_compressed_only_where_it_is_signed_again(plain, 
     assert main(["cp", str(root), str(tmp_path / "t"), "--compress", "zstd"]) == 2
     assert "is signed" in capsys.readouterr().err
     assert not (tmp_path / "t").exists() or list((tmp_path / "t").iterdir()) == []
-    view = compressed(LocalStorage(root), "zstd", sign=lambda each: each[::-1])
     target, back = LocalStorage(tmp_path / "t"), MemoryStorage()
-    copy_checkpoint(view, target, NAME, CopyTerms())
+    compress_to(target, LocalStorage(root), "zstd", sign=lambda each: each[::-1])
     signature = target.read_bytes(f"{NAME}/manifest.json.sig")
     assert signature == target.read_bytes(f"{NAME}/manifest.json")[::-1]
     copy_checkpoint(plain_storage(target, NAME), back, NAME, CopyTerms())
@@ -293,8 +288,7 @@ def test_second_files_are_made_again_when_it_becomes_plain(tmp_path):
         source.replace(f"{NAME}/{path}", content)
     source.replace(f"{NAME}/COMMITTED", Marker.of(Manifest.from_bytes(content), content).to_bytes())
     assert verify(source, NAME) == []
-    view = compressed(source, "planes")
-    copy_checkpoint(view, target, NAME, CopyTerms())
+    compress_to(target, source, "planes")
     assert not [each for each in target.list(NAME) if each.name.endswith(".replica")]
     assert verify(target, NAME) == []
     assert same(load(tmp_path / "b", Little), Little(1))

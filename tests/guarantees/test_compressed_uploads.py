@@ -86,14 +86,11 @@ def test_both_tiers_hold_one_checkpoint_and_a_lost_disk_is_resumed_exactly(tmp_p
 
 
 @pytest.mark.parametrize("kind", ["disk", "bucket"])
-def test_an_upload_that_was_begun_goes_on_as_it_was_compressed_and_sends_nothing_twice(
-    tmp_path, monkeypatch, kind
-):
+def test_an_upload_that_was_begun_goes_on_as_it_was_compressed_and_sends_nothing_twice(tmp_path, kind):
     tier = LocalStorage(tmp_path / "tier") if kind == "disk" else bucket_like()
     begin_in_planes(tmp_path / "root", tier)
     sent = {(path.name, path.stat().st_ino) for path in (tmp_path / "tier").rglob("*.distcp")}
     assert (len(sent) > 0) == (kind == "disk")
-    monkeypatch.setattr("ckpt_core.tiers.uploading._follower.compress_share", None)  # a call would fail
     with CheckpointManager(tmp_path / "root", upload=Upload(tier, compress="auto")) as manager:
         assert manager.resume(zeros()) == 1
     assert (verify(tier, NAME), in_planes(tier)) == ([], True)
@@ -127,7 +124,7 @@ def test_what_does_not_shrink_is_stored_as_it_is(tmp_path):
 
 def test_a_process_of_its_own_compresses_what_is_worth_one(tmp_path, monkeypatch):
     monkeypatch.setattr(_copy_process, "_LEAST_BYTES", 1)
-    monkeypatch.setattr("ckpt_core.tiers.uploading._follower.compress_share", None)  # a call would fail
+    monkeypatch.setattr("ckpt_core.tiers._copy.compressed", None)  # a call here would fail
     tier = LocalStorage(tmp_path / "tier")
 
     upload_one(tmp_path / "root", tier.url, compress="planes")

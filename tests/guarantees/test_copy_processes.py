@@ -94,7 +94,7 @@ def test_a_process_that_is_killed_is_replaced_by_this_one(tmp_path, caplog):
         manager.save(2, large(2)).uploaded.result(60)
         assert not copying()
     assert whole(tmp_path / "tier", 2)
-    (warning,) = [text for text in caplog.messages if "the process that copies" in text]
+    (warning,) = [text for text in caplog.messages if "its process" in text]
     assert "exit code -9" in warning
 
 
@@ -131,8 +131,8 @@ def test_a_copy_that_another_thread_ends_is_left_to_the_caller(tmp_path):
         if len(done) == 1:
             threading.Thread(target=process.close).start()
 
-    terms = CopyTerms(progress=close_at_once)
-    assert not process.copy_files(copy, copy.manifest.files, terms, bytes_per_second=1 << 20)
+    terms = CopyTerms(progress=close_at_once, bytes_per_second=1 << 20)
+    assert process.copy_files(copy, copy.manifest.files, terms) is None
     assert sum(done) == 0
     assert not copying()
 
@@ -239,12 +239,12 @@ def test_errors_of_the_target_arrive_with_their_type_and_the_process_stays(tmp_p
     in_the_way.write_bytes(b"of somebody else")
     for _ in range(2):
         with pytest.raises(NotADirectoryError, match=copy.working):
-            process.copy_files(copy, files, CopyTerms(), bytes_per_second=None)
+            process.copy_files(copy, files, CopyTerms())
     assert in_the_way.read_bytes() == b"of somebody else"
     (pid,) = copying()
     in_the_way.unlink()
     (tmp_path / "moved").rename(in_the_way)
-    assert process.copy_files(copy, files, CopyTerms(progress=done.append), bytes_per_second=None)
+    assert process.copy_files(copy, files, CopyTerms(progress=done.append)) == {}
     assert sum(done) == sum(entry.size_bytes for entry in files)
     assert copying() == {pid}
     process.close()
@@ -257,7 +257,7 @@ def test_damage_is_left_to_the_caller_who_may_have_it_whole_elsewhere(tmp_path):
     (tmp_path / "root" / copy.name / data.path).unlink()
     done = [0]
     terms = CopyTerms(progress=done.append)
-    assert not process.copy_files(copy, copy.manifest.files, terms, bytes_per_second=None)
+    assert process.copy_files(copy, copy.manifest.files, terms) is None
     assert sum(done) == 0
     process.close()
 
@@ -296,7 +296,7 @@ def test_no_secret_is_on_the_command_line_or_in_a_log(tmp_path, caplog):
 
     copy = CheckpointCopy.of(source, unused, Catalog(source).committed()[0].name)
     with pytest.raises(OSError, match="s3://bucket/run") as refused:
-        process.copy_files(copy, copy.manifest.files, CopyTerms(stop=look), bytes_per_second=None)
+        process.copy_files(copy, copy.manifest.files, CopyTerms(stop=look))
     process.close()
     assert seen
     assert "secret" not in f"{seen}{refused.value}{caplog.text}"

@@ -55,13 +55,9 @@ from ckpt_core.options import bytes_text
 from ckpt_core.storage import Storage, Throttle, open_storage
 from ckpt_core.tiers import (
     CopyTerms,
-    ShareTerms,
     TierRecord,
-    compress_share,
     copy_checkpoint,
     read_tiers,
-    view_begun,
-    view_of,
 )
 from ckpt_core.types import CheckpointInfo
 from ckpt_core.validation import parse_size
@@ -83,8 +79,6 @@ class _CopySource:
         is_run: whether the run was named, not a checkpoint.
         named: whether the user wrote the name of the checkpoint.
         renames: whether a copy whose name is taken gets one of its lineage, as by a job.
-        compress: what `--compress` says of the copies; None to copy what is stored.
-        bytes_per_second: the most that is sent; None for no limit.
         unreadable: problems of directories that may be checkpoints.
     """
 
@@ -94,8 +88,6 @@ class _CopySource:
     is_run: bool = False
     named: bool = False
     renames: bool = False
-    compress: str | None = None
-    bytes_per_second: int | None = None
     unreadable: Sequence[str] = ()
 
 
@@ -112,17 +104,9 @@ class _CopyResult:
 
 
 def run(arguments: Namespace) -> Outcome:
-    pace = _pace_of(arguments)
-    compress: str | None = arguments.compress
-    selections = [
-        replace(
-            _select(place, arguments),
-            compress=compress,
-            bytes_per_second=parse_size("--bandwidth", arguments.bandwidth, rate=True),
-        )
-        for place in arguments.sources
-    ]
-    if compress not in {None, "none"}:
+    terms = _terms_of(arguments, arguments.compress)
+    selections = [_select(place, arguments) for place in arguments.sources]
+    if terms.compress not in {None, "none"}:
         require_zstandard()
         _refuse_signed(selections)
     options = options_for(arguments.target, arguments)
@@ -136,12 +120,12 @@ def run(arguments: Namespace) -> Outcome:
     if not arguments.mixed:
         _refuse_other_runs(selections, target, survey)
     claim = partial(claimed, target, "ckpt cp", take_over=arguments.take_over)
-    results = _copy_all(selections, target, survey, pace=pace, claim=claim, mixed=arguments.mixed)
+    results = _copy_all(selections, target, survey, terms=terms, claim=claim, mixed=arguments.mixed)
     return _outcome(target, results, [text for each in selections for text in each.unreadable])
 
 
 def upload(arguments: Namespace) -> Outcome:
-    pace = _pace_of(arguments)
+    terms = _terms_of(arguments)
     storage = open_root(arguments.root, arguments.storage_options)
     records = read_tiers(storage)
     if arguments.to is None:
@@ -173,7 +157,7 @@ def upload(arguments: Namespace) -> Outcome:
         renames=True,
     )
     claim = partial(claimed, target, "ckpt upload", take_over=arguments.take_over, has_ended=has_ended)
-    sent = _outcome(target, _copy_all([selection], target, there, pace=pace, claim=claim), ())
+    sent = _outcome(target, _copy_all([selection], target, there, terms=terms, claim=claim), ())
     return replace(sent, fields={"root": storage.url, "tiers": [sent.fields]})
 
 
@@ -210,11 +194,12 @@ def _due(record: TierRecord, survey: Survey, there: Survey) -> list[CheckpointIn
     ]
 
 
-def _pace_of(arguments: Namespace) -> Throttle | None:
+def _terms_of(arguments: Namespace, compress: str | None = None) -> CopyTerms:
     rate = parse_size("--bandwidth", arguments.bandwidth, rate=True)
     if rate is not None and rate <= 0:
         raise ConfigError("--bandwidth must be more than 0 bytes per second")
-    return None if rate is None else Throttle(rate)
+    pace = None if rate is None else Throttle(rate)
+    return CopyTerms(pace=pace, bytes_per_second=rate, compress=compress)
 
 
 def _select(place: str, arguments: Namespace) -> _CopySource:
@@ -292,7 +277,7 @@ def _copy_all(
     target: Storage,
     survey: Survey,
     *,
-    pace: Throttle | None,
+    terms: CopyTerms,
     claim: Callable[[], AbstractContextManager[Lease]],
     mixed: bool = False,
 ) -> list[_CopyResult]:
@@ -317,13 +302,13 @@ def _copy_all(
             with suppress(RootBusyError), claim():  # a live job there has a journal of its own
                 _carry_journal(journal, target)
         return results
-    todo = [(selection, _as_copied(selection, info)) for selection, info in todo]
+    todo = [(selection, _as_copied(selection, info, terms)) for selection, info in todo]
     _refuse_without_room(target, [info for _, info in todo])
     what, total = f"copying to {target.url}", sum(info.size_bytes for _, info in todo)
     with claim() as lease, interruptible() as stop, ProgressLine(what, total, plain=True) as line:
         for result in results if target.supports_rename else ():
             abandon(target, working_name(target, result.info.name, result.info.save_id))
-        terms = CopyTerms(pace=pace, progress=line.add, stop=stop)
+        terms = replace(terms, progress=line.add, stop=stop)
         results += [_copied(selection, info, target, terms=terms, lease=lease) for selection, info in todo]
         _carry_journal(journal, target)
     return results
@@ -355,9 +340,9 @@ def _refuse_places(
             )
 
 
-def _as_copied(selection: _CopySource, info: CheckpointInfo) -> CheckpointInfo:
+def _as_copied(selection: _CopySource, info: CheckpointInfo, terms: CopyTerms) -> CheckpointInfo:
     """Return the checkpoint with the size of its copy, or the most that it may have."""
-    if selection.compress is None or not info.plain_sha256:
+    if terms.compress is None or not info.plain_sha256:
         return info
     plain = Catalog(plain_storage(selection.source, info.name)).manifest(info.name)
     return replace(info, size_bytes=plain.size_bytes)
@@ -408,12 +393,6 @@ def _copied(
             named = ", ".join(hidden[:_MOST_LISTED])
             return replace(failed, problem=f"it has hidden files, which other programs may read: {named}")
         otherwise = run_name(info.name, info.lineage.id) if selection.renames and info.lineage.id else ""
-        if selection.compress == "none":
-            source = plain_storage(source, info.name)
-        elif selection.compress is not None:
-            rate, codec = selection.bytes_per_second, selection.compress
-            share = ShareTerms(paths=paths, codec=codec, bytes_per_second=rate)
-            source = _compressed(source, info, target, share, stop=terms.stop)
         found = copy_checkpoint(source, target, info.name, terms, check=lease.check, otherwise=otherwise)
     except CorruptCheckpointError as error:
         problem = f"the source is damaged, so that nothing was committed: {error}"
@@ -424,17 +403,6 @@ def _copied(
         return replace(failed, state="gone")
     _carry_marks(selection, info, found, target)
     return replace(failed, info=replace(info, name=found.name, size_bytes=found.size_bytes), state="copied")
-
-
-def _compressed(
-    source: Storage, info: CheckpointInfo, target: Storage, share: ShareTerms, *, stop: Callable[[], None]
-) -> Storage:
-    """Return a view in which it is compressed; a copy that was begun goes on."""
-    working = working_name(target, info.name, info.save_id)
-    begun = view_begun(source, info.name, target, working, codec=share.codec)
-    if begun is not None:
-        return begun
-    return view_of(source, info.name, [compress_share(source, target, info.name, share, stop=stop)])
 
 
 def _carry_marks(

@@ -39,6 +39,7 @@ from ckpt_core.names import (
     MARKER,
     OWN,
     PINS,
+    PLAIN,
     SIGNATURE,
     beside_name,
     drafted,
@@ -307,7 +308,8 @@ def _manifest(storage: Storage, directory: str) -> Manifest | None:
 
 def _listed(manifest: Manifest) -> frozenset[str]:
     twins = [twin_name(SIGNATURE), twin_name(MANIFEST)] if manifest.replicas > 1 else []
-    return frozenset([*(entry.path for entry in manifest.files), *twins, SIGNATURE, MANIFEST, MARKER])
+    ours = (PLAIN, SIGNATURE, MANIFEST, MARKER)  # the first also in a copy that was not completed
+    return frozenset([*(entry.path for entry in manifest.files), *twins, *ours])
 
 
 def _own_paths(storage: Storage, name: str) -> frozenset[str]:

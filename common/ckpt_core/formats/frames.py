@@ -17,6 +17,7 @@ from functools import partial
 from itertools import accumulate
 from typing import Any, Final, TypeAlias, final
 
+from ckpt_core.crew import run_all
 from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.formats.chunks import BLOCK_BYTES, table_fields
 from ckpt_core.formats.codec import MAX_COUNT, Fields, encode, file_paths
@@ -32,6 +33,7 @@ ZSTD: Final = 1
 CODECS: Final = frozenset({RAW, ZSTD, 2, 4, 8})
 
 _LEVEL: Final = 1
+_THREADS: Final = 4
 _MOST_ADDED: Final = 64  # by zstd, to what does not shrink, beside one byte in 256
 _COLUMNS: Final = ("codec", "plain_bytes", "stored_bytes")
 
@@ -97,12 +99,14 @@ class Frames:
         return found
 
 
-def encode_plain(manifest: bytes, small: Mapping[str, bytes], files: Mapping[str, Frames]) -> bytes:
+def encode_plain(
+    manifest: bytes, small: Mapping[str, bytes], files: Mapping[str, Frames], choices: Mapping[str, str]
+) -> bytes:
     """Encode what the plain checkpoint has otherwise; see `PlainFiles`."""
     text = encode(
         {
             "format_version": FORMAT_VERSION,
-            "compressor": compressor(),
+            "choices": dict(choices),
             "manifest": b64encode(manifest).decode(),
             "small": {path: b64encode(content).decode() for path, content in small.items()},
             "files": [
@@ -120,13 +124,13 @@ class PlainFiles:
     """How the files of the plain checkpoint come of those of a compressed one.
 
     Attributes:
-        compressor: as `compressor` named what made the frames.
+        choices: class of tensors -> codec; what was chosen when the copy was begun.
         manifest: its `manifest.json`.
         small: path -> content of other files that are not the same.
         files: path -> frames of a data file.
     """
 
-    compressor: str
+    choices: Mapping[str, str]
     manifest: bytes
     small: Mapping[str, bytes]
     files: Mapping[str, Frames]
@@ -146,7 +150,7 @@ class PlainFiles:
             paths = [each.get("path", str) for each in files]
             file_paths([*small, *paths])
             return cls(
-                compressor=fields.get("compressor", str),
+                choices=fields.mapping("choices", str),
                 manifest=decode(fields.get("manifest", str)),
                 small={path: decode(text) for path, text in small.items()},
                 files={path: Frames.of(each) for path, each in zip(paths, files, strict=True)},
@@ -177,6 +181,17 @@ def compress(codec: int, content: Buffer) -> Buffer:
         content = planes.tobytes()
     compressed: bytes = require_zstandard().ZstdCompressor(level=_LEVEL).compress(content)
     return compressed
+
+
+def compress_all(codecs: Sequence[int], blocks: Sequence[Buffer]) -> Sequence[Buffer]:
+    """Compress several frames, on several threads; as `compress`."""
+    found: list[Buffer] = [b""] * len(blocks)
+
+    def work(at: int) -> None:
+        found[at] = compress(codecs[at], blocks[at])
+
+    run_all(work, range(len(blocks)), _THREADS, name="ckpt-compress")
+    return found
 
 
 def decompress(codec: int, stored: memoryview, into: memoryview) -> None:

@@ -165,6 +165,12 @@ def nothing(count: int) -> None:
     del count
 
 
+def _sync(stream: IO[bytes]) -> None:
+    """Make what is there durable: who wrote it may have been killed before its fsync."""
+    with suppress(io.UnsupportedOperation):  # memory has no descriptor
+        os.fsync(stream.fileno())
+
+
 def put_whole(storage: Storage, key: str, source: PutSource) -> None:
     """Put a file that nobody else writes, over what an earlier call left of it."""
     found = None
@@ -174,9 +180,8 @@ def put_whole(storage: Storage, key: str, source: PutSource) -> None:
         with storage.open_ranges(key) as reader:
             equal = source.equals(reader)
         if equal:
-            # The process that wrote it may have been killed before its fsync. Memory has no descriptor.
-            with storage.open(key) as stream, suppress(io.UnsupportedOperation):
-                os.fsync(stream.fileno())
+            with storage.open(key) as stream:
+                _sync(stream)
             source.progress(source.size_bytes)
             return
     if found is not None:
@@ -428,6 +433,37 @@ class Storage(ABC):
         """Put a file, as `put_file` does; by default bytes are compared, no identities."""
         del identity
         put_whole(self, key, source)
+
+    def put_pieces(
+        self, key: str, pieces: Callable[[], Iterable[memoryview]], *, identity: str, pace: Pace = iter
+    ) -> None:
+        """Create a file whose size shows when it is made, durable on return.
+
+        As by `put_file`, a call that failed or was killed can be repeated, and what is there is not sent
+        again; but what else an earlier call has put there is replaced.
+
+        Args:
+            key: of the file, which nobody else puts.
+            pieces: called for each try; yields the content, of one identity the same. An error of it ends the
+                call, and no object appears.
+            identity: a short text that no other content of this key has.
+            pace: slows what is sent.
+
+        Raises:
+            OSError: storage failed.
+        """
+        del identity
+        if self.exists(key):
+            with self.open(key) as stream:
+                equal = all(stream.read(len(piece)) == piece for piece in pieces()) and not stream.read(1)
+                if equal:
+                    _sync(stream)
+            if equal:
+                return
+            self.delete(key)
+        with self.create(key) as stream:
+            for piece in pace(pieces()):
+                stream.write(piece)
 
     @abstractmethod
     def open(self, key: str) -> AbstractContextManager[IO[bytes]]:

@@ -1,4 +1,4 @@
-"""The files of a checkpoint seen as they are not stored: plain, or compressed."""
+"""The files of a compressed checkpoint as if it were plain."""
 
 from __future__ import annotations
 
@@ -12,30 +12,26 @@ from typing import IO, Final, cast, final
 
 from typing_extensions import override
 
-from ckpt_core.crew import run_all
-from ckpt_core.formats.frames import Frames, compress, decompress
+from ckpt_core.formats.frames import Frames, decompress
 from ckpt_core.storage._base import RangeReader, RangeStream, Storage, StorageEntry
 from ckpt_core.storage._layered import ReadOnlyStorage
 
 _TRIES: Final = 2
 _RUN_BYTES: Final = 8 << 20
-_THREADS: Final = 4  # to compress; what reads has threads of its own
 
 
 @final
 class FramedStorage(ReadOnlyStorage):
-    """A storage in which the files of one directory are plain, or compressed.
+    """A storage in which the compressed files of one directory are plain.
 
     Everything else is as in `storage`. Reads of a range read the frames around it, and hold at most 8 MiB of
     them for each thread; what cannot be decompressed is an `EIO`, as a block that a device has lost.
 
     Args:
-        storage: that holds the other form of the files.
+        storage: that holds the files.
         directory: of the checkpoint, which is there as long as its first small file is in `storage`.
         small: path in the directory -> whole content of a file.
         files: path in the directory -> frames of a data file.
-        compresses: whether `storage` has the plain files, and this the compressed ones; else it is the
-            other way round.
         twin_suffix: of second files, which are the same as the first; "" if there are none.
     """
 
@@ -46,15 +42,12 @@ class FramedStorage(ReadOnlyStorage):
         *,
         small: Mapping[str, bytes],
         files: Mapping[str, Frames],
-        compresses: bool = False,
         twin_suffix: str = "",
     ) -> None:
         self._storage = storage
-        self.small = small
         self._small = {f"{directory}/{path}": content for path, content in small.items()}
         self._first = next(iter(self._small), "")
         self._files = {f"{directory}/{path}": frames for path, frames in files.items()}
-        self._compresses = compresses
         self._twin_suffix = twin_suffix
         self.supports_rename = storage.supports_rename
 
@@ -92,7 +85,7 @@ class FramedStorage(ReadOnlyStorage):
         else:
             with self._storage.open_ranges(key) as reader:
                 frames = self._files.get(key)
-                yield reader if frames is None else _FramedRanges(reader, frames, compresses=self._compresses)
+                yield reader if frames is None else _FramedRanges(reader, frames)
 
     @override
     def size(self, key: str) -> int:
@@ -101,7 +94,7 @@ class FramedStorage(ReadOnlyStorage):
             self._require(key)
             return len(self._small[key])
         size = self._storage.size(key)
-        return _size(size, self._files[key], self._compresses) if key in self._files else size
+        return _size(size, self._files[key]) if key in self._files else size
 
     @override
     def list(self, key: str) -> list[StorageEntry]:
@@ -109,7 +102,7 @@ class FramedStorage(ReadOnlyStorage):
         return [
             entry._replace(size_bytes=len(self._small[child]))
             if child in self._small
-            else entry._replace(size_bytes=_size(entry.size_bytes, self._files[child], self._compresses))
+            else entry._replace(size_bytes=_size(entry.size_bytes, self._files[child]))
             if child in self._files
             else entry
             for child, entry in children
@@ -125,23 +118,20 @@ class FramedStorage(ReadOnlyStorage):
             self._storage.size(key)
 
 
-def _size(size_bytes: int, frames: Frames, compresses: bool) -> int:  # noqa: FBT001
-    """Return the size of a file, as much wrong as that of the other form is."""
-    change = frames.stored_starts[-1] - frames.plain_starts[-1]
-    return max(0, size_bytes + (change if compresses else -change))
+def _size(size_bytes: int, frames: Frames) -> int:
+    """Return the plain size of a file, as much wrong as the stored one is."""
+    return max(0, size_bytes + frames.plain_starts[-1] - frames.stored_starts[-1])
 
 
 @final
 class _FramedRanges:
-    """Ranges of the one form of a file, made of the frames of the other."""
+    """Ranges of a plain file, made of the frames that are stored."""
 
-    def __init__(self, reader: RangeReader, frames: Frames, *, compresses: bool) -> None:
+    def __init__(self, reader: RangeReader, frames: Frames) -> None:
         self._reader = reader
         self._codec = frames.codec
-        self._compresses = compresses
-        both = frames.plain_starts, frames.stored_starts
-        self._there, self._here = both if compresses else both[::-1]
-        self.size_bytes = _size(reader.size_bytes, frames, compresses)
+        self._there, self._here = frames.stored_starts, frames.plain_starts
+        self.size_bytes = _size(reader.size_bytes, frames)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         end, buffer = offset + len(buffer), buffer.cast("B")
@@ -160,30 +150,23 @@ class _FramedRanges:
         """Read neighbouring frames by one request, once more if they are damaged."""
         start = self._there[run[0]]
         content = memoryview(bytearray(self._there[run[-1] + 1] - start))
-
-        def work(at: int) -> None:
-            self._convert(at, content[self._there[at] - start : self._there[at + 1] - start], offset, buffer)
-
         for left in reversed(range(_TRIES)):
             self._reader.read_into(start, content)
             try:
-                run_all(work, run, _THREADS if self._compresses else 1, name="ckpt-compress")
+                for at in run:
+                    frame = content[self._there[at] - start : self._there[at + 1] - start]
+                    self._restore(at, frame, offset, buffer)
             except ValueError as error:
                 if not left:
                     raise OSError(errno.EIO, str(error)) from error
             else:
                 return
 
-    def _convert(self, at: int, frame: memoryview, offset: int, buffer: memoryview) -> None:
+    def _restore(self, at: int, frame: memoryview, offset: int, buffer: memoryview) -> None:
         """Put what a frame has of the range in its place."""
         first, last = self._here[at] - offset, self._here[at + 1] - offset
         place = buffer[max(0, first) : last]
         whole = place if len(place) == last - first else memoryview(bytearray(last - first))
-        if not self._compresses:
-            decompress(self._codec[at], frame, whole)
-        elif len(made := memoryview(compress(self._codec[at], frame))) == len(whole):
-            whole[:] = made
-        else:
-            raise ValueError("it was changed while it was compressed")
+        decompress(self._codec[at], frame, whole)
         if whole is not place:
             place[:] = whole[max(0, -first) :][: len(place)]

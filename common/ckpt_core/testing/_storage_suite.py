@@ -11,7 +11,9 @@ from __future__ import annotations
 import os
 import random
 import zlib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +172,25 @@ class StorageTests:
         for size in (10, 4):
             storage.put_file("step/a", size, _Source(bytes(size)), identity="a:1")
             assert self.raw_read(storage, "step/a") == bytes(size)
+
+    def test_pieces_are_put_whole_and_over_what_an_earlier_call_has_left(self, storage: Storage) -> None:
+        content = _varied(100_000)
+
+        def pieces(*, fails: bool = False) -> Iterator[memoryview]:
+            for start in range(0, len(content), 30_000):
+                yield memoryview(content)[start : start + 30_000]
+            if fails:
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            storage.put_pieces("step/a", partial(pieces, fails=True), identity="a:1")
+        if not storage.supports_rename:
+            assert not storage.exists("step/a")
+        for identity in ("a:1", "a:1", "a:2"):
+            content = content if identity == "a:1" else content[::-1]
+            storage.put_pieces("step/a", pieces, identity=identity)
+            assert self.raw_read(storage, "step/a") == content
+        assert [entry.name for entry in storage.list("step")] == ["a"]
 
     # --- reading
 

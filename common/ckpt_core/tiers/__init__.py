@@ -3,16 +3,7 @@
 Nothing in this package needs torch, so that a command line can copy.
 """
 
-from ckpt_core.tiers._compressing import (
-    Gain,
-    Rows,
-    ShareTerms,
-    choose_codecs,
-    compress_share,
-    view_again,
-    view_begun,
-    view_of,
-)
+from ckpt_core.tiers._compressing import Choices, Gain, Rows, choose_codecs
 from ckpt_core.tiers._copy import CheckpointCopy, CopyTerms, copy_checkpoint
 from ckpt_core.tiers._copy_process import CopyProcess
 from ckpt_core.tiers._export_service import DemotionTerms, ExportTerms, read_exports
@@ -34,6 +25,7 @@ from ckpt_core.tiers._work_process import WorkProcess
 __all__ = [
     "Asked",
     "CheckpointCopy",
+    "Choices",
     "CopyProcess",
     "CopyTerms",
     "DemotionTerms",
@@ -44,7 +36,6 @@ __all__ = [
     "Reading",
     "Rows",
     "RunCatalog",
-    "ShareTerms",
     "Tier",
     "TierCopy",
     "TierRecord",
@@ -53,15 +44,11 @@ __all__ = [
     "WorkProcess",
     "ask",
     "choose_codecs",
-    "compress_share",
     "copy_checkpoint",
     "open_tiers",
     "read_exports",
     "read_through",
     "read_tiers",
     "unite",
-    "view_again",
-    "view_begun",
-    "view_of",
     "write_tiers",
 ]

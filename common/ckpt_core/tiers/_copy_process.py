@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Self, TypeAlias, final
+from typing import Any, Final, Self, final
 
 from ckpt_core import messages
 from ckpt_core.disclosure import logger_of
-from ckpt_core.errors import CheckpointError, CorruptCheckpointError
+from ckpt_core.errors import CorruptCheckpointError
 from ckpt_core.options import Upload
 from ckpt_core.storage import LocalStorage, Storage, Throttle, is_in_bucket, open_storage
-from ckpt_core.tiers._compressing import Rows, ShareTerms, compress_share, view_again
+from ckpt_core.tiers._compressing import Choices, Rows
 from ckpt_core.tiers._copy import CheckpointCopy, CopyTerms
-from ckpt_core.tiers._work_process import EndedError, Reply, WorkProcess
+from ckpt_core.tiers._work_process import EndedError, WorkProcess
 from ckpt_core.types import FileEntry
 
 _logger = logger_of(__name__)
@@ -50,7 +50,7 @@ class CopyTask:
         content: of its manifest.
         paths: the files, as in the manifest.
         bytes_per_second: the cap; None for none.
-        small: of a compressed copy, as `CheckpointCopy.small`.
+        choices: how they are compressed, if at all.
     """
 
     source_name: str
@@ -58,27 +58,22 @@ class CopyTask:
     content: bytes
     paths: Sequence[str]
     bytes_per_second: int | None
-    small: Mapping[str, bytes]
+    choices: Choices
 
 
-CompressTask: TypeAlias = tuple[str, ShareTerms]
-"""Name at the source of a checkpoint to compress, and which files, and how; the answer is `Rows`."""
-
-
-def copying(route: CopyRoute) -> Callable[[CopyTask | CompressTask, Callable[[Any], None]], None]:
-    """Open both places; return what copies and compresses; see `serve`."""
+def copying(route: CopyRoute) -> Callable[[CopyTask, Callable[[Any], None]], None]:
+    """Open both places; return what copies, and tells the rows of compressed files; see `serve`."""
     source = open_storage(route.source)
     target = open_storage(route.target, route.storage_options, deadline_seconds=route.deadline_seconds)
 
-    def copy(task: CopyTask | CompressTask, progress: Callable[[Any], None]) -> None:
-        if not isinstance(task, CopyTask):
-            progress(compress_share(source, target, *task, stop=lambda: None))  # what is to stop is killed
-            return
-        seen = view_again(source, task.source_name, task.small)
-        made = CheckpointCopy(seen, target, task.source_name, task.content, as_name=task.name)
+    def copy(task: CopyTask, progress: Callable[[Any], None]) -> None:
+        made = CheckpointCopy.again(
+            source, target, task.source_name, task.content, as_name=task.name, choices=task.choices
+        )
         wanted, rate = set(task.paths), task.bytes_per_second
-        entries = [entry for entry in made.manifest.files if entry.path in wanted]
-        made.copy_files(entries, CopyTerms(pace=None if rate is None else Throttle(rate), progress=progress))
+        entries = [entry for entry in made.entries if entry.path in wanted]
+        pace = None if rate is None else Throttle(rate)
+        progress(made.copy_files(entries, CopyTerms(pace=pace, progress=progress)))
 
     return copy
 
@@ -136,83 +131,51 @@ class CopyProcess:
         copy: CheckpointCopy,
         entries: Sequence[FileEntry],
         terms: CopyTerms,
-        *,
-        bytes_per_second: int | None,
-    ) -> bool:
-        """Copy files as `CheckpointCopy.copy_files` does; return whether it was done.
+    ) -> Rows | None:
+        """Copy files as `CheckpointCopy.copy_files` does; None if that was not done.
 
-        If not, the caller copies what is not there: what is too little, what may be whole on another disk,
-        and everything once the process is gone.
+        Then the caller copies what is not there: what is too little, what may be whole on another disk, and
+        everything once the process is gone.
 
         Args:
             copy: prepared.
             entries: the files.
-            terms: progress and stop of the copy.
-            bytes_per_second: the cap; None for none.
+            terms: rate, progress and stop of the copy.
 
         Raises:
             CheckpointError: as by `CheckpointCopy.copy_files`; or `terms.stop` raised it.
             OSError: a storage failed.
         """
         if self._given_up or sum(entry.size_bytes for entry in entries) < _LEAST_BYTES:
-            return False
+            return None
         task = CopyTask(
             source_name=copy.source_name,
             name=copy.name,
             content=copy.content,
             paths=[entry.path for entry in entries],
-            bytes_per_second=bytes_per_second,
-            small=copy.small,
+            bytes_per_second=terms.bytes_per_second,
+            choices=copy.choices,
         )
-        done: int = 0
+        done, rows = list[int](), dict[str, Any]()
 
-        def hear(more: Any) -> None:
-            nonlocal done
-            done += more
-            terms.progress(more)
+        def hear(reply: int | Mapping[str, Any]) -> None:
+            if isinstance(reply, int):
+                done.append(reply)
+                terms.progress(reply)
+            else:
+                rows.update(reply)
 
-        reply = self._answer(task, terms.stop, hear, f"copies to {copy.target_url}")
-        if reply is None:
-            return True
-        if isinstance(reply, OSError | CheckpointError) and not isinstance(reply, CorruptCheckpointError):
-            raise reply
-        terms.progress(-done)
-        return False
-
-    def compress(self, copy: CheckpointCopy, share: ShareTerms, stop: Callable[[], None]) -> Rows | None:
-        """Compress files as `compress_share` does; None if the caller must.
-
-        Args:
-            copy: of the checkpoint.
-            share: which files, and how.
-            stop: raises to end it.
-        """
-        if self._given_up or copy.manifest.size_bytes < _LEAST_BYTES:
-            return None
-        task: CompressTask = (copy.source_name, share)
-        heard = list[Any]()
-        reply = self._answer(task, stop, heard.append, f"compresses {copy.source_name}")
-        if isinstance(reply, Exception):
-            raise reply
-        return next((each for each in heard if isinstance(each, Mapping)), None)
-
-    def _answer(
-        self, task: object, stop: Callable[[], None], hear: Callable[[Any], None], what: str
-    ) -> Reply:
-        """Return how a task has ended; a number if the process has ended first."""
-        reply: Reply = 0
         try:
-            for reply in self._process.replies(task, stop):
-                if reply is None or isinstance(reply, Exception):
-                    break
-                hear(reply)
+            self._process.do(task, terms.stop, hear)
         except EndedError as reason:
-            _logger.warning("the process that %s %s: this process does", what, reason)
+            _logger.warning("copies to %s: %s; this process does them", copy.target_url, reason)
             self._given_up = True
-        finally:
-            if reply is not None and not isinstance(reply, Exception):  # nobody hears it any more
-                self.close()
-        return reply
+        except CorruptCheckpointError:
+            pass  # of this disk; another may have the file whole
+        else:
+            return rows
+        terms.progress(-sum(done))
+        return None
 
     def close(self) -> None:
         """Kill the process, in the middle of a copy, too; the next copy continues it."""

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -44,7 +44,7 @@ Reply: TypeAlias = int | Mapping[str, Any] | CheckpointError | OSError | None
 """How much more is done, or what was found; then None or the error."""
 
 
-class EndedError(Exception):
+class EndedError(CheckpointError):
     """The process has ended, or has never answered; the message says how."""
 
 
@@ -78,48 +78,38 @@ class WorkProcess:
             return False  # such as a session, which this process alone has
         return True
 
-    def replies(self, task: object, stop: Callable[[], None]) -> Iterator[Reply]:
-        """Do a task; yield how much more is done, then None or the error.
+    def do(
+        self, task: object, stop: Callable[[], None], hear: Callable[[Any], None] = lambda _: None
+    ) -> None:
+        """Do a task; the next one starts the process again if this one has killed it.
 
         Args:
             task: a message.
             stop: called again and again; raises to leave the task.
+            hear: called with how much more is done, and with what was found.
 
         Raises:
             EndedError: the process is not there.
-            CheckpointError: from `stop`.
+            CheckpointError: from `stop`, or of the task.
+            OSError: of the task.
         """
-        connection, awaited = self._started(), time.monotonic() + _START_SECONDS
+        reply: Reply = 0
         try:
+            connection = self._started()
             connection.send_bytes(messages.encode(task))
-            while True:
-                stop()
-                if connection.poll(_LOOK_SECONDS):
-                    yield messages.decode(connection.recv_bytes())
-                    awaited = math.inf
-                elif time.monotonic() > awaited:
-                    raise EndedError("has not answered")
+            reply = _next(connection, stop, time.monotonic() + _START_SECONDS)
+            while isinstance(reply, int | Mapping):
+                hear(reply)
+                reply = _next(connection, stop)
         except (EOFError, OSError) as error:
             if isinstance(error, CheckpointError):
                 raise  # of `stop`
             raise EndedError(self._end_text()) from error
-
-    def do(self, task: object, stop: Callable[[], None]) -> None:
-        """Do a task of which only the end matters.
-
-        Raises:
-            CheckpointError: from `stop`, of the task, or the process is not there; the next task starts one.
-            OSError: of the task.
-        """
-        try:
-            for reply in self.replies(task, stop):
-                if isinstance(reply, Exception):
-                    raise reply
-                if reply is None:
-                    return
-        except EndedError as error:
-            self.close()
-            raise CheckpointError(f"its process {error}") from error
+        finally:
+            if isinstance(reply, int | Mapping):
+                self.close()  # nobody hears it any more
+        if reply is not None:
+            raise reply
 
     def close(self) -> None:
         """Kill the process, also in the middle of a task; the next task starts one."""
@@ -137,11 +127,11 @@ class WorkProcess:
         """Say how the process has ended."""
         process = self._process
         if process is None:
-            return "was closed"
+            return "its process was closed"
         try:
-            return f"has ended (exit code {process.wait(_END_SECONDS)})"
+            return f"its process has ended (exit code {process.wait(_END_SECONDS)})"
         except subprocess.TimeoutExpired:
-            return "has hung up"
+            return "its process has hung up"
 
     def _started(self) -> Connection[bytes, bytes]:
         if self._connection is not None:
@@ -162,7 +152,7 @@ class WorkProcess:
             )
         except (OSError, RuntimeError) as error:  # no such program; or the interpreter is ending
             connection.close()
-            raise EndedError(f"cannot be started ({error})") from error
+            raise EndedError(f"its process cannot be started ({error})") from error
         finally:
             inner.close()
         with self._guard:
@@ -170,6 +160,17 @@ class WorkProcess:
         with suppress(ConnectionError):  # heard when the first reply is read
             connection.send_bytes(messages.encode(self._terms))
         return connection
+
+
+def _next(connection: Connection[bytes, bytes], stop: Callable[[], None], until: float = math.inf) -> Reply:
+    """Wait for the next reply."""
+    while True:
+        stop()
+        if connection.poll(_LOOK_SECONDS):
+            reply: Reply = messages.decode(connection.recv_bytes())
+            return reply
+        if time.monotonic() > until:
+            raise EndedError("its process has not answered")
 
 
 def serve(descriptor: int, parent: int, nice: int, service: str) -> None:

@@ -20,13 +20,12 @@ MEASURED = {
 """As docs/measurements.md has them: bf16 weights, moments in fp32."""
 
 
-def seconds(choice, *, write_rate, cores, passes=1, reading=0.0, sizes=SIZES, measured=MEASURED):
-    """The time of the pipeline, and the bytes stored; what is compressed is read and compressed once more."""
+def seconds(choice, *, write_rate, cores, reading=0.0, sizes=SIZES, measured=MEASURED):
+    """The time of the pipeline, and the bytes stored."""
     made = {kind: measured.get(kind, {}).get(codec, Gain(1, float("inf"))) for kind, codec in choice.items()}
     working = (reading + sum(sizes[kind] / each.rate for kind, each in made.items())) / cores
     stored = sum(sizes[kind] / each.ratio for kind, each in made.items())
-    before = 0 if set(choice.values()) <= {NONE} else (passes - 1) * working
-    return before + max(working, stored / write_rate), stored
+    return max(working, stored / write_rate), stored
 
 
 def fixed(codec):
@@ -68,12 +67,11 @@ RATES = st.builds(Gain, st.floats(0.9, 4), st.floats(1e7, 1e10))
     st.dictionaries(st.sampled_from("abcd"), st.dictionaries(st.sampled_from(["x", "y"]), RATES), min_size=1),
     st.floats(1e7, 1e10),
     st.integers(1, 64),
-    st.integers(1, 2),
     st.floats(0, 1),
 )
-def test_no_choice_at_all_is_faster(measured, write_rate, cores, passes, reading):
+def test_no_choice_at_all_is_faster(measured, write_rate, cores, reading):
     sizes = {kind: 10 ** (6 + number) for number, kind in enumerate(measured)}
-    where = {"write_rate": write_rate, "cores": cores, "passes": passes, "reading": reading}
+    where = {"write_rate": write_rate, "cores": cores, "reading": reading}
     options = [[(kind, codec) for codec in (NONE, *codecs)] for kind, codecs in measured.items()]
     taken = partial(seconds, sizes=sizes, measured=measured, **where)
     best, _ = min(taken(dict(choice)) for choice in product(*options))

@@ -13,14 +13,14 @@ import mmap
 import secrets
 import threading
 from abc import abstractmethod
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO, Any, Final, Protocol, Self, cast, final
 
 from ckpt_core.crew import Workers, run_all
 from ckpt_core.disclosure import logger_of
 from ckpt_core.formats.checksums import crc32
-from ckpt_core.storage._base import PutSource, StorageEntry, file_key
+from ckpt_core.storage._base import Pace, PutSource, StorageEntry, file_key
 from ckpt_core.storage.object._storage import ObjectStorage
 from ckpt_core.storage.object._translation import translated_errors
 
@@ -149,6 +149,27 @@ class PartStorage(ObjectStorage):
                     self.put_new(path, [piece], token)
         source.progress(size)
 
+    def put_pieces(
+        self, key: str, pieces: Callable[[], Iterable[memoryview]], *, identity: str, pace: Pace = iter
+    ) -> None:
+        path = self.path(file_key(key))
+        token = hashlib.sha256(identity.encode()).hexdigest()[:32]
+        there: str | None = ""
+        with suppress(FileNotFoundError):
+            there = self.size_and_token(path)[1]
+        if there is None:
+            raise self._occupied(path)  # by what no upload of ours has made
+        if there == token:
+            for _ in pieces():
+                pass  # who makes them wants to know their sizes
+            return
+        if there:
+            self.delete(key)
+        with _Sending(self, path, self._block_bytes, _STREAM_THREADS, goes_on=(token, pace)) as upload:
+            for piece in pieces():
+                upload.take(piece)
+            upload.finish()
+
     @contextmanager
     def decided(self, path: str, token: str) -> Generator[None]:
         """Pass over an error after which the object is there, made with the token.
@@ -225,12 +246,26 @@ def mark(content: Sequence[memoryview]) -> str:
 
 @final
 class _Sending:
-    """An object that is sent while its pieces arrive; none of them is copied."""
+    """An object that is sent while its pieces arrive; none of them is copied.
 
-    def __init__(self, storage: PartStorage, path: str, block_bytes: int, threads: int) -> None:
+    `goes_on` is the token of an upload that a later one continues, and what slows it.
+    """
+
+    def __init__(
+        self,
+        storage: PartStorage,
+        path: str,
+        block_bytes: int,
+        threads: int,
+        *,
+        goes_on: tuple[str, Pace] | None = None,
+    ) -> None:
         self._storage = storage
         self._path = path
-        self._token = secrets.token_hex(8)
+        self._again = goes_on is not None
+        self._token, self._pace = goes_on or (secrets.token_hex(8), iter)
+        self._there: frozenset[str] = frozenset()
+        self._done = False
         self._block_bytes = block_bytes
         self._parts: PartedObject | None = None
         self._names: list[str] = []
@@ -244,9 +279,9 @@ class _Sending:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Wait for the threads, and leave nothing of an upload that is not complete."""
+        """Wait for the threads, and leave nothing of an upload that is neither complete nor continued."""
         self._workers.__exit__()
-        if self._parts is not None:
+        if self._parts is not None and (self._done or not self._again):
             self._storage.dropped(self._parts, self._path)
 
     def take(self, piece: memoryview) -> None:
@@ -265,19 +300,22 @@ class _Sending:
 
     def finish(self) -> None:
         if self._parts is None:
+            held = list(self._pace(self._held))
             with self._storage.decided(self._path, self._token):
-                self._storage.put_new(self._path, self._held, self._token)
+                self._storage.put_new(self._path, held, self._token)
             return
         self._pass_on()
         self._workers.__exit__()
         self._workers.raise_first()
         with self._storage.decided(self._path, self._token):
             self._parts.complete(self._names)
+        self._done = True
 
     def _pass_on(self) -> None:
         if self._parts is None:
             with translated_errors(self._storage.url, self._storage.redaction):
-                self._parts = self._storage.begin(self._path, self._token, again=False)
+                self._parts = self._storage.begin(self._path, self._token, again=self._again)
+                self._there = self._parts.there() if self._again else self._there
         number = len(self._names)
         self._names.append("")
         self._workers.take((number, self._held))
@@ -287,9 +325,11 @@ class _Sending:
     def _send(self, task: tuple[int, Sequence[memoryview]]) -> None:
         number, content = task
         parts = cast("PartedObject", self._parts)
-        with translated_errors(self._storage.url, self._storage.redaction):
-            self._names[number] = parts.name_of(number, mark(content))
-            parts.send(self._names[number], content)
+        name = self._names[number] = parts.name_of(number, mark(content))
+        if name not in self._there:
+            content = list(self._pace(content))
+            with translated_errors(self._storage.url, self._storage.redaction):
+                parts.send(name, content)
 
 
 @final

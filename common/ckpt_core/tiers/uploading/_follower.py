@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from operator import attrgetter
 from typing import Final, final
 
 from typing_extensions import override
@@ -41,18 +40,14 @@ from ckpt_core.storage import Storage, Throttle
 from ckpt_core.telemetry import Telemetry
 from ckpt_core.tiers import (
     CheckpointCopy,
+    Choices,
     CopyProcess,
     CopyTerms,
     Rows,
-    ShareTerms,
-    compress_share,
-    view_again,
-    view_begun,
-    view_of,
 )
 from ckpt_core.tiers.uploading._due import DueCheckpoint, Outcome, UploadLine
 from ckpt_core.tiers.uploading._tier_root import TierRoot
-from ckpt_core.types import CheckpointInfo, FileEntry
+from ckpt_core.types import CheckpointInfo
 
 _logger = logger_of(__name__)
 
@@ -86,8 +81,8 @@ class _UploadWord:
         save_id: of the checkpoint; "" when nothing more is said.
         problem: why it is late, or will not be there.
         source: its name in the root, if disks are to send files of it.
-        compress: whether they are only to compress them, to know their sizes.
-        small: of a compressed copy, as `CheckpointCopy.small`.
+        content: its manifest.
+        choices: how they are compressed, if at all.
     """
 
     save_id: str = ""
@@ -97,8 +92,8 @@ class _UploadWord:
     source: str = ""
     name: str = ""
     shares: Sequence[Sequence[str]] = ()
-    compress: bool = False
-    small: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
+    content: bytes = b""
+    choices: Choices = field(default_factory=dict[str, str])
 
 
 @final
@@ -198,31 +193,25 @@ class TierThread:
         if (channel := self._opened) is not None:
             channel.close()
 
-    def _copy(self, name: str, as_name: str, small: Mapping[str, bytes]) -> CheckpointCopy:
-        source = view_again(self._source, name, small)
-        return CheckpointCopy.of(source, self._target, name, as_name=as_name)
+    def _terms(self, progress: Callable[[int], None] = lambda _: None) -> CopyTerms:
+        rate = self.upload.bytes_per_second
+        return CopyTerms(
+            pace=None if rate is None else Throttle(rate, sleep=self._pause),
+            bytes_per_second=rate,
+            compress=self.upload.compress,
+            progress=progress,
+            stop=self._raise_if_stopped,
+        )
 
-    def _compress(self, copy: CheckpointCopy, paths: Sequence[str]) -> Rows:
-        """Compress files, to know their sizes; in a process of its own where that pays."""
-        rate, stop = self.upload.bytes_per_second, self._raise_if_stopped
-        share = ShareTerms(paths=paths, codec=self.upload.compress or "auto", bytes_per_second=rate)
-        found = None if self._process is None else self._process.compress(copy, share, stop)
-        if found is not None:
-            return found
-        return compress_share(self._source, self._target, copy.source_name, share, stop=stop)
-
-    def _send(
-        self, copy: CheckpointCopy, entries: Sequence[FileEntry], progress: Callable[[int], None]
-    ) -> None:
+    def _send(self, copy: CheckpointCopy, paths: Sequence[str], progress: Callable[[int], None]) -> Rows:
         """Copy files, in a process of its own where that pays."""
-        rate, process = self.upload.bytes_per_second, self._process
-        pace = None if rate is None else Throttle(rate, sleep=self._pause)
-        terms = CopyTerms(pace=pace, progress=progress, stop=self._raise_if_stopped)
+        wanted, terms, process = set(paths), self._terms(progress), self._process
+        entries = [entry for entry in copy.entries if entry.path in wanted]
         attributes = {"step": copy.manifest.step, "name": copy.source_name, "to": self.upload.url}
         attributes |= {"rank": self._job.rank, "size_bytes": sum(entry.size_bytes for entry in entries)}
         with self._job.telemetry.span("upload", **attributes):
-            if process is None or not process.copy_files(copy, entries, terms, bytes_per_second=rate):
-                copy.copy_files(entries, terms)
+            rows = None if process is None else process.copy_files(copy, entries, terms)
+            return copy.copy_files(entries, terms) if rows is None else rows
 
     def _pause(self, seconds: float) -> None:
         self.stopped.wait(seconds)
@@ -352,71 +341,54 @@ class Follower(TierThread):
         # A user may have marked it since.
         if Catalog(self._source).find(name=info.name).bad is not None or not self._root.take():
             return None
-        copy = self._copy(info.name, info.name, {})
-        if self.upload.compress is not None:
-            copy = self._compressed(copy)
+        copy = CheckpointCopy.of(self._source, self._target, info.name)
+        sign = None if self._job.sign is None else partial(self._job.sign, info.name)
+        own = set(self._shares(copy)[0])
+        share = [entry for entry in copy.manifest.files if entry.path in own]
+        copy = copy.chosen(share, replace(self._terms(), sign=sign))
         begun = self._root.begin(copy, info)
         if begun:
             self._working = copy.working
-            self._bring(copy)
-            self._root.commit(copy)
+            rows = self._bring(copy)
+            self._root.commit(copy, rows, sign)
         _logger.info("step %d is in %s", info.step, self.upload.url)
         if begun:
             self._root.prune(info, lambda: not self.stopped.is_set())
         return info
 
-    def _compressed(self, copy: CheckpointCopy) -> CheckpointCopy:
-        """Return the copy of a view in which it is compressed; a begun one goes on."""
-        name, sign = copy.source_name, self._job.sign
-        view = view_begun(
-            self._source, name, self._target, copy.working, codec=self.upload.compress or "auto"
-        )
-        if view is None:
-            shares = self._on_disks(copy, partial(self._compress, copy), compress=True)
-            view = view_of(self._source, name, shares, sign=None if sign is None else partial(sign, name))
-        return CheckpointCopy.of(view, self._target, name)
-
-    def _bring(self, copy: CheckpointCopy) -> None:
-        """Bring all files to the tier, those on disks of other nodes by their ranks."""
-        note = partial(self._note, copy)
-        note(0)
-
-        def send(paths: Sequence[str]) -> Rows:
-            wanted = set(paths)
-            entries = [entry for entry in copy.manifest.files if entry.path in wanted]
-            # What tells how it was compressed comes first, for a run that continues it.
-            self._send(copy, sorted(entries, key=attrgetter("size_bytes")) if copy.small else entries, note)
-            return {}
-
-        self._on_disks(copy, send)
-
-    def _on_disks(
-        self, copy: CheckpointCopy, work: Callable[[Sequence[str]], Rows], *, compress: bool = False
-    ) -> Sequence[Rows]:
-        """Work on all files of a copy, on those of other nodes' disks by their ranks."""
-        files, source = copy.manifest.files, self._source
+    def _shares(self, copy: CheckpointCopy) -> Sequence[Sequence[str]]:
+        """Return the files that lie on each disk of the root."""
+        files, source = copy.entries, self._source
         if source.num_disks == 1:
-            return [work([entry.path for entry in files])]
+            return [[entry.path for entry in files]]
         disks = holders(source, copy.source_name, files)
-        shares = [
+        return [
             [entry.path for entry, disk in zip(files, disks, strict=True) if max(disk, 0) == number]
             for number in range(source.num_disks)
         ]
+
+    def _bring(self, copy: CheckpointCopy) -> Rows:
+        """Bring all files to the tier, those on disks of other nodes by their ranks."""
+        note, shares = partial(self._note, copy), self._shares(copy)
+        note(0)
+        send = partial(self._send, copy, shares[0], note)
+        if len(shares) == 1:
+            return send()
         self._say(
             _UploadWord(
                 save_id=copy.manifest.save_id,
                 source=copy.source_name,
                 name=copy.name,
                 shares=shares,
-                compress=compress,
-                small=copy.small,
+                content=copy.content,
+                choices=copy.choices,
             )
         )
         if self._unsaid:
             raise CoordinationError(
                 "the job's store is gone: nothing can be sent from the disks of other nodes"
             )
-        return self._meet(partial(work, shares[0]))
+        return {path: row for rows in self._meet(send) for path, row in rows.items()}
 
     def _tell(self, due: DueCheckpoint, problem: str) -> UploadError:
         """Report on every rank that a checkpoint is not in the tier in time."""
@@ -515,13 +487,15 @@ class UploadListener(TierThread):
         def work() -> Rows:
             if self._disk is None or not (paths := word.shares[self._disk]):
                 return {}
-            copy = self._copy(word.source, word.name, word.small)
-            if word.compress:
-                return self._compress(copy, paths)
-            self._send(
-                copy, [each for each in copy.manifest.files if each.path in set(paths)], lambda _: None
+            copy = CheckpointCopy.again(
+                self._source,
+                self._target,
+                word.source,
+                word.content,
+                as_name=word.name,
+                choices=word.choices,
             )
-            return {}
+            return self._send(copy, paths, lambda _: None)
 
         try:
             self._meet(work)

@@ -19,7 +19,7 @@ from ckpt_core.retention import keeps_weights
 from ckpt_core.root import OwnerHooks, Ownership, Pruner
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Telemetry
-from ckpt_core.tiers import Asked, CheckpointCopy, ask
+from ckpt_core.tiers import Asked, CheckpointCopy, Rows, ask
 from ckpt_core.tiers.uploading._demotions import demoter_of
 from ckpt_core.types import CheckpointInfo, Lineage
 
@@ -148,9 +148,9 @@ class TierRoot:
             _logger.info("%s has %s already, so that it is uploaded as %s", self.url, info.name, copy.name)
         return begun
 
-    def commit(self, copy: CheckpointCopy) -> None:
-        """Commit a copy, of which every file is there."""
-        info = copy.finish(check=self._check)
+    def commit(self, copy: CheckpointCopy, rows: Rows, sign: Callable[[bytes], bytes] | None) -> None:
+        """Commit a copy, of which every file is there; see `CheckpointCopy.finish`."""
+        info = copy.finish(rows, sign=sign, check=self._check)
         self._ownership.inventory.note_written(info)
         if not self._reads_back:
             # The service has compared what it stored, and reading it back may cost money.
