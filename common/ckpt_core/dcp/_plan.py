@@ -38,7 +38,9 @@ from ckpt_core.formats.checksums import crc32
 
 def check_kind(tensor: torch.Tensor, name: str) -> None:
     """Refuse a tensor whose value the checkpoint format cannot store bit for bit."""
-    if type(tensor) in PLAIN and _is_usual(tensor):
+    usual = type(tensor) in PLAIN and tensor.layout == torch.strided and tensor.dtype in _USUAL
+    usual = usual and not (tensor.is_nested or tensor.is_meta) and tensor.is_contiguous()
+    if usual and tensor.untyped_storage().nbytes() > 0:  # as nearly all are, of which no more is asked
         return
     for local in _local(tensor, name):
         wrapped = is_wrapped(local) and not local.is_nested
@@ -61,12 +63,6 @@ _USUAL: Final = frozenset(
         torch.bool,
     }
 )
-
-
-def _is_usual(tensor: torch.Tensor) -> bool:
-    """Return whether a plain tensor is as nearly all are, for which no more is asked."""
-    usual = tensor.dtype in _USUAL and tensor.layout == torch.strided and not tensor.is_nested
-    return usual and not tensor.is_meta and tensor.is_contiguous() and tensor.untyped_storage().nbytes() > 0
 
 
 def _local(tensor: torch.Tensor, name: str) -> Iterator[torch.Tensor]:
@@ -172,11 +168,14 @@ class Leaves:
     def _walk(self, prefix: str, tree: Mapping[Any, Any]) -> None:
         paths, values = self.paths, self.values
         for key, value in tree.items():
+            path = f"{prefix}{_KEY}{key}"
             if isinstance(value, torch.Tensor):
-                paths.append(f"{prefix}{_KEY}{key}")
+                paths.append(path)
                 values.append(value)
+            elif type(value) is dict:
+                self._walk(path, value)
             else:
-                self._take(f"{prefix}{_KEY}{key}", value)
+                self._take(path, value)
 
     def _take(self, path: str, value: Any) -> None:
         if isinstance(value, Mapping):

@@ -105,14 +105,7 @@ def _changed_types(value: Any, path: str) -> Iterator[str]:
         yield f"{path} from {kind.__name__} to Path"
 
 
-LOSS: Final = "loss"
 _MOST_NAMED: Final = 5
-
-
-def refuse_non_finite_loss(metrics: Mapping[str, float]) -> None:
-    loss = metrics.get(LOSS, 0.0)
-    if not math.isfinite(loss):
-        raise SaveError(f"the metric {LOSS!r} is {loss}, and reject_non_finite is on")
 
 
 def refuse_non_finite(staged: StagedParts, ignored: Collection[tuple[str, str]]) -> None:
@@ -165,7 +158,17 @@ def trained_slots(plans: PlanCache, state: CapturedState) -> TrainedSlots:
     Frozen parameters do not count; nor does optimizer state where another optimizer, which has none, may have
     made the steps.
     """
-    kinds, all_have_state = dict[int, str](), all(map(_has_state, state.optimizers))
+    kinds, all_have_state = (
+        dict[int, str](),
+        all(
+            any(
+                isinstance(value, torch.Tensor)
+                for each in optimizer.state.values()
+                for value in each.values()
+            )
+            for optimizer in state.optimizers
+        ),
+    )
     for tensor in state.stable:
         kind = _MODEL if isinstance(tensor, nn.Parameter) else _OPTIMIZER
         if tensor.requires_grad if kind == _MODEL else all_have_state:
@@ -176,12 +179,6 @@ def trained_slots(plans: PlanCache, state: CapturedState) -> TrainedSlots:
             if shard.numel() and (kind := kinds.get(memory_of(shard), "")):
                 found.setdefault(kind, []).append((name, slot, index.fqn))
     return found
-
-
-def _has_state(optimizer: Any) -> bool:
-    return any(
-        isinstance(value, torch.Tensor) for each in optimizer.state.values() for value in each.values()
-    )
 
 
 def trained_digests(trained: TrainedSlots, images: Mapping[str, Image]) -> dict[str, str]:

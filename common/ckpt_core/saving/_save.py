@@ -48,7 +48,7 @@ from ckpt_core.saving._in_flight import (
 )
 from ckpt_core.saving._plan_cache import KeepOwn, PlanCache
 from ckpt_core.saving._reports import Evidence, Judge, RankReport, ReportCache
-from ckpt_core.saving._stager import NOTHING_STAGED, StagedParts
+from ckpt_core.saving._stager import StagedParts
 from ckpt_core.saving._twins import Partners, TwinSession
 from ckpt_core.state import RankBuffers
 from ckpt_core.storage import Throttle
@@ -143,7 +143,7 @@ class Save(Task):
     items: Mapping[str, str]
     local: RankBuffers = field(default_factory=lambda: RankBuffers({}))
     keeping: KeepOwn = KeepOwn.NEVER
-    staged: StagedParts = NOTHING_STAGED
+    staged: StagedParts = field(default_factory=lambda: StagedParts(images={}, values={}, arena=None))
     optimizers: Sequence[Any] = ()
     lineage: Lineage = field(default_factory=Lineage)
     buffers: frozenset[tuple[str, str]] = frozenset()

@@ -6,6 +6,7 @@ few integers, for any number of ranks and tensors. Storage is not touched unless
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -26,7 +27,6 @@ from ckpt_core.saving._checks import (
     TrainedSlots,
     is_finite,
     refuse_non_finite_in_files,
-    refuse_non_finite_loss,
     trained_slots,
 )
 from ckpt_core.saving._disk_space import SpaceNeeded
@@ -51,6 +51,7 @@ _logger = logger_of(__name__)
 _MICROSECONDS: Final = 1_000_000
 _AGREEING: Final = "agreeing on a save"
 _PLANNING: Final = "planning a save"
+_LOSS: Final = "loss"
 _IN_JSON: Final = 2
 """Upper bound of a tensor's size as JSON, relative to its size in memory."""
 _FILES_PER_PART: Final = 2
@@ -200,12 +201,10 @@ class Saver:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing of any save is being done in the background, prunes included."""
         return self._means.thread.idle
 
     @property
     def waited_seconds(self) -> float:
-        """How long optimizer steps have waited for copies, in all."""
         return self.copies.waited_seconds
 
     @property
@@ -242,8 +241,9 @@ class Saver:
         if request.refusal is not None:
             return request
         try:
-            if self._options.reject_non_finite:
-                refuse_non_finite_loss(request.metrics)
+            loss = request.metrics.get(_LOSS, 0.0)
+            if self._options.reject_non_finite and not math.isfinite(loss):
+                raise SaveError(f"the metric {_LOSS!r} is {loss}, and reject_non_finite is on")
             if hung := self._means.thread.stuck():
                 raise SaveError(f"a save before this one was given up and still hangs here: {hung}")
         except CheckpointError as error:

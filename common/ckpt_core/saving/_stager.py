@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, takewhile
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import Any, Final, NamedTuple, TypeAlias, final
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -66,6 +66,8 @@ class StepGuard:
 
 _Layouts: TypeAlias = Mapping[str, ImageLayout]
 _Values: TypeAlias = Mapping[str, Mapping[MetadataIndex, bytes]]
+_LOWEST: Final = 1 << 40
+"""No memory lies lower on most systems, and no offset in a storage is as large."""
 
 
 @final
@@ -124,9 +126,6 @@ class StagedParts:
             self.arena.release()
 
 
-NOTHING_STAGED = StagedParts(images={}, values={}, arena=None)
-
-
 @final
 class Stager:
     """Copying of shards. Main thread. Layouts and memory are kept while plans stay.
@@ -166,11 +165,14 @@ class Stager:
             CheckpointError: every arena is still being written.
             StagingMemoryError: there is no host memory for the copy, not even in waves.
         """
-        values, sources = _values(parts), [shard for part in parts.values() for shard in part.shards()]
-        addresses = [int(source.untyped_storage().data_ptr()) for source in sources]  # every save waits
-        if 0 in addresses:
-            _check_memory(_names(parts), sources, addresses)
-        devices = {source.device for source in sources if has_streams(source)}
+        values = {
+            name: dict(zip(each.value_indices, each.values(), strict=True)) for name, each in parts.items()
+        }
+        sources = [shard for part in parts.values() for shard in part.shards()]
+        # In freed memory it is the offset alone. That of a storage costs twice as much, and every save waits.
+        if min(map(torch.Tensor.data_ptr, sources), default=_LOWEST) < _LOWEST:
+            _check_memory(_names(parts), sources)
+        devices = {source.device for source in sources if not source.is_cpu and has_streams(source)}
         # Torch can pin for CUDA alone.
         pinned = bool(devices) and any(source.is_cuda for source in sources)
         try:
@@ -188,7 +190,7 @@ class Stager:
                 deferred = None
             else:
                 frozen = frozenset(address for tensor in stable for address in memory_of_own(tensor))
-                is_stable = (address in frozen for address in addresses)
+                is_stable = (memory_of(source) in frozen for source in sources)
                 later = _copy_unstable(zip(_names(parts), sources, targets, is_stable, strict=True))
                 deferred = DeferredCopies(later, priority=self._priority) if later else None
             for device in devices if stable is None else ():
@@ -290,10 +292,6 @@ def _names(parts: Mapping[str, Part]) -> list[str]:
     return [index.fqn for part in parts.values() for index, _, _ in part.specs]
 
 
-def _values(parts: Mapping[str, Part]) -> _Values:
-    return {name: dict(zip(part.value_indices, part.values(), strict=True)) for name, part in parts.items()}
-
-
 @final
 class _Content(NamedTuple):
     """What is copied to the windows on the image of a part."""
@@ -349,13 +347,10 @@ def _copy_unstable(copies: Iterable[tuple[str, torch.Tensor, torch.Tensor, bool]
     return later
 
 
-def _check_memory(names: Sequence[str], sources: Sequence[torch.Tensor], addresses: Sequence[int]) -> None:
+def _check_memory(names: Sequence[str], sources: Sequence[torch.Tensor]) -> None:
     """Refuse tensors freed since planned: copying one would crash the process."""
-    freed = [
-        name
-        for name, source, address in zip(names, sources, addresses, strict=True)
-        if not address and source.numel()
-    ]
+    pairs = zip(names, sources, strict=True)
+    freed = [name for name, source in pairs if source.numel() and not memory_of(source)]
     if freed:
         raise ConfigError(
             f"{len(freed)} tensor(s) have no memory any more, first {freed[0]}: freed, or on the meta "

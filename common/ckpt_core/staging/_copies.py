@@ -113,19 +113,15 @@ def _slices(copy: Copy) -> Generator[Callable[[], None]]:
         yield partial(np.copyto, to_array[start : start + step], from_array[start : start + step])
 
 
-@final
-class Versions:
-    """The present versions of sources, for a later comparison.
+def changes_of(copies: Sequence[Copy]) -> Callable[[], Sequence[str]]:
+    """Return a function that lists the names of sources changed since.
 
     A change through `tensor.data`, NumPy or another view without a counter is not detected.
     """
-
-    def __init__(self, copies: Sequence[Copy]) -> None:
-        self._sources = [(copy.name, copy.source, version_of(copy.source)) for copy in copies]
-
-    def changed(self) -> Sequence[str]:
-        """List the names of sources changed since."""
-        return [name for name, source, version in self._sources if version_of(source) != version]
+    seen = [version_of(copy.source) for copy in copies]
+    return lambda: [
+        copy.name for copy, one in zip(copies, seen, strict=True) if version_of(copy.source) != one
+    ]
 
 
 _logger = logger_of(__name__)
@@ -143,7 +139,7 @@ class HostCopies:
         self, copies: Sequence[Copy], pieces: Generator[CopyPiece] | None = None, *, priority: int = 0
     ) -> None:
         self.changed: Sequence[str] = ()
-        self._versions = Versions(copies)
+        self._changes = changes_of(copies)
         self._pieces = pieces or pieces_of(copies)
         self._lock = threading.Condition()
         self._busy: dict[int, int] = {}
@@ -221,10 +217,10 @@ class HostCopies:
             last = self._exhausted and not self._busy
             if last and self._floor < math.inf:
                 # Before the end is reported: from then on changes are allowed.
-                self.changed = self._versions.changed()
+                self.changed = self._changes()
                 # Clones and slots are not needed any longer, and this object may live until the next save.
                 self._pieces.close()
-                self._versions, self._pieces, self._floor = Versions(()), pieces_of(()), math.inf
+                self._changes, self._pieces, self._floor = changes_of(()), pieces_of(()), math.inf
             self._lock.notify_all()
         if last and not self._ended.done():
             if self._error is None:

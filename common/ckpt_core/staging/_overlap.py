@@ -12,7 +12,7 @@ import torch
 
 from ckpt_core.devices import current_stream, has_streams, side_stream
 from ckpt_core.errors import CheckpointError
-from ckpt_core.staging._copies import Copy, CopyPiece, HostCopies, Versions, start_thread
+from ckpt_core.staging._copies import Copy, CopyPiece, HostCopies, changes_of, start_thread
 
 GROUP_BYTES: Final = 64 << 20
 """Copies of one group have one event, for which the writer waits.
@@ -42,7 +42,7 @@ class DeviceCopies:
 
     def __init__(self, copies: Sequence[Copy]) -> None:
         self.changed: Sequence[str] = ()
-        self._versions = Versions(copies)
+        self._changes = changes_of(copies)
         self._guard = threading.Lock()
         self._checked = False
         by_device: dict[torch.device, list[Copy]] = {}
@@ -89,8 +89,8 @@ class DeviceCopies:
             if self._checked:
                 return
             self._checked = True
-            self.changed = self._versions.changed()
-            ended, self._versions = self._versions, Versions(())
+            self.changed = self._changes()
+            ended, self._changes = self._changes, changes_of(())
         del ended  # outside the lock: the end of a tensor takes locks of its allocator
 
 
