@@ -314,7 +314,7 @@ class Fit:
             listener.after_epoch()
 
     def _begin_loaders(self) -> None:
-        """Follow the loaders, right before their iterators are made; a resume makes them later."""
+        """Follow loaders before their iterators are made, in a resume by `begin`."""
         loop = self._fit_loop
         combined = loop._combined_loader
         follow(combined.flattened)

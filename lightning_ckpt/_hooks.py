@@ -1,4 +1,4 @@
-"""The callback, the plugin and the strategy, as calls of the session; free of either package.
+"""The callback, the plugin and the strategy; free of either package.
 
 `attach` gives the strategy object a generated subclass of its own class. No public seam will do: a plugin
 (`CheckpointIO`) gets the gathered dictionary on one rank, never the shards; a Strategy of ours would have to

@@ -40,7 +40,7 @@ _STOCK_IO = ".plugins.io.torch_io"
 
 @final
 class Session(ManagersByRoot):
-    """Saves and loads for one Trainer, with the lineage of its live state in each root.
+    """Saves and loads for one Trainer, with the lineage of its state in each root.
 
     It lives as long as the Trainer; `start` and `finish` delimit each fit, validate, test or predict. A
     manager lives as long as that. The checkpoint that the live state comes from is remembered longer, so that
