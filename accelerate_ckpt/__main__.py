@@ -7,10 +7,7 @@ if __name__ == "__main__":
     # `python -m` puts the current directory first, and `python train.py` does not: a file there may have the
     # name of any module that is imported from here on.
     here = {"", os.getcwd()}  # noqa: PTH109 - pathlib would be imported from there
-    rest = sys.argv[1:]
-    while rest and rest[0].partition("=")[0] == "--override":
-        rest = rest[1 if "=" in rest[0] else 2 :]
-    if rest[:1] != ["-m"] and not sys.flags.safe_path and sys.path[0] in here:
+    if not sys.flags.safe_path and sys.path[0] in here:
         del sys.path[0]
     from accelerate_ckpt._runner import main
 

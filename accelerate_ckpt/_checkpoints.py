@@ -391,7 +391,7 @@ class AcceleratorCheckpoints:
         self, place: CheckpointPath, metrics: Mapping[str, float], reason: str, *, safe: bool
     ) -> SaveHandle | None:
         accelerator, manager = self._accelerator, self._roots.managers.at(place.root)
-        if self._roots.override and manager is not self._roots.managers.origin:
+        if self._settings.override and manager is not self._roots.managers.origin:
             raise ConfigError(
                 f"override= changes a training midway, and nothing was loaded from {manager.storage.url}: "
                 "call load_state() before the first save, and save to the directory that it loads from; or "
@@ -437,9 +437,9 @@ class AcceleratorCheckpoints:
         if manager.options.init_from is not None and once(lambda: newest_stock(manager.storage)):
             manager.has_weights()
         if strict is True:
-            found = manager.resume(state, override=self._roots.override.values) is not None
+            found = manager.resume(state, override=self._settings.override.values) is not None
         elif found := once(lambda: bool(manager.checkpoints(abandoned=True))):
-            manager.load(state, strict=strict, override=self._roots.override.values)
+            manager.load(state, strict=strict, override=self._settings.override.values)
         if found:
             self._roots.managers.loaded(manager)
             self._tell(manager, state.restored)
@@ -471,7 +471,7 @@ class AcceleratorCheckpoints:
 
     def _load_ours(self, manager: CheckpointManager, name: str, arguments: Mapping[str, Any]) -> None:
         strict, state = arguments.get("strict", True), self._state(manager, self._settings)
-        manager.load(state, name=name, strict=strict, override=self._roots.override.values)
+        manager.load(state, name=name, strict=strict, override=self._settings.override.values)
         self._roots.managers.loaded(manager)
 
     def _tell(self, manager: CheckpointManager, name: str) -> None:
@@ -486,7 +486,7 @@ class AcceleratorCheckpoints:
         self._roots.managers.once(lambda: require_trusted(storage, name, verify))
         if storage.exists(f"{name}/{model_part(0)}/{METADATA}"):
             self._load_ours(manager, name, arguments)
-        elif self._roots.override:
+        elif self._settings.override:
             raise ConfigError(
                 f"override= changes checkpoints of ours, and stock Accelerate wrote {storage.url}/{name}: "
                 "load it without, and save once"

@@ -181,10 +181,8 @@ class Roots:
     ) -> None:
         self._accelerator = accelerator
         self._listen = listen
+        self._settings = settings
         self._options = settings.options
-        self.override = settings.override
-        self._of_host = settings.of_host
-        self._abandoned_given = "abandoned" in settings.given
         self._sinks = settings.with_numbers(sinks, self._log)
         deadline = settings.options.deadline_seconds
         self._of_all = self.managers = ManagersByRoot(self._make, deadline_seconds=deadline)
@@ -279,7 +277,7 @@ class Roots:
             sinks=self._sinks,
             listen=self._listen,
         )
-        manager.same_options.add(**self._of_host)
+        manager.same_options.add(**self._settings.of_host)
         # Where users name checkpoints, only those names show which belong together.
         users_names = self._options.keep is None and root != self._automatic_root()
         if root in self._ended or users_names:
@@ -298,7 +296,7 @@ class Roots:
             return replace(self._options, upload=None, export=None, init_from=None)
         if self._options.keep is not None or limit is None:
             return self._options
-        abandoned = self._options.abandoned if self._abandoned_given else "prune"
+        abandoned = self._options.abandoned if "abandoned" in self._settings.given else "prune"
         return replace(self._options, keep=KeepAsAccelerate(limit), abandoned=abandoned)
 
 

@@ -50,15 +50,15 @@ def main(arguments: Sequence[str]) -> None:
         raise SystemExit(f"accelerate_ckpt: there is no script {arguments[0]!r}\n{_USAGE}")
     _enable_every_accelerator()
     enable_every_trainer()
-    if arguments[0] == "-m":
-        sys.argv = list(arguments[1:])
-        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
-        return
-    sys.argv = list(arguments)
+    is_module = arguments[0] == "-m"
+    sys.argv = list(arguments[1:] if is_module else arguments)
     if not sys.flags.safe_path:
-        # As `python script.py` does; what `python -m` put there is gone, see `__main__`.
-        sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
-    runpy.run_path(arguments[0], run_name="__main__")
+        # As `python` does; what `python -m` put there is gone, see `__main__`.
+        sys.path.insert(0, str(Path.cwd() if is_module else Path(arguments[0]).resolve().parent))
+    if is_module:
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(arguments[0], run_name="__main__")
 
 
 def _with_overrides(arguments: Sequence[str]) -> Sequence[str]:

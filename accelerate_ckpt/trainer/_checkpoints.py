@@ -198,8 +198,9 @@ class TrainerCheckpoints:
             if self._session.load(ours.checkpoint, state, change=self._settings.override.values):
                 self._session.saved_step = None
             self._loaded = state.to_come
-            if ours.scheduler is not None and trainer.lr_scheduler is not None:
-                saved = pickles.load(ours.scheduler, f"{ours.checkpoint}/{SCHEDULER_NAME}")
+            path = Path(ours.view) / SCHEDULER_NAME
+            if path.exists() and trainer.lr_scheduler is not None:
+                saved = pickles.load(path.read_bytes(), f"{ours.checkpoint}/{SCHEDULER_NAME}")
                 load_item("the scheduler", trainer.lr_scheduler, saved)
             state.apply_change()
         self._come_last()  # the Trainer may have replaced callbacks

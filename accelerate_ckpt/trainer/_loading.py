@@ -68,13 +68,11 @@ class Ours:
 
     Attributes:
         view: the directory, of this rank alone: it holds verified small files.
-        scheduler: content of the file, if there is one.
         resumed: the progress in the data, if it holds any.
     """
 
     checkpoint: str
     view: str
-    scheduler: bytes | None
     resumed: Resumed | None
 
 
@@ -126,7 +124,6 @@ def chosen(
         yield Ours(
             checkpoint=checkpoint,
             view=str(view),
-            scheduler=small.get(SCHEDULER_NAME),
             resumed=None if first is None else Resumed(str(view), first, own),
         )
 

@@ -45,12 +45,9 @@ class KeepAsTrainer(RetentionPolicy):
         sign = 1 if self.mode == "min" else -1
         scores = [(sign * info.metrics.get(self.metric or "", math.nan), info.step) for info in history]
         best = sorted(score for score in scores if not math.isnan(score[0]))
-        kept = {*newest[:1], *(step for _, step in best[:1])}
-        for step in newest:
-            if len(kept) >= self.limit:
-                break
-            kept.add(step)
-        return frozenset(kept)
+        first = {*newest[:1], *(step for _, step in best[:1])}
+        others = [step for step in newest if step not in first]
+        return frozenset(first).union(others[: max(0, self.limit - len(first))])
 
 
 def retention(keep: RetentionPolicy | None, args: TrainingArguments) -> RetentionPolicy | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -35,9 +34,7 @@ class Job:
     load: str | None = None
     resume: bool = False
     data: str = "skip"
-    num_workers: int = 0
     seedable: bool = False
-    set_epoch: bool = False
     dropout: float = 0.1
     accumulation: int = 1
     automatic: bool = False
@@ -61,9 +58,8 @@ class Samples(torch.utils.data.Dataset[torch.Tensor]):
 
 class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
     def __iter__(self) -> Iterator[torch.Tensor]:
-        samples, worker = Samples(), torch.utils.data.get_worker_info()
-        first, of = (worker.id, worker.num_workers) if worker is not None else (0, 1)
-        return iter([samples[index] for index in range(first, _SAMPLES, of)])
+        samples = Samples()
+        return iter([samples[index] for index in range(_SAMPLES)])
 
 
 def model(dropout: float = 0.1) -> nn.Module:
@@ -94,7 +90,7 @@ def accelerator(job: Job) -> Any:
         dataloader_config=DataLoaderConfiguration(
             use_seedable_sampler=job.seedable,
             use_stateful_dataloader=job.data == "stateful",
-            dispatch_batches=job.data == "dispatch",
+            dispatch_batches=False,
         ),
     )
     if job.strategy in {"fsdp1", "fsdp2"}:
@@ -115,14 +111,7 @@ def loader(job: Job) -> Any:
     batch = _SAMPLES // STEPS_PER_EPOCH // job.world
     dataset: Any = Stream() if job.data == "iterable" else Samples()
     shuffle = None if job.data == "iterable" else True
-    return torch.utils.data.DataLoader(
-        dataset,
-        batch_size=batch,
-        shuffle=shuffle,
-        num_workers=job.num_workers,
-        # Of a rank, too, which comes from a fork server and would start another one for them.
-        multiprocessing_context="fork" if job.num_workers else None,
-    )
+    return torch.utils.data.DataLoader(dataset, batch_size=batch, shuffle=shuffle)
 
 
 def prepare(job: Job, made: Any) -> tuple[Any, ...]:
@@ -207,8 +196,6 @@ def weights(net: nn.Module) -> list[float]:
 
 def train(job: Job, **options: Any) -> dict[str, Any]:
     """Train, save where told, and tell what every step saw and computed."""
-    # Ranks are daemons, which may have no children; loaders with workers need some.
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     made = accelerator(job)
     tensor_parallel = job.strategy == "tp"
     torch.manual_seed(1 if tensor_parallel else 1 + made.process_index)
@@ -247,11 +234,7 @@ def _steps(job: Job, made: Any, prepared: tuple[Any, ...]) -> Iterator[tuple[int
     for epoch in range(first_epoch, 1 + job.steps // STEPS_PER_EPOCH):
         active = batches
         if epoch == first_epoch and within and job.data != "stateful":
-            # Stock counts the batches that the dispatching process fetches.
-            fetched = within * made.num_processes if job.data == "dispatch" else within
-            active = made.skip_first_batches(batches, fetched)
-        if job.set_epoch and hasattr(active, "set_epoch"):
-            active.set_epoch(epoch)
+            active = made.skip_first_batches(batches, within)
         for batch in active:
             if job.strategy == "tp":
                 torch.distributed.broadcast(batch, 0)

@@ -37,16 +37,21 @@ keep: {latest: 1}
 
 def test_explicit_arguments_win_over_the_environment_and_that_over_a_file(tmp_path: Path) -> None:
     side_file = tmp_path / "checkpoints.yaml"
-    side_file.write_text("ckpt: {save: {every_steps: 1}, keep: {latest: 1}, back_pressure: skip}")
+    side_file.write_text(
+        "ckpt: {save: {every_steps: 1}, keep: {latest: 1}, staging_memory: 1 GiB, arenas: 2}"
+    )
     environment = {
         "CKPT_SUITE_CONFIG": str(side_file),
         "CKPT_SUITE_KEEP": "{latest: 2}",
         "CKPT_SUITE_ROOT": "r",
+        "CKPT_SUITE_STAGING_MEMORY": "512 MiB",
+        "CKPT_SUITE_WRITE_BANDWIDTH": "500 MB/s",
     }
     settings = Settings.resolve({"save": EverySteps(7), "keep": None}, environment)
     assert settings.options.save == EverySteps(7)
     assert settings.options.keep == KeepLatest(2)
-    assert settings.options.back_pressure == "skip"
+    assert (settings.options.arenas, settings.options.staging_memory_bytes) == (2, 512 << 20)
+    assert settings.options.write_bytes_per_second == 500_000_000
     assert settings.root == "r"
     assert settings.stock_files is None
 
@@ -187,17 +192,3 @@ def test_an_unchanged_script_gets_it_from_accelerate_launch_and_a_file(tmp_path:
     assert done.returncode == 0, done.stderr
     assert committed(tmp_path / "out") == ["checkpoint_3"]
     assert len(list((tmp_path / "out" / "checkpoint_3").glob("random_states_*.pkl"))) == 2
-
-
-def test_what_saves_in_flight_may_take_is_set_by_variables_and_by_a_file(tmp_path: Path) -> None:
-    side_file = tmp_path / "checkpoints.yaml"
-    side_file.write_text("ckpt: {arenas: 2, back_pressure: skip, staging_memory: 1 GiB}")
-    environment = {
-        "CKPT_SUITE_CONFIG": str(side_file),
-        "CKPT_SUITE_STAGING_MEMORY": "512 MiB",
-        "CKPT_SUITE_WRITE_BANDWIDTH": "500 MB/s",
-    }
-    options = Settings.resolve({}, environment).options
-    assert (options.arenas, options.back_pressure) == (2, "skip")
-    assert options.staging_memory_bytes == 512 << 20
-    assert options.write_bytes_per_second == 500_000_000

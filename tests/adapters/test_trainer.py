@@ -139,7 +139,9 @@ def test_save_total_limit_removes_only_after_the_commit_and_spares_the_best(tmp_
     assert told["best_model_checkpoint"] == str(best)
 
 
-def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_loses_nothing_and_leaves_the_directory_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = TrainerJob(root=str(tmp_path), steps=6, arguments={"save_total_limit": 1})
     made = trainer(job)
     storage = accelerate_ckpt.trainer_checkpoints(made).manager.storage.own
@@ -153,8 +155,10 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(storage, "create", full)
     with pytest.raises(SaveError, match="No space left"):
         made.train()
-    accelerate_ckpt.disable_trainer(made)
     assert committed(tmp_path) == ["checkpoint-3"]
+    forget_accelerators()
+    run(job.but(resume=True))
+    assert committed(tmp_path) == ["checkpoint-6"]
 
 
 def test_the_save_policy_takes_the_place_of_the_save_strategy(tmp_path: Path) -> None:

@@ -381,24 +381,6 @@ def test_signals_are_heard_only_while_a_training_can_act_on_them(tmp_path: Path)
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_failing_save_keeps_its_error_and_the_directory_is_free_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = trainer(TrainerJob(root=str(tmp_path), steps=2, save_steps=1))
-    storage = accelerate_ckpt.trainer_checkpoints(made).manager.storage.own
-
-    def full(key: str) -> object:
-        raise OSError(28, "No space left on device", key)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(storage, "create", full)
-        with pytest.raises(SaveError, match="No space left"):
-            made.train()
-    forget_accelerators()
-    trained(TrainerJob(root=str(tmp_path), steps=2, save_steps=1))
-    assert steps(tmp_path) == [1, 2]
-
-
 def test_wrong_arguments_are_refused_with_what_to_do(tmp_path: Path) -> None:
     made = trainer(TrainerJob(root=str(tmp_path), enabled=False))
     enable: Any = accelerate_ckpt.enable_trainer
