@@ -84,10 +84,11 @@ _NEW_SECONDS = 60.0
 
 @contextmanager
 def private_directory() -> Generator[Path]:
-    """Make a directory of this rank alone: stock Accelerate lets ranks write to the same file.
+    """Make a directory of this rank alone.
 
-    It is locked while in use. One without a lock was left by a killed process, or is just being made; the
-    next process with the same temporary directory removes it, unless it is new.
+    Stock Accelerate lets ranks write to the same file. It is locked while in use. One without a lock was left
+    by a killed process, or is just being made: if it is not new, the next process with the same temporary
+    directory removes it.
     """
     _remove_abandoned(os.getpid())
     with tempfile.TemporaryDirectory(prefix=_PREFIX) as path:

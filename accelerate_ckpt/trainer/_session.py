@@ -246,7 +246,7 @@ class TrainerSession:
         trainer.control.should_log = due
 
     def _replace(self, *, saves: bool) -> None:
-        """Begin with new managers, and `args` as they are: while it trains, they are changed."""
+        # While it trains, `args` are changed.
         self._options = self._options_now(saves=saves)
         self._open()
 
