@@ -78,19 +78,19 @@ def hub_form(config: Mapping[str, Any]) -> HubForm | None:
             f"config.json: transformers cannot build {names[0]} of it: {reason:.300}"
         ) from error
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    state = {name: value for name, value in model.state_dict().items() if name not in ignored}
-    kept = remove_tied_weights_from_state_dict(dict(state), model)
+    shapes = {name: tuple(each.shape) for name, each in model.state_dict().items() if name not in ignored}
+    weights = {name: each for name, each in model.named_parameters(remove_duplicate=False) if name in shapes}
+    # Without buffers, on which transformers 5.10 and before fail; none is tied.
+    tied_away = weights.keys() - remove_tied_weights_from_state_dict(dict(weights), model).keys()
+    kept = {name: shape for name, shape in shapes.items() if name not in tied_away}
     of_tensor: dict[int, list[str]] = {}
-    for name in state:
+    for name in shapes:
         of_tensor.setdefault(id(model.get_parameter_or_buffer(name)), []).append(name)
     tied = {name: names for names in of_tensor.values() for name in names if name in kept}
     return HubForm(
-        shapes={name: tuple(value.shape) for name, value in state.items()},
+        shapes=shapes,
         twins={name: [each for each in names if each != name] for name, names in tied.items()},
-        views=_views(
-            {name: tuple(value.shape) for name, value in kept.items()},
-            lambda stand_ins: revert_weight_conversion(model, stand_ins),
-        ),
+        views=_views(kept, lambda stand_ins: revert_weight_conversion(model, stand_ins)),
     )
 
 
@@ -106,20 +106,19 @@ def _views(
     names = {each.untyped_storage().nbytes(): name for name, each in whole.items()}
     with _WithoutCopies():
         found = convert(dict(whole))
-    views: dict[str, StateView] = {}
-    for target, each in found.items():
-        name = names.get(each.untyped_storage().nbytes())
-        if name is None:
-            _logger.warning(
-                "the weights are written under their names in memory: transformers joins several into %s, "
-                "which an export does not",
-                target,
-            )
-            return {
-                name: StateView(name, tuple(each.shape), each.stride(), 0) for name, each in whole.items()
-            }
-        views[target] = StateView(name, tuple(each.shape), each.stride(), each.storage_offset())
-    return views
+    joined = [name for name, each in found.items() if each.untyped_storage().nbytes() not in names]
+    if joined:
+        _logger.warning(
+            "the weights are written under their names in memory: transformers joins several into %s, "
+            "which an export does not",
+            joined[0],
+        )
+        found = whole
+    return {
+        target: StateView(name, tuple(each.shape), each.stride(), each.storage_offset())
+        for target, each in found.items()
+        for name in [names[each.untyped_storage().nbytes()]]
+    }
 
 
 @final
