@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from torch.distributed.run import parse_args
 
@@ -18,6 +19,10 @@ CLUSTERS = Path(__file__).parents[1] / "examples" / "clusters"
 BATCH, JOB = CLUSTERS / "slurm.sbatch", yaml.safe_load((CLUSTERS / "job.yaml").read_text(encoding="utf-8"))
 
 
+waits = pytest.mark.skipif(torch.__version__ < (2, 12), reason="torchrun 2.11 has no --shutdown-timeout")
+
+
+@waits
 def test_the_batch_script_is_bash_and_asks_for_the_signal_that_torchrun_passes_on():
     subprocess.run(["bash", "-n", BATCH], check=True)
     text = BATCH.read_text(encoding="utf-8").replace("\\\n", " ")
@@ -28,6 +33,7 @@ def test_the_batch_script_is_bash_and_asks_for_the_signal_that_torchrun_passes_o
     assert 30 < given.shutdown_timeout < int(seconds)
 
 
+@waits
 def test_the_job_gives_the_last_save_the_time_that_torchrun_waits_and_counts_no_drain_as_a_failure():
     pod = JOB["spec"]["template"]["spec"]
     program, *arguments = pod["containers"][0]["command"]

@@ -137,9 +137,8 @@ def test_every_file_of_a_save_is_whole_when_it_is_synced_and_so_are_its_director
     assert ours.parent.stat().st_ino in synced
 
 
-def test_stock_syncs_its_metadata_before_it_is_written_and_no_directory(tmp_path, synced):
+def test_stock_syncs_no_directory(tmp_path, synced):
     folder = saved_by_stock(tmp_path / "run")
-    still_so(".metadata" in not_durable(folder, synced), "`.metadata` is synced while it is empty")
     still_so(folder.stat().st_ino not in synced, "no directory is synced")
 
 
@@ -310,6 +309,7 @@ class Gated(FileSystemWriter):
         return super().write_data(plan, planner)
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 12), reason="the second stage() of torch 2.11 is a KeyError")
 def test_stock_overwrites_copies_that_are_still_being_written(tmp_path):
     stager, gate = DefaultStager(StagingOptions(False, False, False, False)), Event()
     live = {"w": torch.ones(1000)}
