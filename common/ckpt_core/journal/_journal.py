@@ -47,11 +47,6 @@ _KINDS: Final[Mapping[str, str]] = {
 """Name of the event -> kind of the record."""
 
 
-def is_wanted(event: Event) -> bool:
-    """Return whether an event becomes a record, or says that a save was committed."""
-    return event.phase != "started" and (event.name in _KINDS or event.name == "save.commit")
-
-
 Moment: TypeAlias = tuple[int, float, float]
 """A step, the time on the clock, and the Unix time."""
 
@@ -325,7 +320,8 @@ class Recorder:
 
     def emit(self, event: Event) -> None:
         """Take an event, if the journal has a record for it."""
-        if is_wanted(event) and not self._stopped and os.getpid() == self._pid:
+        wanted = event.phase != "started" and (event.name in _KINDS or event.name == "save.commit")
+        if wanted and not self._stopped and os.getpid() == self._pid:
             self._waiting.append(event)
             self.wake.set()
 

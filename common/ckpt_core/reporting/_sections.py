@@ -10,8 +10,6 @@ from datetime import UTC, datetime
 from io import BytesIO
 from typing import Any, Final, TypeVar, final
 
-from jinja2 import Environment
-
 from ckpt_core.disclosure import printable
 from ckpt_core.journal import MOST_STEPS
 from ckpt_core.options import bytes_text
@@ -293,6 +291,8 @@ _ROW: Final = """{% macro row(each, cells, tag) %}<tr>{% for cell in cells %}<{{
 
 def page(report: Report) -> str:
     """Return a report as HTML. Every text in it is escaped, wherever it comes from."""
+    from jinja2 import Environment  # not for `ckpt ls`, which only asks why a checkpoint is kept
+
     plain = Environment(autoescape=True, finalize=lambda each: printable(each) if type(each) is str else each)
     try:
         pictures, note = _pictures(report), ""
