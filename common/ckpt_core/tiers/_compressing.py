@@ -32,6 +32,7 @@ from ckpt_core.formats.frames import (
     ZSTD,
     Frames,
     PlainFiles,
+    batch_frames,
     compress,
     compress_all,
     descriptors_of,
@@ -56,7 +57,6 @@ _SAMPLE_BYTES: Final = 64 << 10
 _SAMPLED: Final = 3
 _MANY_BYTES: Final = 256 << 20
 _SHRINKS: Final = 0.97
-_BATCH: Final = 16
 _THREADS: Final = 4
 _PROBE_BYTES: Final = 4 << 20
 _ANOTHER: Final[Choices] = {"": "another"}
@@ -176,9 +176,9 @@ def compressed(
     Raises:
         CorruptCheckpointError: the file is damaged.
     """
-    stored, start = list[int](), 0
-    for first in range(0, len(frames), _BATCH):
-        batch = frames[first : first + _BATCH]
+    stored, start, at_once = list[int](), 0, batch_frames()
+    for first in range(0, len(frames), at_once):
+        batch = frames[first : first + at_once]
         content = memoryview(bytearray(sum(size for _, size in batch)))
         reader.read(start, content)
         start += len(content)
