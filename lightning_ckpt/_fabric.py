@@ -274,10 +274,6 @@ class FabricState(StateSource):
         return {str(path[0]) for path in saved.sharded.get(_PART, {})} - {_ITEMS} <= self._tensors
 
     @property
-    def epochs(self) -> Mapping[str, int]:
-        return {} if self.saved is None else dict(self.saved.shared.get(_EPOCHS, {}))
-
-    @property
     def remainder(self) -> dict[str, Any]:
         """The loaded values that are not in the state, by their saved keys."""
         shared = {} if self.saved is None else self.saved.shared
@@ -618,7 +614,7 @@ class FabricCheckpoints:
         if source.optimizers and strict:
             self._managers.loaded(manager)
         state.update({key: plain.value for key, plain in source.plain.items()})
-        for key, epoch in source.epochs.items():
+        for key, epoch in (source.saved.shared.get(_EPOCHS, {}) if source.saved else {}).items():
             if hasattr(loader := state.get(key), _COUNTER):
                 setattr(loader, _COUNTER, epoch)
                 loader.__class__ = _begun_at_once(type(loader))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, cast, final
 from weakref import ref
 
@@ -42,7 +42,6 @@ POSITIONS: Final = "lightning.positions"
 PREFETCHED: Final = "lightning.prefetched"
 RNG: Final = "rng"
 SEED: Final = "rng_seed"
-_TRAINING, _VALIDATION = "training", "validation"
 _OF_TRAINER = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "precision")
 
 _MID_EPOCH: Final = "restarted_mid_epoch"
@@ -99,8 +98,9 @@ class Fit:
         self._saved_metrics: dict[str, Any] = {}
         self._used: dict[Optimizer, list[tuple[ref[Tensor], int]]] = {}
         self._hooks: list[Any] = []
-        self._data: DataResume | None = None
+        self._loaded: LightningState | None = None
         self._holds_iterators = False
+        self._validation: Sequence[Any] = ()
         shadow(epoch_loop, {"on_advance_end": self._advance_epoch})
         shadow(epoch_loop.val_loop, {"run": self._validate})
         made = {"on_advance_end": self._advance_fit, "_load_combined_loader_states": self._begin_loaders}
@@ -196,7 +196,8 @@ class Fit:
 
     def resume(self, loaded: LightningState) -> None:
         """Continue with what followed a save; perhaps nothing, as training was to end."""
-        self._data, self._holds_iterators = DataResume(self.trainer, loaded), True
+        self._loaded, self._holds_iterators = loaded, True
+        self._validation = loaded.positions.get("validation", ())
         if (saved := loaded.training) is None:
             return
         following, deciding = saved["following"], saved["stops"]
@@ -221,13 +222,13 @@ class Fit:
                 "or give the Trainer min_epochs= or min_steps="
             )
 
-    def begin(self, loaded: LightningState | None) -> None:
+    def begin(self) -> None:
         """Take what a save has added, right before the first batch."""
-        if self._data is not None and self._holds_iterators:
+        trainer, module, loaded = self.trainer, self.trainer.lightning_module, self._loaded
+        if loaded is not None and self._holds_iterators:
             self._holds_iterators = False
             self._follow_validation()
-            self._data.finish()
-        trainer, module = self.trainer, self.trainer.lightning_module
+            resume_data(trainer, loaded)
         self._initial, self._window = dict(_switches(trainer)), trainer.accumulate_grad_batches
         for optimizer in self._stepped_by_script():
             if isinstance(optimizer, Optimizer):
@@ -297,11 +298,14 @@ class Fit:
         return results
 
     def _follow_validation(self) -> None:
-        loader = self._epoch_loop.val_loop._combined_loader
-        if loader is not None:
-            follow(loader.flattened)
-            if self._data is not None:
-                self._data.prepare_validation(loader.flattened)
+        combined, loaded = self._epoch_loop.val_loop._combined_loader, self._loaded
+        if combined is None:
+            return
+        follow(combined.flattened)
+        states, self._validation = self._validation, ()
+        for loader, state in zip(combined.flattened, states, strict=False):
+            if loaded is not None:
+                _resume_loader(self.trainer, loaded, loader, state)
 
     def _advance_fit(self) -> None:
         listener, loop = self.listener, self._fit_loop
@@ -638,98 +642,83 @@ def configuration_of(trainer: Any) -> dict[str, Any]:
     }
 
 
-@final
-class DataResume:
-    """Puts back the position in the data of one fit, right before its first batch.
+def resume_data(trainer: Any, loaded: LightningState) -> None:
+    """Put back the position in the training data, right before the first batch.
 
     A loader goes on from its position when its next iterator is made, which draws nothing from the global
     generators if the epoch has begun; and everything as usual if a new one begins.
-
-    Args:
-        loaded: the checkpoint that was read.
     """
+    fit_loop = trainer.fit_loop
+    fetcher, combined = fit_loop._data_fetcher, fit_loop._combined_loader
+    states = loaded.positions.get("training", ())
+    found = [
+        _resume_loader(trainer, loaded, loader, state, trains=not loaded.ended_epoch)
+        for loader, state in zip(combined.flattened, states, strict=False)
+    ]
+    if loaded.ended_epoch or not states:
+        for loader in combined.flattened:
+            _set_sampler_epoch(trainer, loader)
+    if not loaded.ended_epoch:
+        iter(fetcher)
+        if loaded.prefetched:
+            fetcher.batches[:0] = loaded.prefetched
+        if consumed := loaded.positions.get("consumed"):
+            combined._iterator._consumed = list(consumed)
+    # Lightning's own restart makes no iterators for the epoch after one whose end had begun.
+    epochs = fit_loop.epoch_progress.current
+    begins = loaded.ended_epoch and epochs.processed == epochs.started
+    _count_batches(fit_loop, loaded, {number: each for number, each in enumerate(found) if each is not None})
+    _load_rng(trainer, cast("SavedState", loaded.saved))
+    if begins and (loaded.training is None or loaded.training["following"] is None):
+        iter(fetcher)
 
-    def __init__(self, trainer: Any, loaded: LightningState) -> None:
-        self._trainer = trainer
-        self._loaded = loaded
-        self._saved = cast("SavedState", loaded.saved)
-        self._validation = loaded.positions.get(_VALIDATION, ())
 
-    def prepare_validation(self, loaders: Iterable[Any]) -> None:
-        """Put back the positions in the first loaders that validate."""
-        states, self._validation = self._validation, ()
-        for loader, state in zip(loaders, states, strict=False):
-            self._put_back(loader, state)
+def _resume_loader(
+    trainer: Any, loaded: LightningState, loader: Any, state: Any, *, trains: bool = False
+) -> tuple[int, int] | None:
+    """Put back a position; return batches done and to come, if ranks have changed."""
+    position = position_in(loader)
+    if position is None or state is None:
+        if trains:
+            _logger.warning(
+                "a %s cannot tell its position, so its epoch begins again: use a torch DataLoader, or "
+                "give it state_dict and load_state_dict",
+                type(loader).__name__,
+            )
+        return None
+    ranks = cast("SavedState", loaded.saved).world_size
+    for note in position.restore(state, same_ranks=ranks in {None, trainer.world_size}):
+        if trainer.is_global_zero:
+            _logger.warning("%s", note)
+    return position.dealt
 
-    def finish(self) -> None:
-        """Put back the training loaders, and make the iterators of this epoch."""
-        loaded, fit_loop = self._loaded, self._trainer.fit_loop
-        fetcher, combined = fit_loop._data_fetcher, fit_loop._combined_loader
-        states = loaded.positions.get(_TRAINING, ())
-        found = [
-            self._put_back(loader, state, trains=not loaded.ended_epoch)
-            for loader, state in zip(combined.flattened, states, strict=False)
-        ]
-        if loaded.ended_epoch or not states:
-            for loader in combined.flattened:
-                _set_sampler_epoch(self._trainer, loader)
-        if not loaded.ended_epoch:
-            iter(fetcher)
-            if loaded.prefetched:
-                fetcher.batches[:0] = loaded.prefetched
-            if consumed := loaded.positions.get("consumed"):
-                combined._iterator._consumed = list(consumed)
-        # Lightning's own restart makes no iterators for the epoch after one whose end had begun.
-        epochs = fit_loop.epoch_progress.current
-        begins = loaded.ended_epoch and epochs.processed == epochs.started
-        self._count_batches({number: each for number, each in enumerate(found) if each is not None})
-        self._load_rng()
-        if begins and (loaded.training is None or loaded.training["following"] is None):
-            iter(fetcher)
 
-    def _put_back(self, loader: Any, state: Any, *, trains: bool = False) -> tuple[int, int] | None:
-        """Put back a position; return batches done and to come, if ranks have changed."""
-        position = position_in(loader)
-        if position is None or state is None:
-            if trains:
-                _logger.warning(
-                    "a %s cannot tell its position, so its epoch begins again: use a torch DataLoader, or "
-                    "give it state_dict and load_state_dict",
-                    type(loader).__name__,
-                )
-            return None
-        same_ranks = self._saved.world_size in {None, self._trainer.world_size}
-        for note in position.restore(state, same_ranks=same_ranks):
-            if self._trainer.is_global_zero:
-                _logger.warning("%s", note)
-        return position.dealt
+def _count_batches(fit_loop: Any, loaded: LightningState, dealt: Mapping[int, tuple[int, int]]) -> None:
+    """Count batches as if the present ranks had made those before."""
+    progress, batches = fit_loop.epoch_loop.batch_progress.current, fit_loop.max_batches
+    if batches == math.inf or not (loaded.ended_epoch or dealt):
+        return
+    done = batches
+    if not loaded.ended_epoch:
+        # The epoch ends with the last batch dealt.
+        combined = fit_loop._combined_loader
+        lengths = {number: len(combined.flattened[number]) for number in dealt}
+        decides = min if combined._mode == "min_size" else max
+        number = decides(lengths, key=lengths.__getitem__)
+        before, rest = dealt[number]
+        done = int(min(batches, max(0, batches - rest if batches == lengths[number] else before)))
+    unfinished = progress.ready - progress.completed
+    progress.ready = progress.started = progress.processed = done
+    progress.completed = done - unfinished
 
-    def _count_batches(self, dealt: Mapping[int, tuple[int, int]]) -> None:
-        """Count batches as if the present ranks had made those before."""
-        fit_loop = self._trainer.fit_loop
-        progress, batches = fit_loop.epoch_loop.batch_progress.current, fit_loop.max_batches
-        if batches == math.inf or not (self._loaded.ended_epoch or dealt):
-            return
-        done = batches
-        if not self._loaded.ended_epoch:
-            # The epoch ends with the last batch dealt.
-            combined = fit_loop._combined_loader
-            lengths = {number: len(combined.flattened[number]) for number in dealt}
-            decides = min if combined._mode == "min_size" else max
-            number = decides(lengths, key=lengths.__getitem__)
-            before, rest = dealt[number]
-            done = int(min(batches, max(0, batches - rest if batches == lengths[number] else before)))
-        unfinished = progress.ready - progress.completed
-        progress.ready = progress.started = progress.processed = done
-        progress.completed = done - unfinished
 
-    def _load_rng(self) -> None:
-        state, seed = self._saved.per_rank.get(RNG), self._saved.shared.get(SEED)
-        if state is not None:
-            for note in load_rng_state(state):
-                _logger.warning("%s", note)
-        elif seed is not None:  # of other ranks
-            derive_rng(seed, self._trainer.global_rank)
+def _load_rng(trainer: Any, saved: SavedState) -> None:
+    state, seed = saved.per_rank.get(RNG), saved.shared.get(SEED)
+    if state is not None:
+        for note in load_rng_state(state):
+            _logger.warning("%s", note)
+    elif seed is not None:  # of other ranks
+        derive_rng(seed, trainer.global_rank)
 
 
 def _set_sampler_epoch(trainer: Any, loader: Any) -> None:

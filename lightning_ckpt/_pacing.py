@@ -14,7 +14,7 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
@@ -78,7 +78,7 @@ class Pacing:
         self._looks = self._cut_short = False
         self._before: tuple[dict[str, Any], dict[str, Any]] = {}, {}
         self._announcements = Announcements(trainer, settings)
-        self._unlogged = list(settings.bests)
+        self._unlogged = {each.metric for each in settings.bests}
         self._ranked: dict[int, tuple[CheckpointInfo, SaveHandle | None]] = {}
         self._begun_at = self._seen_step = -1
         self._stepped = self._left = self._evaluated = False
@@ -374,34 +374,26 @@ class Pacing:
             for name in (meta.name, meta.forked_name(on_step=False))
         }
         logged = self._trainer.callback_metrics.keys()
-        judged = [each for each in self._unlogged if each.metric not in with_epoch]
-        self._unlogged = [each for each in self._unlogged if each not in judged]
-        missing = sorted({each.metric for each in judged} - logged)
+        missing = sorted(self._unlogged - with_epoch - logged)
+        self._unlogged &= with_epoch
         if missing and self._trainer.is_global_zero:
-            _logger.warning("%s", _complaint(missing, logged))
-
-
-def _complaint(missing: Sequence[str], logged: Collection[str]) -> str:
-    hints = [match for name in missing for match in difflib.get_close_matches(name, logged, n=1)]
-    meant = f" Did you mean {', '.join(map(repr, hints))}?" if hints else ""
-    return (
-        f"keep= ranks checkpoints by {', '.join(map(repr, missing))}, which has not been logged. "
-        f"Logged are: {', '.join(sorted(logged)) or 'none'}.{meant} Until it is, no checkpoint is the best, "
-        "and none is kept for it: correct keep=, or log it with self.log()"
-    )
+            hints = [match for name in missing for match in difflib.get_close_matches(name, logged, n=1)]
+            _logger.warning(
+                "keep= ranks checkpoints by %s, which has not been logged. Logged are: %s.%s Until it is, no "
+                "checkpoint is the best, and none is kept for it: correct keep=, or log it with self.log()",
+                ", ".join(map(repr, missing)),
+                ", ".join(sorted(logged)) or "none",
+                f" Did you mean {', '.join(map(repr, hints))}?" if hints else "",
+            )
 
 
 def _sizes(loop: Any) -> tuple[int, int, int]:
     """Return what determines the number of batches of a validation."""
-    batches = loop.max_batches
-    loaders = loop._combined_loader.flattened
-    if not batches or any(map(_unsized, loaders)) or math.inf in batches:
-        return _UNKNOWN, _UNKNOWN, _UNKNOWN
-    return sum(batches), max(batches), min(batches)
-
-
-def _unsized(loader: Any) -> bool:
-    return isinstance(getattr(loader, "dataset", None), IterableDataset) or not hasattr(loader, "__len__")
+    batches, unsized = loop.max_batches, (_UNKNOWN, _UNKNOWN, _UNKNOWN)
+    for loader in loop._combined_loader.flattened:
+        if isinstance(getattr(loader, "dataset", None), IterableDataset) or not hasattr(loader, "__len__"):
+            return unsized
+    return (sum(batches), max(batches), min(batches)) if batches and math.inf not in batches else unsized
 
 
 def weights_may_change(trainer: Any) -> bool:

@@ -208,7 +208,7 @@ class Session(ManagersByRoot):
         strategy, fit, loaded = self.trainer.strategy, self._fit, self.resumed
         optimizers = [unwrap_optimizer(each) for each in strategy.optimizers]
         if fit is not None:
-            fit.begin(loaded)
+            fit.begin()
         if loaded is not None and loaded.gradients is not None:
             gradients = Gradients(model=strategy.model, optimizers=strategy.optimizers)
             gradients.put_back(loaded.gradients)

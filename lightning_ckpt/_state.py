@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar, cast, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -178,10 +178,8 @@ class LightningState(StateSource):
         )
 
     def _collected(self) -> Mapping[str, Any]:
-        found = self._given
-        if found is None:
-            found = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        return cast("Mapping[str, Any]", found)
+        dump: Callable[..., Mapping[str, Any]] = self._trainer._checkpoint_connector.dump_checkpoint
+        return dump(weights_only=False) if self._given is None else self._given
 
     def unstorable(self) -> list[str]:
         """Return advice on callbacks and hooks whose state cannot be stored."""
