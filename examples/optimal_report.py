@@ -1,7 +1,7 @@
 """Let the run find how often to save, and report what its checkpoints cost.
 
 python examples/optimal_report.py runs/optimal
-ckpt report runs/optimal --html report.html      # the same with pictures
+ckpt report runs/optimal --html report.html      # the same with a picture
 """
 
 from __future__ import annotations

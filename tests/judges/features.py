@@ -112,7 +112,7 @@ FEATURES: Final = {
         test_a_run_that_dies_is_unclean_and_what_it_lost_is_known""",
     "ckpt report": """
         test_the_command_writes_text_json_and_a_page
-        test_the_page_needs_no_network_and_its_pictures_are_whole""",
+        test_the_page_needs_no_network_and_its_picture_is_whole""",
     "ckpt plan": """
         test_a_plan_of_a_real_model_is_what_its_save_writes
         test_the_command_prints_every_assumption_with_its_option""",

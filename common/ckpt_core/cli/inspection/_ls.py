@@ -19,7 +19,6 @@ from ckpt_core.hosting import root_of
 from ckpt_core.journal import Record, read_events, read_history
 from ckpt_core.names import WRITER
 from ckpt_core.options import bytes_text
-from ckpt_core.reporting import why_kept
 from ckpt_core.storage import Storage, open_storage
 from ckpt_core.tiers import TierRecord, read_tiers, unite
 from ckpt_core.types import CheckpointInfo
@@ -74,7 +73,7 @@ def run(arguments: Namespace) -> Outcome:
     events: list[Record] = []
     with suppress(OSError):  # a journal that cannot be read is no reason to list nothing
         events = read_events(storage)
-    why = why_kept(events, storage.url)
+    why = _why_kept(events, storage.url)
     around = look_around(storage, known=[*survey.unreadable, *(info.name for info in infos)])
     children = [] if infos else [_run_facts(name, arguments) for name in around.runs]
     torn = sorted({*catalog.torn(), *around.unmarked})
@@ -124,6 +123,15 @@ def run(arguments: Namespace) -> Outcome:
             *(f"may not be listed by this user: {name}" for name in around.unlisted),
         ],
     )
+
+
+def _why_kept(events: Sequence[Record], url: str) -> dict[int, list[str]]:
+    """Return the reasons for which each step stayed in a root, or a tier of one, at its last prune."""
+    place = url if any(each.get("tier") == url for each in events) else "root"
+    pruned = [each for each in events if each["kind"] == "retention" and (each["tier"] or "root") == place]
+    kept: dict[str, list[int]] = pruned[-1]["kept"] or {} if pruned else {}
+    steps = set[int]().union(*kept.values())
+    return {step: [reason for reason, those in kept.items() if step in those] for step in steps}
 
 
 def _run_facts(name: str, arguments: Namespace) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from ckpt_core.cli._outcome import Outcome, Table
 from ckpt_core.errors import ConfigError
 from ckpt_core.names import MARKER, OWN, is_own_file
 from ckpt_core.options import bytes_text
-from ckpt_core.reporting import Section, goodput, page, report_of, sections
+from ckpt_core.reporting import Report, page, report_of, sections
 
 
 def run(arguments: Namespace) -> Outcome:
@@ -23,8 +23,8 @@ def run(arguments: Namespace) -> Outcome:
         raise none_committed(storage)
     written = "" if arguments.html is None else _write(Path(arguments.html), page(report))
     return Outcome(
-        fields={**asdict(report), "goodput": goodput(report.balance), "html": arguments.html},
-        parts=[report.root, *([written] if written else _parts(sections(report)))],
+        fields={**asdict(report), "html": arguments.html},
+        parts=[report.root, *([written] if written else _parts(report))],
     )
 
 
@@ -43,8 +43,8 @@ def _write(path: Path, text: str) -> str:
     return f"the page is {path}, {bytes_text(len(content))}"
 
 
-def _parts(shown: Iterable[Section]) -> Iterator[str | Table]:
-    for each in shown:
+def _parts(report: Report) -> Iterator[str | Table]:
+    for each in sections(report):
         yield from ("", f"{each.title}:", *(f"  {line}" for line in each.lines))
         if each.rows:
             yield Table(columns=each.columns, rows=each.rows, figures=each.figures)
