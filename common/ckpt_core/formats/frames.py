@@ -200,7 +200,7 @@ def _zstd(content: Buffer) -> bytes:
 
 
 def compress_all(codecs: Sequence[int], blocks: Sequence[Buffer]) -> Sequence[Buffer]:
-    """Compress several frames, by nvCOMP where it is, else on several threads; as `compress`."""
+    """Compress several frames, by nvCOMP where it is, else on threads."""
     found, compressed = list(blocks), [at for at, codec in enumerate(codecs) if codec != RAW]
 
     def arrange(at: int) -> None:

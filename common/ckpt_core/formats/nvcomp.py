@@ -1,6 +1,6 @@
-"""zstd by NVIDIA's nvCOMP on a GPU, where its package and a GPU are: many frames at once.
+"""zstd by NVIDIA's nvCOMP, many frames at once.
 
-Its frames are those of zstd: whatever reads frames reads them, on any machine. It has never run on a GPU.
+It is used where its package and a GPU are. Its frames are those of zstd: whatever reads frames reads them, on any machine. It has never run on a GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def nvcomp() -> Any:
 
 
 def zstd_on_gpu(blocks: Sequence[bytes | memoryview], most_bytes: int) -> Sequence[bytes]:
-    """Compress each block of at most `most_bytes` to a frame; nothing is returned if no GPU does it."""
+    """Compress blocks of at most `most_bytes` to frames; to none without a GPU."""
     package = nvcomp()
     if package is None or not blocks:
         return ()

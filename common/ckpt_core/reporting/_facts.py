@@ -51,7 +51,7 @@ class Report:
 
 
 def report_of(storage: Storage, now: float) -> Report:
-    """Report on a root at the Unix time `now`, as far as its journal and manifests know it.
+    """Report on a root, as its journal and manifests know it at Unix time `now`.
 
     Raises:
         OSError: storage failed.
@@ -90,7 +90,7 @@ def committed(records: Iterable[Record]) -> list[Record]:
 
 
 def failed(events: Mapping[str, Sequence[Record]]) -> list[Record]:
-    """Return the records of saves, loads and uploads that came to no good end, the oldest first."""
+    """Return records of saves, loads and uploads that failed, oldest first."""
     found = [each for kind in ("save", "load", "upload") for each in events[kind]]
     found = [each for each in found if each["outcome"] not in {"committed", "done"}]
     return sorted(found, key=lambda each: each["time"])
@@ -102,7 +102,7 @@ def timely(records: Iterable[Record], now: float) -> list[Record]:
 
 
 def parts_of(balance: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """Return where time went, in seconds, first what counts; together it is all that is known of it."""
+    """Return where all known time went, in seconds; what counts comes first."""
     useful = balance["covered"] - balance["stall"] - balance["slowdown"] - balance["lost"]
     return [
         ("training that counts", max(0.0, useful)),
@@ -159,7 +159,7 @@ def _run(run: str, records: Sequence[Record], now: float) -> dict[str, Any]:
 
 
 def _ends_and_losses(records: Iterable[Record]) -> tuple[list[Record], list[Record]]:
-    """Return how a run ended, if that is known, and all after which steps were done again.
+    """Return how a run ended, if known, and all after which steps were repeated.
 
     Of two ends, one of them found by the next run, what the run itself wrote counts.
     """
@@ -169,7 +169,7 @@ def _ends_and_losses(records: Iterable[Record]) -> tuple[list[Record], list[Reco
 
 
 def _balance(runs: Sequence[Record], of_run: Mapping[str, Sequence[Record]]) -> dict[str, Any]:
-    """Say where time went, each second once; a run without an end of its own may have lost more."""
+    """Say where time went; a run without an end of its own may have lost more."""
     covered = [(run, of_run[run["run"]]) for run in runs if run["covered"]]
     saves, loads = ([e for _, own in covered for e in _of_kind(kind, own)] for kind in ("save", "load"))
     # From the last sign of a run that failed to the next start; in no other figure.

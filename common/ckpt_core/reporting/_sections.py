@@ -28,7 +28,7 @@ _ENDS: Final = {"end": "ended", "preempted": "preempted", "unclean": "unclean", 
 @final
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One part of a report: sentences, and a table; columns from `figures` on go right."""
+    """Sentences and a table of a report; columns from `figures` on go right."""
 
     title: str
     lines: Sequence[str] = ()
@@ -225,7 +225,7 @@ _CHARTS: Final = {"stall_seconds": "stall, s", "durable_seconds": "durable, s", 
 
 
 def _drawn(report: Report) -> Any:
-    """Draw runs, events and costs of saves over one axis of time; None where no run has a time."""
+    """Draw runs, events and costs of saves over time; None without any time."""
     from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
     from matplotlib.figure import Figure
 

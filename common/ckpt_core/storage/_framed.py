@@ -155,14 +155,14 @@ class _FramedRanges:
             try:
                 for at in run:
                     frame = content[self._there[at] - start : self._there[at + 1] - start]
-                    self._restore(at, frame, offset, buffer)
+                    self._unpack(at, frame, offset, buffer)
             except ValueError as error:
                 if not left:
                     raise OSError(errno.EIO, str(error)) from error
             else:
                 return
 
-    def _restore(self, at: int, frame: memoryview, offset: int, buffer: memoryview) -> None:
+    def _unpack(self, at: int, frame: memoryview, offset: int, buffer: memoryview) -> None:
         """Put what a frame has of the range in its place."""
         first, last = self._here[at] - offset, self._here[at + 1] - offset
         place = buffer[max(0, first) : last]

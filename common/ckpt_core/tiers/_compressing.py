@@ -94,7 +94,7 @@ def _small(storage: Storage, key: str) -> bytes | None:
 
 
 def codec_for(choices: Choices, entry: ChunkEntry, samples: Sequence[memoryview]) -> int:
-    """Return the codec of an entry of a data file: none if that makes it little smaller.
+    """Return the codec of an entry of a data file: none if little is won.
 
     Args:
         choices: for its class.

@@ -171,20 +171,20 @@ class CheckpointCopy:
         as_name: str,
         choices: Choices,
     ) -> Self:
-        """Return a copy whose manifest another process has read, perhaps that of the plain checkpoint."""
+        """Return a copy whose manifest another process has read."""
         if not Manifest.from_bytes(content, with_files=False).plain_sha256:
             source = plain_storage(source, name)
         return cls(source, target, name, content, as_name=as_name, choices=choices)
 
     @property
     def entries(self) -> Sequence[FileEntry]:
-        """The files to be copied: of a compressed copy without what is made at its end, and without twins."""
+        """The files to be copied, without twins and what is made at the end."""
         if not self.choices:
             return self.manifest.files
         return [each for each in self.manifest.originals if not _is_metadata(each.path)]
 
     def chosen(self, share: Sequence[FileEntry], terms: CopyTerms) -> Self:
-        """Return the copy as `terms.compress` has it; one that was begun goes on as it was.
+        """Return the copy as `terms.compress` has it, or as it was begun.
 
         Args:
             share: files that this process reads, on which `auto` tries codecs.
@@ -332,7 +332,7 @@ class CheckpointCopy:
         self.working = working_name(self._target, name, self.manifest.save_id)
 
     def _copy(self, entry: FileEntry, chunks: FileChunks | None, terms: CopyTerms) -> Sequence[Any]:
-        """Copy a file; where it is damaged, its twin in its place. Return its row, if it is compressed."""
+        """Copy a file, or its twin where it is damaged; return a compressed one's row."""
         twin = self._twins.get(entry.path)
         try:
             return self._copy_from(entry.path, entry, chunks, terms)
@@ -544,7 +544,7 @@ def begin_copy(
 
 
 def _write_small(storage: Storage, working: str, path: str, content: bytes, *, goes_on: bool) -> None:
-    """Write a small file of a copy, over that of an earlier attempt; in a bucket, that stays."""
+    """Write a small file over that of an earlier attempt; a bucket keeps it."""
     key = f"{working}/{path}"
     if storage.supports_rename:  # also if it is the same: a killed process may not have synced it
         storage.delete(key)

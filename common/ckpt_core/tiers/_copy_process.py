@@ -62,7 +62,7 @@ class CopyTask:
 
 
 def copying(route: CopyRoute) -> Callable[[CopyTask, Callable[[Any], None]], None]:
-    """Open both places; return what copies, and tells the rows of compressed files; see `serve`."""
+    """Open both places; return what copies and tells the rows; see `serve`."""
     source = open_storage(route.source)
     target = open_storage(route.target, route.storage_options, deadline_seconds=route.deadline_seconds)
 

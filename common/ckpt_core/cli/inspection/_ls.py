@@ -39,7 +39,7 @@ _ENDS: Final = {
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Column:
-    """One tier, the root itself without a record; not asked, or failed, without a survey."""
+    """One tier, or the root, which has no record; without a survey if not asked."""
 
     label: str
     record: TierRecord | None = None
@@ -126,7 +126,7 @@ def run(arguments: Namespace) -> Outcome:
 
 
 def _why_kept(events: Sequence[Record], url: str) -> dict[int, list[str]]:
-    """Return the reasons for which each step stayed in a root, or a tier of one, at its last prune."""
+    """Return why each step stayed at the last prune of a root, or of a tier."""
     place = url if any(each.get("tier") == url for each in events) else "root"
     pruned = [each for each in events if each["kind"] == "retention" and (each["tier"] or "root") == place]
     kept: dict[str, list[int]] = pruned[-1]["kept"] or {} if pruned else {}

@@ -279,7 +279,7 @@ class _Sending:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Wait for the threads, and leave nothing of an upload that is neither complete nor continued."""
+        """Wait for the threads; leave nothing of what nobody completes or continues."""
         self._workers.__exit__()
         if self._parts is not None and (self._done or not self._again):
             self._storage.dropped(self._parts, self._path)
