@@ -39,7 +39,7 @@ from ckpt_core.errors import (
 )
 from ckpt_core.loading._checkpoint import is_stock
 from ckpt_core.loading._load import Load, LoadRequest, Overwritten
-from ckpt_core.names import MARKER, can_count, is_incomplete, is_trash, parse_step_name
+from ckpt_core.names import MARKER, can_count, chunks_name, is_incomplete, is_trash, parse_step_name
 from ckpt_core.options import Verify, VerifyManifest
 from ckpt_core.root import Job
 from ckpt_core.state import StateSource
@@ -531,10 +531,7 @@ class Loader:
 
 
 def find_source(place: str | os.PathLike[str], options: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Find a checkpoint: of a run of ours the newest, or what others wrote.
-
-    Returns:
-        What to open as a storage, the directory in it, and a file in that or "", as `around` does.
+    """Find a checkpoint, of a run of ours the newest, or what others wrote; return what `around` does.
 
     Raises:
         CheckpointNotFoundError: there is nothing, or a checkpoint that was never committed.
@@ -542,7 +539,9 @@ def find_source(place: str | os.PathLike[str], options: Mapping[str, Any]) -> tu
     root, directory, file = around(place, options)
     storage = open_storage(root, options)
     kind = Occupant.FILES if file else content_of(storage, directory)
-    if kind is Occupant.TORN or not can_count(directory):
+    # An export for DCP has small files of ranks, too. Each save of ours has chunk tables, before its index.
+    torn = kind is Occupant.TORN and storage.exists(f"{directory}/{chunks_name(0)}")
+    if torn or not can_count(directory):
         raise CheckpointNotFoundError(
             f"{storage.url}/{directory} is a checkpoint that was never committed: its save was interrupted, "
             "or goes on. Nothing was read"

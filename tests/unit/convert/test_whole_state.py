@@ -149,12 +149,13 @@ def test_stock_dcp_and_our_load_read_what_was_written_for_dcp(tmp_path, saved):
     assert_equal(target["model"], run.model.state_dict())
     dcp_to_torch_save(tmp_path / "dcp", tmp_path / "x.pt")
     assert_equal(torch.load(tmp_path / "x.pt", weights_only=True)["model"], run.model.state_dict())
-    new = Run.make(7)
     with CheckpointManager(tmp_path) as manager:
-        loaded = manager.load(new.state, name="dcp")
-    assert_equal(new.tensors(), run.tensors())
-    assert new.scheduler.state_dict() == run.scheduler.state_dict()
-    assert "rng" in loaded.per_rank
+        for where in ({"name": "dcp"}, {"source": tmp_path / "dcp"}):
+            new = Run.make(7)
+            loaded = manager.load(new.state, **where)
+            assert_equal(new.tensors(), run.tensors())
+            assert new.scheduler.state_dict() == run.scheduler.state_dict()
+            assert "rng" in loaded.per_rank
 
 
 class Module(lightning.LightningModule):
