@@ -201,7 +201,7 @@ def losses(job: Job, *, first: int = 0, save_at: int | None = None, load: str | 
 
 
 def test_stock_resumes_another_training_than_the_one_it_saved(stock: Job) -> None:
-    """In the middle of an epoch, with dropout; ours is in tests/adapters/test_accelerate_one_process.py."""
+    """In the middle of an epoch, with dropout; ours is in tests/adapters/test_accelerate_strategies.py."""
     exact = {}
     for dropout in (0.0, 0.1):
         job = stock.but(automatic=False, seedable=True, dropout=dropout)
