@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any, Final
 
@@ -12,9 +12,9 @@ from ckpt_core.cli._outcome import Outcome, Table
 from ckpt_core.errors import ConfigError
 from ckpt_core.options import policy_from
 from ckpt_core.planning import CostPlan, PlanTerms, find_model, option_of
+from ckpt_core.reporting import seconds_text
 from ckpt_core.validation import duration, parse_size, require, seconds_of
 
-_OPTIMUM: Final = "optimal"
 _KEEPS: Final = ("{latest: 1}", "{latest: 3}", "{latest: 3, every_seconds: 86400}", "{all: true}")
 _TERMS: Final = [each for each in fields(PlanTerms) if each.metadata]
 
@@ -33,13 +33,10 @@ def options() -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def run(arguments: argparse.Namespace) -> Outcome:
-    given = {each.name: getattr(arguments, each.name) for each in _TERMS}
-    if given["save"] == _OPTIMUM:
-        given["save"] = None
     known = {
-        each.name: _value(option_of(each.name), given[each.name], each.metadata["kind"])
+        each.name: _value(option_of(each.name), text, each.metadata["kind"])
         for each in _TERMS
-        if given[each.name] is not None
+        if (text := getattr(arguments, each.name)) is not None
     }
     keep = {text: policy_from(json_or_yaml(text, "--keep"), "keep") for text in arguments.keep or _KEEPS}
     plan = CostPlan(PlanTerms(model=find_model(arguments.model), keep=keep, **known))
@@ -91,25 +88,25 @@ def _parts(plan: CostPlan, record: dict[str, Any]) -> list[str | Table]:
         Table(
             columns=("TIME OF A SAVE", "", "WHAT"),
             rows=[
-                ("stall", _time(plan.stall), f"training is blocked ({times['mode']})"),
-                ("durable", _time(plan.durable), f"from the decision to the commit, at {rate}"),
-                ("cost", _time(plan.cost), "training time lost, with slowdown"),
-                ("restore", _time(plan.restore), "a load after a failure"),
+                ("stall", seconds_text(plan.stall), f"training is blocked ({times['mode']})"),
+                ("durable", seconds_text(plan.durable), f"from the decision to the commit, at {rate}"),
+                ("cost", seconds_text(plan.cost), "training time lost, with slowdown"),
+                ("restore", seconds_text(plan.restore), "a load after a failure"),
             ],
         ),
         "",
         Table(
             columns=("INTERVAL", "", "STEPS", "OVERHEAD", "GOODPUT"),
             rows=[
-                (name, _time(each), f"{each / step:,.0f}", _share(loss), _share(1 - loss))
+                (name, seconds_text(each), f"{each / step:,.0f}", _share(loss), _share(1 - loss))
                 for name, each in intervals.items()
                 for loss in [plan.overhead_at(each)]
             ],
         ),
         "",
-        f"in {plan.terms.days:g} days: {plan.saves:,} saves, one in {_time(plan.interval)}, "
+        f"in {plan.terms.days:g} days: {plan.saves:,} saves, one in {seconds_text(plan.interval)}, "
         f"{_size(month['written_bytes'])} written; {month['failures']:,.1f} failures, one in "
-        f"{_time(plan.mtbf)}",
+        f"{seconds_text(plan.mtbf)}",
         f"GPUs: {_dollars(month['idle_gpu_dollars'])} while they stall ({_share(month['stalled_share'])} "
         f"of the time), {_dollars(month['lost_gpu_dollars'])} for all that is lost "
         f"({_share(month['overhead'])})",
@@ -141,17 +138,10 @@ def _comparison(plan: CostPlan, record: dict[str, Any]) -> list[str | Table]:
         return []
     before = record["compression"]["without"]
     rows = [
-        ("a save is durable after", before["durable_seconds"], plan.durable, _time),
+        ("a save is durable after", seconds_text, before["durable_seconds"], plan.durable),
+        *((name, text, before[key], record["month"][key]) for key, (name, text) in _COMPARED.items()),
         *(
-            (name, before[key], record["month"][key], text)
-            for name, key, text in (
-                ("bytes written", "written_bytes", _size),
-                ("GPUs while they stall", "idle_gpu_dollars", _dollars),
-                ("GPUs for all that is lost", "lost_gpu_dollars", _dollars),
-            )
-        ),
-        *(
-            (f"storage, keep {each['keep']}", old, each["storage_dollars"], _dollars)
+            (f"storage, keep {each['keep']}", _dollars, old, each["storage_dollars"])
             for old, each in zip(before["storage_dollars"], record["retention"], strict=True)
         ),
     ]
@@ -161,7 +151,7 @@ def _comparison(plan: CostPlan, record: dict[str, Any]) -> list[str | Table]:
         f"compressed to {_size(plan.stored_bytes)}, {record['compression']['ratio']:.3g} : 1 ({codecs})",
         Table(
             columns=(f"IN {plan.terms.days:g} DAYS", "PLAIN", "COMPRESSED", "LESS"),
-            rows=[(name, text(old), text(new), text(old - new)) for name, old, new, text in rows],
+            rows=[(name, text(old), text(new), text(old - new)) for name, text, old, new in rows],
         ),
     ]
 
@@ -175,16 +165,16 @@ def _size(size: float) -> str:
     return f"{size:,.2f} PB"
 
 
-def _time(seconds: float) -> str:
-    for unit, length in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:,.1f} {unit}"
-    return f"{seconds:.3g} s"
-
-
 def _share(share: float) -> str:
     return f"{100 * share:.4g} %" if share > 0.9 else f"{100 * share:.3g} %"
 
 
 def _dollars(dollars: float) -> str:
     return f"${dollars:,.0f}" if dollars >= 100 else f"${dollars:,.2f}"
+
+
+_COMPARED: Final[Mapping[str, tuple[str, Callable[[float], str]]]] = {
+    "written_bytes": ("bytes written", _size),
+    "idle_gpu_dollars": ("GPUs while they stall", _dollars),
+    "lost_gpu_dollars": ("GPUs for all that is lost", _dollars),
+}

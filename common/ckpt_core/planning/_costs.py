@@ -35,10 +35,10 @@ class StateComponent(NamedTuple):
 class KeptMonth(NamedTuple):
     """What a policy keeps, and its bytes: at the end, at most, on average."""
 
-    at_end: int
-    peak: int
-    mean: float
-    peak_bytes: int
+    checkpoints_at_end: int
+    checkpoints_at_peak: int
+    checkpoints_mean: float
+    peak_bytes: float
     mean_bytes: float
 
 
@@ -78,7 +78,7 @@ def kept_of(
     mean, mean_bytes = (
         (area + each * max(seconds - before, 0.0)) / seconds for area, each in zip(areas, now, strict=True)
     )
-    return KeptMonth(len(held), peaks[0], mean, peaks[1], mean_bytes)
+    return KeptMonth(len(held), peaks[0], mean, float(peaks[1]), mean_bytes)
 
 
 @final
@@ -212,13 +212,8 @@ class CostPlan:
         overhead, dollars = self.overhead_at(self.interval), terms.ranks * terms.gpu_hour / 3600
         return {
             "version": 1,
-            "model": {
-                "name": model.name,
-                "source": model.source,
-                "parameters": model.parameters,
-                "trained_parameters": model.trained,
-                "tensors": model.tensors,
-            },
+            "model": {name: getattr(model, name) for name in ("name", "source", "parameters", "tensors")}
+            | {"trained_parameters": model.trained},
             "state": {name: getattr(terms, name) for name in ("optimizer", "master", "moments", "gradients")}
             | {"weights": self.dtype},
             "layout": {name: getattr(terms, name) for name in ("ranks", "tp", "pp")}
@@ -236,13 +231,8 @@ class CostPlan:
                 "read_bytes_per_second": self.read_rate,
                 "source": self._storage["source"],
             },
-            "times": {
-                "mode": terms.mode,
-                "stall_seconds": self.stall,
-                "durable_seconds": self.durable,
-                "cost_seconds": self.cost,
-                "restore_seconds": self.restore,
-            },
+            "times": {"mode": terms.mode}
+            | {f"{name}_seconds": getattr(self, name) for name in ("stall", "durable", "cost", "restore")},
             "mtbf_seconds": self.mtbf,
             "recommended_interval_seconds": self.recommended,
             "recommended_interval_steps": max(round(self.recommended / terms.step_seconds), 1),
@@ -271,18 +261,12 @@ class CostPlan:
         times = [number * self.interval for number in range(1, self.saves + 1)]
         steps = [(max(round(time / self.terms.step_seconds), 1), time) for time in times]
         kept = kept_of(policy, steps, self.seconds, size_bytes=size, weights_bytes=self._weights_bytes)
-        part = storage["part_bytes"] or math.inf
-        puts, gets = (
-            math.ceil(each / part) if storage["part_bytes"] else 0 for each in (size, self.stored_bytes)
-        )
+        part = storage["part_bytes"]
+        puts, gets = (math.ceil(each / part) if part else 0 for each in (size, self.stored_bytes))
         requests = self.saves * puts * storage["put_price"] + restores * gets * storage["get_price"]
         return {
             "keep": text,
-            "checkpoints_at_end": kept.at_end,
-            "checkpoints_at_peak": kept.peak,
-            "checkpoints_mean": kept.mean,
-            "peak_bytes": float(kept.peak_bytes),
-            "mean_bytes": kept.mean_bytes,
+            **kept._asdict(),
             "storage_dollars": kept.mean_bytes / _GB * storage["gb_month"] * self.seconds / MONTH,
             "request_dollars": requests / 1000,
             "egress_dollars": restores * self.stored_bytes / _GB * storage["egress"],

@@ -6,7 +6,7 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, final
@@ -87,11 +87,8 @@ def _of_config(path: Path) -> ModelShape:
             make: Any = AutoModelForCausalLM.from_config
             model = make(config, attn_implementation="eager")
     except Exception as error:
-        raise ConfigError(
-            f"{path}: Transformers cannot build a causal language model of it: "
-            f"{type(error).__name__}: {error}".partition("\n")[0]
-            + f"; {instead}"
-        ) from error
+        text = f"Transformers cannot build a causal language model of it: {type(error).__name__}: {error}"
+        raise ConfigError(f"{path}: {text.splitlines()[0]}; {instead}") from error
     return _shape_of(model, str(path), "built by Transformers on the meta device", config.dtype or "bf16")
 
 
@@ -146,6 +143,9 @@ OPTIMIZERS: Final[Mapping[str, tuple[float, float, str]]] = {
     "adamw-8bit": (0, 2 * (1 + 4 / 256), "2 moments of a byte, a scale of 4 bytes per 256"),
     "none": (0, 0, ""),
 }
+_UNPRICED: Final[Mapping[str, Any]] = dict.fromkeys(
+    ("gb_month", "put_price", "get_price", "egress", "part_bytes"), 0
+) | {"rate_of": "node", "commit_seconds": 0.1}
 _PRICED: Final = {"commit_seconds": 0.5, "part_bytes": 16 << 20}
 STORAGES: Final[Mapping[str, Mapping[str, Any]]] = {
     "nvme": {"write_gbps": 5e9, "read_gbps": 6.5e9, "commit_seconds": 0.02}
@@ -162,7 +162,7 @@ STORAGES: Final[Mapping[str, Mapping[str, Any]]] = {
     "selene": {"write_gbps": 273e9, "read_gbps": 1000e9, "rate_of": "job", "commit_seconds": 1.0}
     | {"source": "Lustre of Selene: 273 GB/s written, 1 TB/s read (arXiv 2104.04473, section 5.10)"},
 }
-_BUCKETS: Final = {"s3://": "s3", "gs://": "gcs", "gcs://": "gcs", "az://": "azure", "abfs://": "azure"}
+_BUCKETS: Final = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure"}
 GAINS: Final[Mapping[str, Mapping[str, Gain]]] = {
     # Of a component and its dtype: what each codec makes of it.
     "weights fp32": {"zstd": Gain(1.09, 840e6), "planes": Gain(1.18, 580e6)},
@@ -173,22 +173,14 @@ GAINS: Final[Mapping[str, Mapping[str, Gain]]] = {
 _LLAMA_3: Final = "419 interruptions in 54 days on 16,384 GPUs (Llama 3, arXiv 2407.21783, section 3.3.4)"
 
 
-def _term(
-    default: Any,
-    kind: str,
-    text: str,
-    source: str = "",
-    *,
-    choices: Collection[Any] = (),
-    alone: str | None = None,
-) -> Any:
+def _term(default: Any, kind: str, text: str, source: str = "", **more: Any) -> Any:
     """Define a term: what it is, how it is written, and where its default comes from.
 
     Its kind is "word", "count", "switch", "size" or "rate" in bytes, "time" in seconds above 0, or "number".
-    Where its option may stand without a word, `alone` is what that means.
+    Of a word, `choices` are those known; `alone` is what its option means without one.
     """
-    metadata = {"kind": kind, "text": text, "source": source, "choices": choices, "alone": alone}
-    return field(default=default, metadata=metadata)
+    known = {"kind": kind, "text": text, "source": source, "choices": (), "alone": None}
+    return field(default=default, metadata=known | more)
 
 
 @final
@@ -269,14 +261,16 @@ class PlanTerms:
         require(
             "plan", *(_problem(each.name, getattr(self, each.name), each.metadata) for each in fields(self))
         )
-        if self.slowdown >= 1:
-            raise ConfigError(f"plan: slowdown is a share of training time, below 1, not {self.slowdown:g}")
-        if not self.days or (self.ratio is not None and self.ratio < 1):
-            raise ConfigError("plan: days must be above 0, and a ratio at least 1")
-        if self.ratio is not None and self.compress is None:
-            raise ConfigError("plan: a ratio is of --compress, which is not given")
-        if self.mtbf is None and not self.failures_per_gpu_hour:
-            raise ConfigError("plan: without failures there is no best interval: failures_per_gpu_hour is 0")
+        wrong = {
+            f"slowdown is a share of training time, below 1, not {self.slowdown:g}": self.slowdown >= 1,
+            "days must be above 0": not self.days,
+            "a ratio must be at least 1": self.ratio is not None and self.ratio < 1,
+            "a ratio is of --compress, which is not given": self.ratio is not None and self.compress is None,
+            "without failures there is no best interval: failures_per_gpu_hour is 0": (
+                self.mtbf is None and not self.failures_per_gpu_hour
+            ),
+        }
+        require("plan", *(problem for problem, holds in wrong.items() if holds))
         if self.ranks % (self.tp * self.pp):
             raise ConfigError(f"tp {self.tp} x pp {self.pp} does not divide {self.ranks} ranks")
         if self.shards is not None and self.layout != "hsdp":
@@ -304,18 +298,14 @@ class PlanTerms:
         Raises:
             ConfigError: it is none that is known.
         """
-        kind = next(
-            (each for prefix, each in _BUCKETS.items() if self.storage.startswith(prefix)), self.storage
-        )
+        scheme, is_url, _ = self.storage.partition("://")
+        kind = _BUCKETS.get(scheme, self.storage) if is_url else self.storage
         if kind not in STORAGES:
             raise ConfigError(
                 f"--storage {self.storage!r}: is neither one of {', '.join(STORAGES)}, nor a URL of a "
                 "bucket; give rates instead: --write-gbps 5 --read-gbps 5"
             )
-        found: dict[str, Any] = dict.fromkeys(
-            ("gb_month", "put_price", "get_price", "egress", "part_bytes"), 0
-        )
-        found |= {"rate_of": "node", "commit_seconds": 0.1, "name": kind, **STORAGES[kind]}
+        found = {"name": kind, **_UNPRICED, **STORAGES[kind]}
         given = {name: value for name in found if (value := getattr(self, name, None)) is not None}
         found["source"] += f"; given: {' '.join(sorted(given))}" if given else ""
         return found | given

@@ -235,10 +235,10 @@ def test_what_is_kept_is_what_the_real_policies_keep():
     month = [(2160 * number, 6 * 3600.0 * number) for number in range(1, 121)]
 
     latest = kept_of(KeepLatest(3), month)
-    assert (latest.at_end, latest.peak) == (3, 4)
-    assert latest.mean == pytest.approx(3, rel=0.03)
-    assert kept_of(KeepAll(), month).mean == pytest.approx(59.5)
-    assert kept_of(KeepLatest(1) | KeepBest("loss", n=4), month).at_end in {4, 5}
+    assert (latest.checkpoints_at_end, latest.checkpoints_at_peak) == (3, 4)
+    assert latest.checkpoints_mean == pytest.approx(3, rel=0.03)
+    assert kept_of(KeepAll(), month).checkpoints_mean == pytest.approx(59.5)
+    assert kept_of(KeepLatest(1) | KeepBest("loss", n=4), month).checkpoints_at_end in {4, 5}
 
 
 def test_of_what_is_demoted_only_the_weights_are_counted_also_within_a_budget():
@@ -247,7 +247,7 @@ def test_of_what_is_demoted_only_the_weights_are_counted_also_within_a_budget():
     sizes = {"size_bytes": 120, "weights_bytes": {"bf16": 20, None: 40}.__getitem__}
 
     kept = kept_of(rule, month, **sizes)
-    assert (kept.at_end, kept.peak) == (11, 12)
+    assert (kept.checkpoints_at_end, kept.checkpoints_at_peak) == (11, 12)
     assert kept.peak_bytes == 3 * 120 + 9 * 20
     assert kept_of(rule & KeepWithin(300), month, **sizes).peak_bytes <= 300 + 120
 
@@ -273,8 +273,8 @@ def test_a_large_history_is_counted_to_three_percent(saves, latest, every):
 
     kept = kept_of(policy, month)
 
-    assert len(held) <= kept.at_end <= 1.04 * len(held) + 1
-    assert area / MONTH <= kept.mean + 1e-6 <= 1.04 * area / MONTH + 1.1
+    assert len(held) <= kept.checkpoints_at_end <= 1.04 * len(held) + 1
+    assert area / MONTH <= kept.checkpoints_mean + 1e-6 <= 1.04 * area / MONTH + 1.1
 
 
 # ---- the command
@@ -332,6 +332,7 @@ def test_the_schema_says_of_every_key_of_the_json_what_it_means_and_of_no_other(
         (["sys:exit"], "failed on the meta device"),
         (["7B", "--ranks", "10", "--tp", "4"], "does not divide"),
         (["7B", "--storage", "floppy"], "neither one of"),
+        (["7B", "--storage", "nfs://server/share"], "neither one of"),
         (["7B", "--write-gbps", "-1"], "--write-gbps"),
         (["7B", "--write-gbps", "0"], "--write-gbps"),
         (["7B", "--gb-month", "-0.02"], "gb_month must be"),
