@@ -1,6 +1,7 @@
 """zstd by NVIDIA's nvCOMP, many frames at once.
 
-It is used where its package and a GPU are. Its frames are those of zstd: whatever reads frames reads them, on any machine. It has never run on a GPU.
+It is used where its package and a GPU are. Its frames are those of zstd: whatever reads frames reads them, on
+any machine. It has never run on a GPU.
 """
 
 from __future__ import annotations
