@@ -531,7 +531,7 @@ class Loader:
 
 
 def find_source(place: str | os.PathLike[str], options: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Find a checkpoint, of a run of ours the newest, or what others wrote; return what `around` does.
+    """Find the newest checkpoint of a run of ours, or what others wrote; as `around`.
 
     Raises:
         CheckpointNotFoundError: there is nothing, or a checkpoint that was never committed.
