@@ -98,11 +98,7 @@ class Exports:
         self._process.close()
 
     def _export(self) -> None:
-        for reply in self._process.replies(self._info, lambda: None):
-            if isinstance(reply, Exception):
-                raise reply
-            if reply is None:
-                break
+        self._process.do(self._info, lambda: None)
 
 
 if __name__ == "__main__":
