@@ -185,7 +185,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     make = partial(Trained, *([Experts] if options.experts else []), dtype=dtype)
     found: dict[str, Any] = {}
     measuring = mock.patch.multiple(
-        "ckpt_core.tiers._compressing", time=SimpleNamespace(perf_counter=CLOCK), cpus=lambda: 1
+        "ckpt_core.tiers._compressing",
+        time=SimpleNamespace(perf_counter=CLOCK, process_time=time.process_time),
+        cpus=lambda: 1,
     )
     with measuring, one_thread(), TemporaryDirectory(prefix="bench-") as directory:
         print(in_words(machine_facts(Path(directory), torch.device("cpu"))))

@@ -25,13 +25,14 @@ from ckpt_core.commit import Catalog, Manifest, Marker, plain_storage, verify
 from ckpt_core.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError
 from ckpt_core.formats.checksums import checksum
 from ckpt_core.formats.codec import Fields
-from ckpt_core.formats.frames import Frames, compress, decompress
+from ckpt_core.formats.frames import Frames, PlainFiles, compress, decompress
 from ckpt_core.loading import located, open_parts
 from ckpt_core.names import PLAIN
 from ckpt_core.reading import Engine, RangeRead
 from ckpt_core.storage import LocalStorage
 from ckpt_core.testing import Fault, FaultyStorage
 from ckpt_core.tiers import CopyTerms, copy_checkpoint
+from ckpt_core.tiers._compressing import auto, chunk_tables
 from ckpt_core.types import FileEntry
 from tests.kit.memory import MemoryStorage
 from tests.unit.commit.checkpoints import bucket_like
@@ -238,6 +239,32 @@ def test_a_compressing_copy_that_fails_at_any_operation_is_completed_by_the_next
             e.path for e in Catalog(target).manifest(NAME).files
         }
         assert extra == {"COMMITTED", "manifest.json"}
+
+
+def test_a_limited_rate_leaves_time_to_make_the_next_frames(plain, tmp_path):
+    sent = list[int]()
+
+    def pace(pieces):
+        for piece in pieces:
+            sent.append(len(piece))
+            yield piece
+
+    compress_to(LocalStorage(tmp_path), LocalStorage(plain), "zstd", pace=pace)
+    files = PlainFiles.from_bytes((tmp_path / NAME / PLAIN).read_bytes(), source=PLAIN).files
+    (path, frames), *others = files.items()
+    size = (tmp_path / NAME / path).stat().st_size
+    assert not others
+    assert len(frames.codec) > 16
+    # A limit counts the time since one piece: were each frame one, the next would be made after the wait.
+    assert any(sum(sent[at : at + 2]) == size for at in range(len(sent)))
+
+
+@pytest.mark.parametrize("sending", [0.0, 1e-5])
+def test_nothing_is_compressed_where_sending_keeps_the_processor_as_long_as_the_place(plain, sending):
+    source = LocalStorage(plain)
+    entries = Manifest.from_bytes((plain / NAME / "manifest.json").read_bytes()).originals
+    where = {"write_rate": 1e6, "sending": sending, "stop": lambda: None}
+    assert bool(auto(source, NAME, chunk_tables(source, NAME, entries), **where)) == (sending == 0)
 
 
 def test_a_signed_checkpoint_is_compressed_only_where_it_is_signed_again(plain, tmp_path, capsys):

@@ -57,6 +57,7 @@ _SAMPLE_BYTES: Final = 64 << 10
 _SAMPLED: Final = 3
 _MANY_BYTES: Final = 256 << 20
 _SHRINKS: Final = 0.97
+_AT_ONCE: Final = 16
 _THREADS: Final = 4
 _PROBE_BYTES: Final = 4 << 20
 _ANOTHER: Final[Choices] = {"": "another"}
@@ -186,10 +187,13 @@ def compressed(
         for _, size in batch:
             blocks.append(content[:size])
             content = content[size:]
-        for each in compress_all([codec for codec, _ in batch], blocks):
-            running.update(each)
-            stored.append(len(each))
-            yield memoryview(each)
+        made = compress_all([codec for codec, _ in batch], blocks)
+        stored += map(len, made)
+        # Large pieces: the next frames are made in the time that a limit of the rate gives to one piece.
+        for at in range(0, len(made), _AT_ONCE):
+            piece = memoryview(b"".join(made[at : at + _AT_ONCE]))
+            running.update(piece)
+            yield piece
         progress(sum(size for _, size in batch))
     reader.finish()
     codecs, sizes = zip(*frames, strict=True) if frames else ((), ())
@@ -344,6 +348,7 @@ def auto(
     tables: Mapping[str, FileChunks],
     *,
     write_rate: float,
+    sending: float = 0.0,
     stop: Callable[[], None],
 ) -> Choices:
     """Return the choices that are at a place soonest, as samples show.
@@ -358,6 +363,7 @@ def auto(
         name: of the checkpoint.
         tables: path -> chunks of the files of it that are to be compressed.
         write_rate: stored bytes that the place takes in a second.
+        sending: seconds in which one core sends a byte.
         stop: called before every read; raises to end it.
 
     Raises:
@@ -383,7 +389,7 @@ def auto(
         begun = time.perf_counter()
         content, took = _sample(source, name, largest)
         seconds, sampled = seconds + took, sampled + len(content)
-        reading = total * seconds / max(1, sampled)
+        reading = total * (seconds / max(1, sampled) + sending)
         if total / write_rate > reading / cores:
             gains[kind] = {codec: _gain(_number(codec, largest[-1]), content) for codec in ("zstd", "planes")}
         looking = time.perf_counter() - begun
@@ -415,8 +421,10 @@ def _gain(codec: int, content: bytes) -> Gain:
     return Gain(len(content) / stored, len(content) / max(1e-9, time.perf_counter() - begun))
 
 
-def write_rate(target: Storage, size_bytes: int) -> float:
+def write_rate(target: Storage, size_bytes: int) -> tuple[float, float]:
     """Measure how many bytes a second a place takes, by files that are removed.
+
+    Returns also the seconds in which one core sends a byte.
 
     Args:
         target: a root that this process owns.
@@ -427,10 +435,10 @@ def write_rate(target: Storage, size_bytes: int) -> float:
     """
     content = os.urandom(_SMALL_BYTES) * max(1, min(_PROBE_BYTES, size_bytes // 64) // _SMALL_BYTES)
     keys = [probe_name(secrets.token_hex(4), number) for number in range(_THREADS)]
-    begun = time.perf_counter()
+    begun, busy, size = time.perf_counter(), time.process_time(), _THREADS * len(content)
     try:
         run_all(lambda key: target.replace(key, content), keys, _THREADS, name="ckpt-probe")
-        return _THREADS * len(content) / (time.perf_counter() - begun)
+        return size / (time.perf_counter() - begun), (time.process_time() - busy) / size
     finally:
         for key in keys:
             with suppress(OSError):

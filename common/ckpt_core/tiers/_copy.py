@@ -203,11 +203,9 @@ class CheckpointCopy:
         if codec == "auto":
             begun = begun_choices(self._target, self.working, content)
             if begun is None or not {"zstd", "planes"}.issuperset(begun.values()):
-                rate = write_rate(self._target, sum(entry.size_bytes for entry in share))
-                rate = min(rate, terms.bytes_per_second or rate)
-                begun = auto(
-                    source, name, chunk_tables(source, name, share), write_rate=rate, stop=terms.stop
-                )
+                rate, sending = write_rate(self._target, sum(entry.size_bytes for entry in share))
+                rate, tables = min(rate, terms.bytes_per_second or rate), chunk_tables(source, name, share)
+                begun = auto(source, name, tables, write_rate=rate, sending=sending, stop=terms.stop)
             choices = dict(begun)
         if choices and terms.sign is None and source.exists(f"{name}/{SIGNATURE}"):
             raise ConfigError(
