@@ -44,6 +44,7 @@ class CheckpointHooks(AsModelCheckpoint, Configured):
     tell: ClassVar[Any]
     _session: Session | None = None
     _last: bool = False
+    _of_plugin: bool = False
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(missing_attribute(type(self).__name__, name))
@@ -52,8 +53,13 @@ class CheckpointHooks(AsModelCheckpoint, Configured):
     def of(cls, settings: Settings) -> Self:
         """Return a callback with the options of a plugin."""
         made = cls.__new__(cls)
-        made.settings = settings
+        made.settings, made._of_plugin = settings, True
         return made
+
+    def serves(self, trainer: Any) -> bool:
+        """Return whether it was given to the Trainer, itself or by a plugin that the Trainer has, too."""
+        plugin = trainer.strategy._checkpoint_io
+        return not self._of_plugin or getattr(plugin, "settings", None) is self.settings
 
     @property
     def looks_further(self) -> bool:
@@ -61,13 +67,15 @@ class CheckpointHooks(AsModelCheckpoint, Configured):
         return self._session is None or not self._session.is_running
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        if not self.serves(trainer):
+            return
         if not isinstance(trainer, self.trainer_type):
             package = type(trainer).__module__.partition(".")[0]
             raise ConfigError(
                 f"this ShardedCheckpoint was imported from {type(self).__module__}, but the Trainer is from "
                 f"the package {package}: import it from lightning_ckpt.{package}"
             )
-        if sum(isinstance(each, CheckpointHooks) for each in trainer.callbacks) > 1:
+        if sum(isinstance(each, CheckpointHooks) and each.serves(trainer) for each in trainer.callbacks) > 1:
             raise ConfigError(
                 "one ShardedCheckpoint or one ShardedCheckpointIO per Trainer, not several: join their "
                 "policies with |, e.g. save=EverySteps(500) | OnPreemption()"
@@ -81,7 +89,7 @@ class CheckpointHooks(AsModelCheckpoint, Configured):
 
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
         """Answer `ckpt_path="last"` by any path; `_resume` knows the true one."""
-        if self.settings.root is None:
+        if not self.serves(trainer) or self.settings.root is None:
             return set()
         others = [each for each in trainer.checkpoint_callbacks if each is not self]
         self._last = bool(committed_of(self.settings, further=True)) or not any(map(_may_have_last, others))

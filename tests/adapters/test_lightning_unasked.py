@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 PROGRAM = """
-import importlib, sys, torch
+import importlib, shutil, sys, torch
+from pathlib import Path
 pl = importlib.import_module(sys.argv[1])
 importlib.import_module(sys.argv[1] + ".demos.boring_classes")
 Boring = sys.modules[sys.argv[1] + ".demos.boring_classes"].BoringModel
@@ -55,6 +56,13 @@ for number in range(2):
     for _ in range(2):
         trainer.fit(Boring())
     assert not any("ckpt" in type(each).__module__ for each in callbacks), callbacks
+# What a plugin put into one Trainer serves no other one, which has no plugin, or another.
+left = [each for each in trainer.callbacks if "ckpt" in type(each).__module__]
+assert left and sorted(path.name for path in Path().glob("plugin*")) == ["plugin0", "plugin1"]
+shutil.rmtree("plugin1")
+train(*left)
+train(*left, plugins=[ours.ShardedCheckpointIO("plugin2")])
+assert sorted(path.name for path in Path().glob("plugin*")) == ["plugin0", "plugin2"]
 train(checkpoint)
 assert train() == without, train()
 print("trained with:", changed(before))
