@@ -57,7 +57,7 @@ class CheckpointHooks(AsModelCheckpoint, Configured):
         return made
 
     def serves(self, trainer: Any) -> bool:
-        """Return whether it was given to the Trainer, itself or by a plugin that the Trainer has, too."""
+        """Return whether it was given to the Trainer itself or by the plugin it has."""
         plugin = trainer.strategy._checkpoint_io
         return not self._of_plugin or getattr(plugin, "settings", None) is self.settings
 
