@@ -4,18 +4,16 @@
 
 The state is that of a byte-level GPT in training (`benchmarks.gains`). Stores are memory behind a limit of
 their rate. `auto` stands beside every fixed choice; a load of a compressed checkpoint from a store of 200
-MB/s beside one of the plain one. Everybody takes a turn in each round; medians count.
-
-Seconds are those of one core and of the store: what the process computes, and how long it then still waits
-for the store. Neighbours on the machine do not count.
+MB/s beside one of the plain one. Everybody takes a turn in each round, in an order of its own; medians of the time on the
+clock count.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
@@ -23,9 +21,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 from typing import IO, Any, final
-from unittest import mock
 
 import torch
 from typing_extensions import override
@@ -48,32 +44,11 @@ _SAVES = 20
 
 
 @final
-class Clock:
-    """Seconds that this process has computed, on all threads, or would have waited."""
-
-    def __init__(self) -> None:
-        self._waited, self._guard = 0.0, threading.Lock()
-
-    def __call__(self) -> float:
-        """Return the time."""
-        return time.process_time() + self._waited
-
-    def sleep(self, seconds: float) -> None:
-        """Let time pass."""
-        with self._guard:
-            self._waited += seconds
-
-
-CLOCK = Clock()
-limit = partial(Throttle, clock=CLOCK, sleep=CLOCK.sleep)
-
-
-@final
 class SlowStorage(ReadOnlyStorage):
     """A storage from which no more than so many bytes a second come."""
 
     def __init__(self, storage: Storage, rate: float) -> None:
-        self._storage, self._throttle = storage, limit(rate)
+        self._storage, self._throttle = storage, Throttle(rate)
         self.supports_rename = storage.supports_rename
 
     @property
@@ -117,7 +92,7 @@ class _SlowRanges:
 def copied(source: Storage, name: str, codec: str, rate: float) -> Storage:
     """Copy a checkpoint to a new store of that rate; return the store."""
     target = MemoryStorage("store")
-    terms = CopyTerms(pace=limit(rate), bytes_per_second=round(rate), compress=codec)
+    terms = CopyTerms(pace=Throttle(rate), bytes_per_second=round(rate), compress=codec)
     copy_checkpoint(source, target, name, terms)
     return target
 
@@ -129,13 +104,14 @@ def loaded(storage: Storage, name: str, into: Trained) -> None:
 
 
 def timed(rounds: int, turns: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Let everybody take a turn in each round; the median of the seconds of each."""
+    """Let everybody take a turn in each round, in random order; the median of the seconds of each."""
     taken: dict[str, list[float]] = defaultdict(list)
+    order = random.Random(0)
     for _ in range(rounds):
-        for name, turn in turns.items():
-            begun = CLOCK()
-            turn()
-            taken[name].append(CLOCK() - begun)
+        for name in order.sample(list(turns), len(turns)):
+            begun = time.perf_counter()
+            turns[name]()
+            taken[name].append(time.perf_counter() - begun)
     return {name: statistics.median(each) for name, each in taken.items()}
 
 
@@ -184,12 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     dtype = torch.bfloat16 if options.bf16 else torch.float32
     make = partial(Trained, *([Experts] if options.experts else []), dtype=dtype)
     found: dict[str, Any] = {}
-    measuring = mock.patch.multiple(
-        "ckpt_core.tiers._compressing",
-        time=SimpleNamespace(perf_counter=CLOCK, process_time=time.process_time),
-        cpus=lambda: 1,
-    )
-    with measuring, one_thread(), TemporaryDirectory(prefix="bench-") as directory:
+    with one_thread(), TemporaryDirectory(prefix="bench-") as directory:
         print(in_words(machine_facts(Path(directory), torch.device("cpu"))))
         trained = make()
         for _ in range(options.steps):

@@ -375,7 +375,8 @@ def auto(
             if chunk.size_bytes >= _SMALL_BYTES:
                 classes[_class_of(chunk)].append(chunk)
     sizes = {kind: sum(each.size_bytes for each in found) for kind, found in classes.items()}
-    total, cores = sum(sizes.values()), min(_THREADS, cpus())
+    # Half of them: what a few hot samples show of a busy machine is its best moment.
+    total, cores = sum(sizes.values()), min(_THREADS, cpus()) / 2
     gains: dict[str, dict[str, Gain]] = {}
     seconds = looking = reading = 0.0
     sampled = 0
