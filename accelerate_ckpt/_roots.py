@@ -18,10 +18,10 @@ from accelerate import Accelerator
 
 from accelerate_ckpt._small_files import Pickles
 from ckpt_core import CheckpointManager, CheckpointOptions, ConfigError, CorruptCheckpointError, LoadError
-from ckpt_core.commit import file_as_root
+from ckpt_core.commit import Occupant, file_as_root
 from ckpt_core.coordination import HOST_VARIABLE, Coordinator, Solo
 from ckpt_core.disclosure import logger_of
-from ckpt_core.hosting import CheckpointPath, Kind, ManagersByRoot, RunRoot, kind_of, root_of
+from ckpt_core.hosting import CheckpointPath, ManagersByRoot, RunRoot, is_torn, kind_of, root_of
 from ckpt_core.names import MARKER
 from ckpt_core.options import parse_yaml, read_document
 from ckpt_core.policies import RetentionPolicy
@@ -321,12 +321,12 @@ def newest_stock(storage: Storage) -> str | None:
         (int(match[1]), entry.name)
         for entry in storage.list("")
         if (match := _AUTOMATIC.fullmatch(entry.name)) is not None
-        and kind_of(storage, entry.name) is Kind.STOCK
+        and kind_of(storage, entry.name) is Occupant.STOCK
     ]
     return max(numbered)[1] if numbered else None
 
 
-def found_at(storage: Storage, name: str, *, newest: str) -> Kind:
+def found_at(storage: Storage, name: str, *, newest: str) -> Occupant:
     """Return whether a checkpoint of ours, or of the host, is there; on one rank.
 
     `newest` tells how the host is asked for the newest.
@@ -335,10 +335,10 @@ def found_at(storage: Storage, name: str, *, newest: str) -> Kind:
         CorruptCheckpointError: it was never committed.
         ConfigError: it is a file, or holds checkpoints.
     """
-    where, kind, inside = f"{storage.url}/{name}", Kind.NOTHING, list[str]()
+    where, kind, inside = f"{storage.url}/{name}", Occupant.NOTHING, list[str]()
     try:
         kind = kind_of(storage, name)
-        if kind not in {Kind.COMMITTED, Kind.TORN}:
+        if kind not in {Occupant.COMMITTED, Occupant.TORN}:
             inside = [
                 each.name for each in storage.list(name) if storage.exists(f"{name}/{each.name}/{MARKER}")
             ]
@@ -346,7 +346,7 @@ def found_at(storage: Storage, name: str, *, newest: str) -> Kind:
         raise ConfigError(
             f"{where} is no checkpoint: it is a file; give the directory that it is in"
         ) from None
-    if kind is Kind.TORN:
+    if kind is Occupant.TORN:
         raise CorruptCheckpointError(
             f"{where} was never committed: its save was interrupted, and nothing was loaded. Load another "
             f"one, or the newest that is whole, by {newest}"
@@ -361,4 +361,4 @@ def found_at(storage: Storage, name: str, *, newest: str) -> Kind:
 
 def torn_in(storage: Storage) -> list[str]:
     names = [entry.name for entry in storage.list("") if entry.is_directory]
-    return [name for name in names if kind_of(storage, name) is Kind.TORN]
+    return [name for name in names if is_torn(storage, name)]

@@ -33,13 +33,13 @@ from ckpt_core import (
     UntrustedCheckpointError,
 )
 from ckpt_core.collective import collective_phase
-from ckpt_core.commit import Catalog, Survey, require_trusted, verify
+from ckpt_core.commit import Catalog, Occupant, Survey, require_trusted, verify
 from ckpt_core.coordination import Coordinator
 from ckpt_core.dcp import check_stock, without_pickle
 from ckpt_core.disclosure import logger_of
 from ckpt_core.formats.codec import damage
 from ckpt_core.groups import local_part
-from ckpt_core.hosting import CheckpointPath, Kind, kind_of
+from ckpt_core.hosting import CheckpointPath, kind_of
 from ckpt_core.names import METADATA
 from ckpt_core.state import derive_rng, load_rng_state, rng_seed, rng_state
 from ckpt_core.storage import Storage
@@ -133,7 +133,7 @@ def is_ours(session: TrainerSession, checkpoint: str) -> bool:
     place = CheckpointPath.of(checkpoint)
     storage, newest = session.storage_at(place.root), "resume_from_checkpoint=True with its output_dir"
     kind = session.managers.once(lambda: found_at(storage, place.name, newest=newest))
-    return kind is Kind.COMMITTED
+    return kind is Occupant.COMMITTED
 
 
 def require_readable(session: TrainerSession, checkpoint: str, *, ours: bool) -> None:
@@ -297,10 +297,10 @@ def _whole_stock(storage: Storage) -> Iterator[tuple[int, str, float]]:
     local = local_part(storage)
     for entry in storage.list(""):
         match = _NAME.fullmatch(entry.name) if entry.is_directory else None
-        if match is None or (kind := kind_of(storage, entry.name)) is Kind.COMMITTED:
+        if match is None or (kind := kind_of(storage, entry.name)) is Occupant.COMMITTED:
             continue
         names = {child.name for child in storage.list(entry.name)}
-        if kind is not Kind.STOCK or TRAINER_STATE_NAME not in names or _SENTINEL in names:
+        if kind is not Occupant.STOCK or TRAINER_STATE_NAME not in names or _SENTINEL in names:
             _logger.warning("%s/%s was never finished, and is passed over", storage.url, entry.name)
             continue
         state = None if local is None else local.local_path(f"{entry.name}/{TRAINER_STATE_NAME}")

@@ -14,9 +14,10 @@ from transformers import Trainer, TrainingArguments
 
 from accelerate_ckpt._roots import Settings
 from ckpt_core import CheckpointManager, CheckpointOptions, ConfigError, KeepAll, KeepBest
+from ckpt_core.commit import Occupant
 from ckpt_core.coordination import Coordinator
 from ckpt_core.disclosure import logger_of
-from ckpt_core.hosting import CheckpointPath, Kind, ManagersByRoot, RunRoot, kind_of, root_of
+from ckpt_core.hosting import CheckpointPath, ManagersByRoot, RunRoot, kind_of, root_of
 from ckpt_core.names import MARKER, run_name
 from ckpt_core.policies import RetentionPolicy
 from ckpt_core.state import StateSource, TrainState
@@ -199,7 +200,7 @@ class TrainerSession:
         if not storage.supports_rename:
             if not again and name not in self._there:
                 return name
-            taken = {Kind.COMMITTED, Kind.STOCK}
+            taken = {Occupant.COMMITTED, Occupant.STOCK}
             return self.managers.once(
                 lambda: (
                     run_name(name, secrets.token_hex(4)) if again or kind_of(storage, name) in taken else name
@@ -223,12 +224,9 @@ class TrainerSession:
             return self.managers.once(lambda: found)
         place = CheckpointPath.of(best)
         storage = self.storage_at(place.root)
-
-        def look() -> str | None:
-            left = best if kind_of(storage, place.name) is Kind.COMMITTED else None
-            return left if found is None else found
-
-        return self.managers.once(look)
+        return self.managers.once(
+            lambda: found or (best if kind_of(storage, place.name) is Occupant.COMMITTED else None)
+        )
 
     def close(self) -> None:
         """Wait for the save in flight and release the output directory; idempotent."""

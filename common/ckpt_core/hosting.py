@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from enum import Enum, auto
 from functools import partial, update_wrapper
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, final
 
@@ -114,38 +113,23 @@ class RunRoot:
         return self.storage if self.storage is not None and root == self.path else root
 
 
-@message
-class Kind(Enum):
-    """What a host finds at a path."""
-
-    COMMITTED = auto()
-    """A checkpoint of ours that counts, or whose marker is damaged."""
-    TORN = auto()
-    """A checkpoint of ours that was not committed."""
-    STOCK = auto()
-    """A checkpoint that the host wrote by itself."""
-    ROOT = auto()
-    """A directory that holds committed checkpoints."""
-    NOTHING = auto()
-    """Neither; also a directory with nothing but files of the user's."""
+message(Occupant)
 
 
-_KINDS: Final = {
-    Occupant.COMMITTED: Kind.COMMITTED,
-    Occupant.UNREADABLE: Kind.COMMITTED,
-    Occupant.TORN: Kind.TORN,
-    Occupant.STOCK: Kind.STOCK,
-}
+def kind_of(storage: Storage, name: str) -> Occupant:
+    """Return the kind of a directory of a root, as hosts tell them apart.
 
-
-def kind_of(storage: Storage, name: str) -> Kind:
-    """Return the kind of a directory of a root; never `Kind.ROOT`.
+    A damaged marker makes a checkpoint, too; files of the user's alone are nothing.
 
     NotADirectoryError if it is a file.
     """
-    if is_incomplete(name) or is_trash(name):
-        return Kind.TORN
-    return _KINDS.get(content_of(storage, name), Kind.NOTHING)
+    found = Occupant.TORN if is_incomplete(name) or is_trash(name) else content_of(storage, name)
+    return {Occupant.UNREADABLE: Occupant.COMMITTED, Occupant.FILES: Occupant.NOTHING}.get(found, found)
+
+
+def is_torn(storage: Storage, name: str) -> bool:
+    """Return whether a directory of a root is left of a save that was interrupted."""
+    return kind_of(storage, name) is Occupant.TORN
 
 
 class ManagersByRoot:

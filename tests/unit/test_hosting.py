@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from ckpt_core import ConfigError, KeepAll, KeepBest, KeepLatest, SaveError
+from ckpt_core.commit import Occupant
 from ckpt_core.hosting import (
     CheckpointPath,
-    Kind,
     ManagersByRoot,
     RunRoot,
     attach,
@@ -138,7 +138,7 @@ def test_the_kind_of_a_directory_is_what_a_host_would_do_with_it(tmp_path: Path)
         each: kind_of(storage, each)
         for each in (name, ".incomplete-deadbeef-step-000000002", "stock", "notes")
     }
-    assert list(found.values()) == [Kind.COMMITTED, Kind.TORN, Kind.STOCK, Kind.NOTHING]
+    assert list(found.values()) == [Occupant.COMMITTED, Occupant.TORN, Occupant.STOCK, Occupant.NOTHING]
 
 
 class Managed:

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from ckpt_core import errors, messages
-from ckpt_core.commit import Survey
+from ckpt_core.commit import Occupant, Survey
 from ckpt_core.dcp import Outline, Part
 from ckpt_core.errors import (
     CheckpointError,
@@ -35,7 +35,6 @@ from ckpt_core.errors import (
     SaveError,
     StagingMemoryError,
 )
-from ckpt_core.hosting import Kind
 from ckpt_core.messages import MessageError, decode, encode
 from ckpt_core.saving._plan_cache import KeepOwn, Offer
 from ckpt_core.types import CheckpointInfo, Lineage
@@ -138,7 +137,7 @@ def test_what_is_declared_arrives_as_it_was():
     there = decode(encode(survey))
     assert (there.committed, there.lineage) == ([info], lineage)
     assert same(KeepOwn.ALWAYS)
-    assert same(Kind.ROOT)
+    assert same(Occupant.TORN)
     assert same(Offer(rank_local=frozenset({("a", "b")}), groups={"p": {("o", 0): [("n",), ()]}}))
 
 

@@ -11,7 +11,7 @@ from ckpt_core.cli._arguments import find_any
 from ckpt_core.cli._outcome import Outcome, ProgressLine, Table, code_text, data_text, moment_text
 from ckpt_core.commit import Catalog, Manifest, describe
 from ckpt_core.errors import CheckpointNotFoundError, ConfigError
-from ckpt_core.hosting import Kind, kind_of
+from ckpt_core.hosting import is_torn
 from ckpt_core.names import MARKER
 from ckpt_core.storage import Storage
 from ckpt_core.types import SavedTensor
@@ -75,7 +75,7 @@ def _places(arguments: Namespace) -> tuple[tuple[Storage, str, str], tuple[Stora
         # Options are for URLs: beside one, a local path has none, and two local paths refuse them.
         options = arguments.storage_options if "://" in where or not one_is_url else {}
         storage, name, file = find_any(where, options, step=step)
-        if not file and kind_of(storage, name) is Kind.TORN:
+        if not file and is_torn(storage, name):
             raise CheckpointNotFoundError(f"{storage.url}/{name}: {describe(storage, name)}")
         return storage, name, file
 

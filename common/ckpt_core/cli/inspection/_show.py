@@ -24,7 +24,7 @@ from ckpt_core.commit import (
 )
 from ckpt_core.errors import CheckpointNotFoundError, CorruptCheckpointError
 from ckpt_core.formats.frames import RAW, ZSTD
-from ckpt_core.hosting import Kind, kind_of
+from ckpt_core.hosting import is_torn
 from ckpt_core.names import MARKER, METADATA, SIGNATURE
 from ckpt_core.options import bytes_text
 from ckpt_core.storage import Storage, open_storage, read_small
@@ -136,7 +136,7 @@ def _of_others(
 ) -> tuple[Outcome, Mapping[str, Sequence[TensorEntry]]] | None:
     """Show what others wrote, and its tensors; None for stock DCP and the unknown."""
     is_stock = not file and any(stock_parts(storage, name)) and not storage.exists(f"{name}/metadata.json")
-    if is_stock or (not file and kind_of(storage, name) is Kind.TORN):
+    if is_stock or (not file and is_torn(storage, name)):
         return None
     from ckpt_core.loading import located, open_parts
 
