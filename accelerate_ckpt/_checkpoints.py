@@ -31,12 +31,12 @@ from ckpt_core import (
     UnsafeCheckpointError,
 )
 from ckpt_core.collective import collective_phase
-from ckpt_core.commit import require_trusted
+from ckpt_core.commit import Occupant, require_trusted
 from ckpt_core.dcp import without_pickle
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ALLOW_PICKLE
 from ckpt_core.groups import local_part
-from ckpt_core.hosting import CheckpointPath, Kind, attach, attached_to, detach, ranking
+from ckpt_core.hosting import CheckpointPath, attach, attached_to, detach, ranking
 from ckpt_core.names import METADATA
 from ckpt_core.options import CheckpointOptions, shows_options
 from ckpt_core.policies import Counts, RetentionPolicy, SavePolicy
@@ -70,8 +70,10 @@ class Metrics:
     def at(self, step: int) -> dict[str, float]:
         return {name: value for name, (measured, value) in self._measured.items() if measured == step}
 
-    def saved(self, values: Mapping[str, float]) -> None:
+    def saved(self, step: int, values: Mapping[str, float]) -> None:
         for name in self._wanted.keys() & values.keys():
+            if name in self.at(step):  # what was given by hand counts, not what was logged
+                self._measured[name] = step, values[name]
             if self._improves(name, values[name]):
                 self._best[name] = values[name]
 
@@ -417,7 +419,7 @@ class AcceleratorCheckpoints:
                 self.step, state, metrics=measured, annotations=annotations, name=place.name
             )
         if handle is not None:
-            self._metrics.saved(measured)
+            self._metrics.saved(self.step, measured)
             accelerator.project_configuration.iteration += 1
         return handle
 
@@ -461,9 +463,9 @@ class AcceleratorCheckpoints:
         manager.fetcher.fetch(name=place.name)
         storage, newest = manager.storage, "load_state() without a directory"
         kind = self._roots.managers.once(lambda: found_at(storage, place.name, newest=newest))
-        if kind is Kind.NOTHING:
+        if kind is Occupant.NOTHING:
             raise CheckpointNotFoundError(f"there is no checkpoint at {storage.url}/{place.name}")
-        if kind is Kind.STOCK:
+        if kind is Occupant.STOCK:
             self._load_stock(manager, place.name, arguments)
         else:
             self._load_ours(manager, place.name, arguments)
