@@ -12,7 +12,8 @@ when there are more ranks than before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,33 +50,25 @@ from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.groups import local_part
 from ckpt_core.state import (
-    BufferKey,
     Override,
     StateSource,
+    Trained,
     TrainState,
-    check_groups,
+    by_number,
     derive_rng,
     has_shards,
     load_item,
-    load_model_state,
-    load_optimizer_state,
     load_rng_state,
-    local_buffers,
-    model_state,
-    model_target,
-    optimizer_state,
-    optimizer_target,
     owner,
     rng_seed,
     rng_state,
-    saved_part,
     stable_tensors,
-    supplied,
     template,
+    under,
     unwrap_optimizer,
 )
 from ckpt_core.storage import Storage
-from ckpt_core.types import CapturedState, SavedEntries, SavedState
+from ckpt_core.types import CapturedState, SavedState
 
 _logger = logger_of(__name__)
 
@@ -99,17 +92,15 @@ def _object_part(index: int) -> str:
     return f"custom_checkpoint_{index}"
 
 
-def inner_entries(saved: SavedState, part: str, key: str, *, may_lack: bool = False) -> SavedEntries:
-    """Return the entries of a part below `key`; none only if it `may_lack` them."""
-    found = {path[1:]: entry for path, entry in saved.sharded.get(part, {}).items() if path[0] == key}
-    if not found and not may_lack:
+def require_all(saved: SavedState, lacking: Sequence[tuple[str, ...]]) -> None:
+    """Refuse a checkpoint that lacks the place of a model or an optimizer."""
+    for part, _ in lacking:
         there = ", ".join(sorted(saved.sharded)) or "nothing"
         raise IncompatibleCheckpointError(
             f"checkpoint {saved.name} has no {part} (it has {there}); prepare as many models and optimizers, "
             "in the same order, as when it was saved",
             missing=(part,),
         )
-    return found
 
 
 @final
@@ -130,7 +121,6 @@ class AcceleratorState(StateSource):
         self._coordinator = coordinator
         self._storage = storage
         self._models_left: list[int] = []
-        self._bases: dict[int, frozenset[str]] = {}
         self._objects: dict[str, Any] = {}
         self._small = SmallState()
         self._put_for_hooks: Callable[[Path], None] | None = None
@@ -145,6 +135,17 @@ class AcceleratorState(StateSource):
         model = models[0] if len(models) == 1 else models
         return TrainState(model=model, contents=self._settings.contents).select({"model"})
 
+    def _trained(self, models: Iterable[int]) -> Trained:
+        accelerator, trained = self._accelerator, trainable(self._accelerator)
+        return Trained(
+            {(model_part(index), "model"): accelerator._models[index] for index in models},
+            {
+                (optimizer_part(index), "optimizer"): (owner(trained, each), each)
+                for index, each in enumerate(accelerator._optimizers)
+            },
+            contents=self._settings.contents,
+        )
+
     def capture(self) -> CapturedState:
         accelerator = self._accelerator
         # First: nothing below may draw random numbers any more.
@@ -155,35 +156,20 @@ class AcceleratorState(StateSource):
             left = self._write_files(directory, objects, sharded_objects)
             files = files_in(directory)
         self._settings.pickles.warn(files, small_owners(accelerator))
-        models: dict[str, dict[str, Any]] = {}
-        bases: dict[str, Any] = {}
-        local: dict[BufferKey, Any] = {}
-        for index in left:
-            model, part = accelerator._models[index], model_part(index)
-            state, items = saved_part(model, model_state(model), self._settings.contents, place=part)
-            models[part] = {"model": state}
-            bases |= items
-            local |= local_buffers(model, state, part=part)
+        trained = self._trained(left).capture()
         gradients, facts = self._window.capture()
-        rng = rng_state()
-        optimizers, trained = list(self._optimizers.values()), trainable(accelerator)
-        return CapturedState(
+        rng, optimizers = rng_state(), trained.optimizers
+        return replace(
+            trained,
             sharded={
-                **models,
-                **{
-                    optimizer_part(index): {"optimizer": optimizer_state(owner(trained, each), each)}
-                    for index, each in enumerate(accelerator._optimizers)
-                },
+                **trained.sharded,
                 **gradients,
                 **{_object_part(index): {"object": objects[index]} for index in sharded_objects},
             },
             per_rank={_LOADERS: positions, _RNG: rng},
-            shared={_SHARED: {**self._shared(positions, rng), **facts}, **bases},
-            alike=list(bases),
+            shared={_SHARED: {**self._shared(positions, rng), **facts}, **trained.shared},
             files=files,
-            local=local,
             stable=stable_tensors(nn.ModuleList(trained_by(optimizers, accelerator._models)), optimizers),
-            optimizers=optimizers,
             positions=positions_in_samples(positions),
             configuration=lambda: {name: getattr(accelerator, name, None) for name in _CONFIGURED},
         )
@@ -214,51 +200,33 @@ class AcceleratorState(StateSource):
             for index in range(len(accelerator._models))
             if not hooked or model_part(index) in saved.sharded
         ]
-        tree: dict[str, dict[str, Any]] = {}
-        for index in self._models_left:
-            model, part = accelerator._models[index], model_part(index)
-            self._bases[index] = supplied(model, saved, self._settings.contents, place=part)
-            entries = inner_entries(saved, part, "model", may_lack=bool(self._bases[index]))
-            tree[part] = {"model": model_target(model, entries, saved, base=self._bases[index])}
-        for index, optimizer in enumerate(accelerator._optimizers):
-            entries = inner_entries(saved, optimizer_part(index), "optimizer")
-            model = owner(trainable(accelerator), optimizer)
-            tree[optimizer_part(index)] = {"optimizer": optimizer_target(model, optimizer, entries)}
+        self._target = self._trained(self._models_left)
+        tree = self._target.target(saved, partial(require_all, saved))
         self._objects = {
             _object_part(index): each
             for index, each in enumerate(accelerator._custom_objects)
             if _object_part(index) in saved.sharded
         }
         for part, each in self._objects.items():
-            tree[part] = {"object": template(each.state_dict(), inner_entries(saved, part, "object"))}
+            tree[part] = {"object": template(each.state_dict(), under(saved.sharded[part], "object"))}
         elsewhere = set(map(id, self._objects.values()))
         left = [(each, state) for each, state in self._small.loads if id(each) not in elsewhere]
         self._small = self._small._replace(loads=left)
         return {**tree, **self._window.targets(saved, saved.shared.get(_SHARED, {}))}
 
     def begin(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Callable[[], None]:
-        del saved
-        for index, optimizer in enumerate(self._accelerator._optimizers):
-            model = owner(trainable(self._accelerator), optimizer)
-            check_groups(model, optimizer, loaded[optimizer_part(index)]["optimizer"])
+        self._target.begin(loaded, saved)
         undo = load_small(self._accelerator, self._small)
         self._generators = rng_state()
         return undo
 
     def apply(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Sequence[str]:
-        accelerator = self._accelerator
-        for index, optimizer in enumerate(accelerator._optimizers):
-            model = owner(trainable(accelerator), optimizer)
-            load_optimizer_state(model, optimizer, loaded[optimizer_part(index)]["optimizer"])
-        for index in self._models_left:
-            state = loaded[model_part(index)]["model"]
-            base = self._bases[index]
-            load_model_state(accelerator._models[index], state, strict=saved.strict, base=base)
+        self._target.apply(loaded, saved, strict=saved.strict)
         for part, each in self._objects.items():
             load_item(
                 f"the registered object in {saved.name}/{part}", each, loaded[part]["object"], of_tree=True
             )
-        if accelerator._load_model_state_pre_hook:
+        if self._accelerator._load_model_state_pre_hook:
             self._run_load_hooks(saved)
         self._window.put_back(loaded, saved.shared.get(_SHARED, {}))
         notes, self.restored = self._apply_own(saved), saved.name
@@ -274,8 +242,7 @@ class AcceleratorState(StateSource):
 
     @property
     def _optimizers(self) -> dict[str, torch.optim.Optimizer]:
-        found = [unwrap_optimizer(each) for each in self._accelerator._optimizers]
-        return {"" if len(found) == 1 else str(index): each for index, each in enumerate(found)}
+        return by_number(map(unwrap_optimizer, self._accelerator._optimizers))
 
     def _write_files(self, directory: Path, objects: Sequence[Any], sharded: Collection[int]) -> list[int]:
         """Let hooks and stock write their files; return the models that no hook took over."""

@@ -27,24 +27,11 @@ from ckpt_core.saving import SaveHandle
 from ckpt_core.state import (
     Contents,
     StateSource,
+    Trained,
     TrainState,
-    check_groups,
     contents_problem,
-    fit_of,
     is_of_base,
-    leaves,
-    load_model_state,
-    load_optimizer_state,
-    local_buffers,
-    model_state,
-    model_target,
-    optimizer_state,
-    optimizer_target,
     owner,
-    saved_part,
-    stable_tensors,
-    supplied,
-    under,
 )
 from ckpt_core.storage import Storage
 from ckpt_core.telemetry import Sink
@@ -144,7 +131,6 @@ class FabricState(StateSource):
         self._taken = items.keys() | _OWN
         self._filters = self._checked(filters or {})
         self._contents: Contents | None = contents
-        self._bases: dict[str, frozenset[str]] = {}
         rng = bool(self.optimizers) if rng is None else rng
         rest = TrainState(
             model=nn.Module(),
@@ -184,22 +170,22 @@ class FabricState(StateSource):
             )
         return owner(self._models, optimizer)
 
+    def _trained(self) -> Trained:
+        return Trained(
+            {(_PART, key): model for key, model in self._models.items()},
+            {(_PART, key): (self._home(each), each) for key, each in self.optimizers.items()},
+            contents=self._contents,
+            apart=True,
+        )
+
     def capture(self) -> CapturedState:
-        rest = self._rest.capture()
-        tree, local = dict(rest.sharded[_PART]), dict(rest.local)
-        groups, stable = list(rest.groups), list(rest.stable)
-        bases: dict[str, Any] = {}
-        for key, model in self._models.items():
-            kept, items = saved_part(model, model_state(model), self._contents, place=key)
-            tree[key] = self._filtered(key, kept)
-            bases |= items
-            local |= local_buffers(model, tree[key], prefix=f"{key}.")
-        for key, optimizer in self.optimizers.items():
-            home = self._home(optimizer)
-            tree[key] = optimizer_state(home, optimizer)
-            groups.append((_PART, (key, "param_groups")))
-            stable += stable_tensors(home, [optimizer])
-        shared = {**rest.shared, **bases}
+        rest, trained = self._rest.capture(), self._trained().capture()
+        tree = {**rest.sharded[_PART], **trained.sharded.get(_PART, {})}
+        shared, local = {**rest.shared, **trained.shared}, dict(trained.local)
+        for key in self._filters.keys() & self._models.keys():
+            whole, tree[key] = tree[key], self._filtered(key, tree[key])
+            for name in whole.keys() - tree[key].keys():
+                local.pop((_PART, f"{key}.{name}"), None)
         if self.iterations:
             shared[_EPOCHS] = {
                 key: max(0, count - (not rest.per_rank[f"{_LOADERS}.{key}"].get("ended", False)))
@@ -208,65 +194,43 @@ class FabricState(StateSource):
         for key in self._filters.keys() & self.plain.keys():
             shared[_item(key)] = PlainValue(self._filtered(key, self.plain[key].value)).state_dict()
         return replace(
-            rest,
+            trained,
             sharded={_PART: tree},
+            per_rank=rest.per_rank,
             shared=shared,
-            alike=[*rest.alike, *bases],
+            alike=[*rest.alike, *trained.alike],
             local=local,
-            groups=groups,
-            stable=stable,
-            optimizers=tuple(self.optimizers.values()),
+            positions=rest.positions,
         )
 
     def _filtered(self, key: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        keep = self._filters.get(key)
-        if keep is None:
-            return values
-        return {name: value for name, value in values.items() if keep(name, value)}
+        return {name: value for name, value in values.items() if self._filters[key](name, value)}
 
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
         entries = saved.sharded.get(_PART, {})
-        tops = {path[0] for path in entries}
-        self._bases = {
-            key: supplied(model, saved, self._contents, place=key) for key, model in self._models.items()
-        }
-        supplying = {key for key, names in self._bases.items() if names}
-        # Of a model without tensors a checkpoint records nothing.
-        empty = {key for key, model in self._models.items() if not any(leaves(model_state(model)))}
-        missing = sorted(self._tensors - tops - empty - supplying)
-        if missing and saved.strict:
-            there = ", ".join(sorted(map(str, tops - {_ITEMS}))) or "none"
-            raise IncompatibleCheckpointError(
-                f"the checkpoint has no {', '.join(missing)}; of models and optimizers it has {there}: use "
-                "the keys that were saved, or strict=False",
-                missing=missing,
-            )
-        tree = dict(self._rest.target(saved)[_PART])
-        for key, model in self._models.items():
-            if key not in missing:
-                tree[key] = model_target(model, under(entries, key), base=self._bases[key])
-        for key, optimizer in self.optimizers.items():
-            if key not in missing:
-                home = self._home(optimizer)
-                tree[key] = optimizer_target(home, optimizer, under(entries, key))
-        return {_PART: tree}
+
+        def check(lacking: Sequence[tuple[str, ...]]) -> None:
+            if lacking and saved.strict:
+                missing = sorted(key for _, key in lacking)
+                there = ", ".join(sorted({str(path[0]) for path in entries} - {_ITEMS})) or "none"
+                raise IncompatibleCheckpointError(
+                    f"the checkpoint has no {', '.join(missing)}; of models and optimizers it has {there}: "
+                    "use the keys that were saved, or strict=False",
+                    missing=missing,
+                )
+
+        self._target = self._trained()
+        trained = self._target.target(saved, check).get(_PART, {})
+        return {_PART: {**self._rest.target(saved)[_PART], **trained}}
 
     def begin(
         self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState
     ) -> Callable[[], Sequence[tuple[str | int, ...]] | None]:
-        tree = loaded[_PART]
-        for key, optimizer in self.optimizers.items():
-            check_groups(self._home(optimizer), optimizer, tree.get(key), fit=fit_of(saved))
+        self._target.begin(loaded, saved)
         return self._rest.begin(loaded, saved)
 
     def apply(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Sequence[str]:
-        tree = loaded[_PART]
-        for key, optimizer in self.optimizers.items():
-            if key in tree:
-                load_optimizer_state(self._home(optimizer), optimizer, tree[key], fit=fit_of(saved))
-        for key, model in self._models.items():
-            if key in tree:
-                load_model_state(model, tree[key], base=self._bases[key])
+        self._target.apply(loaded, saved)
         self.saved = saved
         return self._rest.apply(loaded, saved)
 

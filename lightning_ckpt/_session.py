@@ -23,7 +23,7 @@ from ckpt_core.hosting import CheckpointPath, ManagersByRoot, shadow
 from ckpt_core.manager import CheckpointManager
 from ckpt_core.names import MARKER
 from ckpt_core.saving import SaveHandle
-from ckpt_core.state import Gradients, TrainState, unwrap_optimizer
+from ckpt_core.state import Gradients, TrainState, by_number, unwrap_optimizer
 from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo
 from lightning_ckpt._ckpt_path import found_at, load_stock, path_of
@@ -31,7 +31,7 @@ from lightning_ckpt._committed import AsModelCheckpoint
 from lightning_ckpt._fit import Fit, Measured
 from lightning_ckpt._options import Settings
 from lightning_ckpt._pacing import Pacing, job_note, requeue, requeue_signal, weights_may_change, with_requeue
-from lightning_ckpt._state import LightningState, by_number
+from lightning_ckpt._state import LightningState
 
 _logger = logger_of(__name__)
 _SHOWN = 10

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -18,6 +18,7 @@ from ckpt_core.state import (
     NotEncodableError,
     Override,
     StateSource,
+    by_number,
     check_groups,
     empty_like,
     encode,
@@ -65,7 +66,6 @@ _logger = logger_of(__name__)
 _LOAD_HOOK = "on_load_checkpoint"
 _MARK = "$tensor"
 _SMALL_BYTES = 1 << 16
-_T = TypeVar("_T")
 
 
 @final
@@ -328,15 +328,6 @@ class NewMemory(StateSource):
     def takes_all(self, saved: SavedState) -> bool:
         del saved
         return False
-
-
-def by_number(optimizers: Iterable[_T]) -> dict[str, _T]:
-    """Return what belongs to optimizers under their names in a checkpoint.
-
-    As `TrainState` names them, so that each reads the other's.
-    """
-    found = list(optimizers)
-    return {"" if len(found) == 1 else str(number): each for number, each in enumerate(found)}
 
 
 def check_optimizers(strategy: Any, states: Sequence[Any]) -> None:

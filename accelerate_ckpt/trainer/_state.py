@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 
 from accelerate_ckpt._host_calls import files_in, private_directory
 from accelerate_ckpt._roots import Settings
-from accelerate_ckpt._state import inner_entries, model_part, optimizer_part
+from accelerate_ckpt._state import model_part, optimizer_part, require_all
 from accelerate_ckpt.trainer._callbacks import CallbackStates, ToCome
 from accelerate_ckpt.trainer._data import DataProgress, progress_file
 from ckpt_core._torch_internals import same_bytes
@@ -38,25 +38,15 @@ from ckpt_core.state import (
     Contents,
     Override,
     StateSource,
-    check_groups,
-    load_model_state,
-    load_optimizer_state,
-    local_buffers,
-    model_state,
-    model_target,
-    optimizer_state,
-    optimizer_target,
-    saved_part,
+    Trained,
     saves_base,
     stable_tensors,
-    supplied,
     unwrap_optimizer,
 )
 from ckpt_core.types import CapturedState, SavedState
 
 # The stock Trainer takes any `pytorch_model_fsdp…` directory as a sign of FSDP and refuses without it.
 _PLAIN_MODEL_PART = "model_0"
-_MODEL = "model"
 _TO_COME = "to_come"
 _TOKENS = ("hub_token", "push_to_hub_token")
 _PLACES = frozenset({"output_dir", "logging_dir", "run_name", "local_rank", "resume_from_checkpoint"})
@@ -86,7 +76,6 @@ class TrainingState(StateSource):
         adapts = has_adapters(trainer.model) and not saves_base(self._trainer.model_wrapped, self._contents)
         # Adapters have a file of their own.
         self.stock_files = not adapts if given is None else given
-        self._base: frozenset[str] = frozenset()
         self._with_optimizer = with_optimizer and not trainer.args.save_only_model
         self.change: Override | None = None
 
@@ -104,34 +93,40 @@ class TrainingState(StateSource):
             self.change.apply({"": optimizer}, [self._trainer.lr_scheduler])
 
     def capture(self) -> CapturedState:
-        trainer, model = self._trainer, self._trainer.model_wrapped
+        trainer = self._trainer
         callbacks = CallbackStates(trainer)
         callbacks.check()
         files, weights = self._files()
         part = model_part(0) if trainer.is_fsdp_enabled else _PLAIN_MODEL_PART
-        state, items = saved_part(model, model_state(model), self._contents, place=_MODEL)
-        in_files: dict[str, Any] = {}
+        trained = self._trained(part, with_optimizer=self._with_optimizer).capture()
+        state, places = trained.sharded[part]["model"], dict[str, tuple[str, str]]()
         written = self.stock_files or has_adapters(_inner(trainer))
-        if written and weights is None:
-            places = self._places(files, state)
-            items |= {IN_FILES: places}
-            in_files = {name: state[name] for name in places}
-            state = {name: value for name, value in state.items() if name not in places}
-        sharded: dict[str, dict[str, Any]] = {part: {"model": state}}
-        if self._with_optimizer:
-            sharded[optimizer_part(0)] = {"optimizer": optimizer_state(model, trainer.optimizer)}
+        if has_places := written and weights is None:
+            buffers = {key.removeprefix("model.") for _, key in trained.local}
+            places = self._places(files, {name: each for name, each in state.items() if name not in buffers})
+        left = {name: value for name, value in state.items() if name not in places}
         optimizers = [unwrap_optimizer(trainer.optimizer)]
         extra = CapturedState() if trainer.args.save_only_model else callbacks.capture()
-        return CapturedState(
-            sharded={**sharded, **extra.sharded},
-            shared={**extra.shared, **items, _TO_COME: asdict(self.to_come)},
+        own = {IN_FILES: places} if has_places else {}
+        return replace(
+            trained,
+            sharded={**trained.sharded, part: {"model": left}, **extra.sharded},
+            shared={**extra.shared, **trained.shared, **own, _TO_COME: asdict(self.to_come)},
             files=files,
-            in_files=in_files,
-            local=local_buffers(model, state, part=part),
-            stable=stable_tensors(model, optimizers),
+            in_files={name: state[name] for name in places},
+            stable=stable_tensors(trainer.model_wrapped, optimizers),
             optimizers=optimizers,
             positions={} if self._progress is None else {"training": self._progress.in_samples()},
             configuration=lambda: {k: v for k, v in trainer.args.to_dict().items() if k not in _PLACES},
+        )
+
+    def _trained(self, part: str, *, with_optimizer: bool) -> Trained:
+        model, optimizer = self._trainer.model_wrapped, self._trainer.optimizer
+        place = (optimizer_part(0), "optimizer")
+        return Trained(
+            {(part, "model"): model},
+            {place: (model, optimizer)} if with_optimizer else {},
+            contents=self._contents,
         )
 
     def _places(self, files: Mapping[str, bytes], state: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
@@ -142,9 +137,7 @@ class TrainingState(StateSource):
         and stay with their ranks.
         """
         trainer = self._trainer
-        buffers = {name for _, name in local_buffers(trainer.model_wrapped, state, prefix="")}
         tensors = {name: each for name, each in state.items() if isinstance(each, torch.Tensor)}
-        tensors = {name: each for name, each in tensors.items() if name not in buffers}
         if not trainer.args.should_save:
             return dict.fromkeys(tensors, ("", ""))
         contents = {path: load(content) for path, content in files.items() if path.endswith(".safetensors")}
@@ -164,38 +157,18 @@ class TrainingState(StateSource):
         return found
 
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
-        trainer, part, self.to_come = (
-            self._trainer,
-            _model_part_of(saved),
-            ToCome(**saved.shared.get(_TO_COME, {})),
-        )
-        model = trainer.model_wrapped
-        tree: dict[str, dict[str, Any]] = {}
-        self._base = supplied(model, saved, self._contents, place=_MODEL)
-        entries = inner_entries(saved, part, "model", may_lack=bool(self._base))
-        tree[part] = {"model": model_target(model, entries, base=self._base)}
-        if self._with_optimizer and optimizer_part(0) in saved.sharded:
-            entries = inner_entries(saved, optimizer_part(0), "optimizer")
-            tree[optimizer_part(0)] = {
-                "optimizer": optimizer_target(trainer.model_wrapped, trainer.optimizer, entries)
-            }
-        return tree
+        self.to_come = ToCome(**saved.shared.get(_TO_COME, {}))
+        with_optimizer = self._with_optimizer and optimizer_part(0) in saved.sharded
+        self._target = self._trained(_model_part_of(saved), with_optimizer=with_optimizer)
+        return self._target.target(saved, partial(require_all, saved))
 
     def begin(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Callable[[], None]:
-        """Check that the optimizer has the same parameters."""
-        del saved
-        if optimizer_part(0) in loaded:
-            trainer = self._trainer
-            check_groups(trainer.model_wrapped, trainer.optimizer, loaded[optimizer_part(0)]["optimizer"])
+        self._target.begin(loaded, saved)
         return lambda: None
 
     def apply(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Sequence[str]:
         """Load model and optimizer; the Trainer's own methods read the rest."""
-        trainer = self._trainer
-        if optimizer_part(0) in loaded:
-            optimizer = loaded[optimizer_part(0)]["optimizer"]
-            load_optimizer_state(trainer.model_wrapped, trainer.optimizer, optimizer)
-        load_model_state(trainer.model_wrapped, loaded[_model_part_of(saved)]["model"], base=self._base)
+        self._target.apply(loaded, saved)
         return []
 
     def _files(self) -> tuple[dict[str, bytes], Mapping[str, Any] | None]:

@@ -38,7 +38,6 @@ from ckpt_core.state._model import load_model_state, local_buffers, model_state,
 from ckpt_core.state._nested import empty_like, get, leaves, put, template, under
 from ckpt_core.state._optimizer import (
     check_groups,
-    fit_of,
     load_optimizer_state,
     optimizer_state,
     optimizer_target,
@@ -57,6 +56,7 @@ from ckpt_core.state._train_state import (
     as_source,
     checked_override,
 )
+from ckpt_core.state._trained import Trained, by_number
 
 __all__ = [
     "PICKLED",
@@ -73,9 +73,11 @@ __all__ = [
     "State",
     "StateSource",
     "TrainState",
+    "Trained",
     "as_captured",
     "as_source",
     "base_names",
+    "by_number",
     "check_groups",
     "checked_override",
     "contents_problem",
@@ -87,7 +89,6 @@ __all__ = [
     "encode",
     "encode_items",
     "facts_of",
-    "fit_of",
     "function_free",
     "get",
     "has_shards",

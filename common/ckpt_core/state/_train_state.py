@@ -6,7 +6,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar, final
 
@@ -21,7 +21,7 @@ from ckpt_core.data import LoaderPosition, await_training, is_stateful, tell_of_
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
 from ckpt_core.state import _fsdp1
-from ckpt_core.state._contents import Contents, base_names, begin, saved_part, supplied
+from ckpt_core.state._contents import Contents, base_names, begin
 from ckpt_core.state._items import (
     Counters,
     check_kind,
@@ -39,16 +39,7 @@ from ckpt_core.state._items import (
     rng_state,
     rng_target,
 )
-from ckpt_core.state._model import (
-    Models,
-    Names,
-    as_module,
-    load_model_state,
-    local_buffers,
-    model_state,
-    model_target,
-    of_own_loaders,
-)
+from ckpt_core.state._model import Models, Names, as_module, model_state, of_own_loaders
 from ckpt_core.state._nested import (
     Path,
     dtype_named,
@@ -62,17 +53,10 @@ from ckpt_core.state._nested import (
     template,
     under,
 )
-from ckpt_core.state._optimizer import (
-    check_groups,
-    fit_of,
-    load_optimizer_state,
-    optimizer_state,
-    optimizer_target,
-    stable_tensors,
-    unwrap_optimizer,
-)
+from ckpt_core.state._optimizer import fit_of, optimizer_target, unwrap_optimizer
 from ckpt_core.state._override import Override
 from ckpt_core.state._tensor_sums import own_checksum
+from ckpt_core.state._trained import Place, Trained
 from ckpt_core.types import CapturedState, SavedEntries, SavedState
 from ckpt_core.validation import boolean, require
 
@@ -433,6 +417,7 @@ _AS_STOCK = (
 )
 _SEED = "rng_seed"
 _GRADIENTS = "gradients"
+_MODEL: Place = (_PART, "model")
 POSITIONS = "dataloader.positions"
 """Shared item: rank 0's positions, for ranks that are added later; no item can have this name."""
 
@@ -483,7 +468,6 @@ class TrainState(StateSource):
         require("TrainState", boolean("gradients", gradients))
         self._model = as_module(model)
         self._contents: Contents | None = contents
-        self._base = frozenset[str]()
         self._optimizers = dict(_named("optimizer", optimizer))
         self._shared = dict(_named("scheduler", scheduler)) | dict(_named("scaler", scaler))
         loaders = dict(_named("dataloader", dataloader))
@@ -538,17 +522,11 @@ class TrainState(StateSource):
     def capture(self) -> CapturedState:
         # First, because it is collective: a rank that fails later keeps no other one waiting.
         gradients = self._gradients.capture() if _GRADIENTS in self._with else None
-        names = Names(self._model)
-        tree: dict[str, Any] = {}
-        shared: dict[str, Any] = {}
-        if "model" in self._with:
-            tree["model"], shared = saved_part(
-                self._model, model_state(self._model, names=names), self._contents, place="model"
-            )
-        for name, optimizer in self._optimizers.items():
-            put(tree, _path(name), optimizer_state(self._model, optimizer, names=names))
-        bases = list(shared)
-        shared |= {name: function_free(each.state_dict()) for name, each in self._shared.items()}
+        trained = self._trained().capture()
+        tree = dict(trained.sharded.get(_PART, {}))
+        shared: dict[str, Any] = {
+            name: function_free(each.state_dict()) for name, each in self._shared.items()
+        }
         for name, item in self._items.items():
             state = item_state(item)
             check_placed(name, item, state)
@@ -565,20 +543,25 @@ class TrainState(StateSource):
             # Last: a loader that was never iterated draws from the global generator when asked for its state.
             per_rank["rng"] = rng_state()
             shared[_SEED] = rng_seed(per_rank["rng"])
-        return CapturedState(
+        return replace(
+            trained,
             sharded={_PART: tree},
             per_rank=per_rank,
-            shared=shared,
-            alike=[name for name in (*self._shared, *self._items, *bases) if name in shared],
-            groups=[(_PART, (*_path(name), "param_groups")) for name in self._optimizers],
-            local=local_buffers(self._model, tree["model"], names=names) if "model" in self._with else {},
-            stable=stable_tensors(self._model, self.optimizers),
-            optimizers=self.optimizers,
+            shared={**trained.shared, **shared},
+            alike=[*trained.alike, *(name for name in (*self._shared, *self._items) if name in shared)],
             positions={
                 name: position
                 for name, each in self._dataloaders.items()
                 if (position := each.in_samples(per_rank[name])) is not None
             },
+        )
+
+    def _trained(self) -> Trained:
+        return Trained(
+            {_MODEL: self._model} if "model" in self._with else {},
+            {(_PART, *_path(name)): (self._model, each) for name, each in self._optimizers.items()},
+            contents=self._contents,
+            apart=True,
         )
 
     def _positions(self) -> dict[str, Any]:
@@ -591,12 +574,8 @@ class TrainState(StateSource):
         entries = saved.sharded.get(_PART, {})
         if saved.strict:
             self._check_present(entries, saved)
-        tree: dict[str, Any] = {}
-        if "model" in self._with:
-            self._base = supplied(self._model, saved, self._contents, place="model")
-            tree["model"] = model_target(self._model, under(entries, "model"), saved, base=self._base)
-        for name, optimizer in self._optimizers.items():
-            put(tree, _path(name), optimizer_target(self._model, optimizer, under(entries, *_path(name))))
+        self._target = self._trained()
+        tree = self._target.target(saved).get(_PART, {})
         for name, item in self._items.items():
             if found := under(entries, "items", name):
                 put(tree, ("items", name), item_target(item, found))
@@ -643,10 +622,7 @@ class TrainState(StateSource):
             self.begin(loaded, saved)
         tree, (_, notes) = loaded.get(_PART, {}), self._begun or (None, [])
         self._begun = None
-        for name, optimizer in self._loaded_optimizers(tree, saved):
-            load_optimizer_state(self._model, optimizer, get(tree, _path(name)), fit=fit_of(saved))
-        if "model" in self._with:
-            load_model_state(self._model, tree["model"], strict=not saved.include, base=self._base)
+        self._target.apply(loaded, saved, strict=not saved.include)
         inside = [(("items", name), item) for name, item in self._items.items()]
         for path, item in [*inside, *((_path(name), each) for name, each in self._kept_by_stock(saved))]:
             if (state := get(tree, path)) is not None:
@@ -694,8 +670,7 @@ class TrainState(StateSource):
 
         tree = loaded.get(_PART, {})
         try:
-            for name, optimizer in self._loaded_optimizers(tree, saved):
-                check_groups(self._model, optimizer, get(tree, _path(name)), fit=fit_of(saved))
+            self._target.begin(loaded, saved)
             for name, item in self._items.items():
                 state = saved.shared.get(name, get(tree, ("items", name)))
                 check_kind(item, state, fit=fit_of(saved))
@@ -716,12 +691,6 @@ class TrainState(StateSource):
     @property
     def _torch_optimizers(self) -> dict[str, torch.optim.Optimizer]:
         return {name.partition(".")[2]: unwrap_optimizer(each) for name, each in self._optimizers.items()}
-
-    def _loaded_optimizers(
-        self, tree: Mapping[str, Any], saved: SavedState
-    ) -> list[tuple[str, torch.optim.Optimizer]]:
-        """Return the optimizers to load: without `strict`, only those that were saved."""
-        return [each for each in self._optimizers.items() if saved.strict or get(tree, _path(each[0]))]
 
     def weights(self) -> StateSource | None:
         return self.select({"model"}) if "model" in self._with else None
