@@ -192,7 +192,7 @@ def agreed_place(
     """
 
     def get() -> list[Any]:
-        require(call, None if name is None else _key("name", name))
+        require(call, None if name is None else _key(name))
         also = others()
         return [None if step is None else checked_step(call, step), name, also]
 
@@ -219,12 +219,9 @@ def checked_step(owner: str, step: Any) -> int:
     return int(plain)
 
 
-def _key(name: str, value: Any) -> str | None:
-    if (problem := text(name, value)) is not None:
+def _key(value: Any) -> str | None:
+    if (problem := text("name", value)) is not None:
         return problem
-    parts = value.split("/")
-    if "\0" in value or any(part in {"", ".", ".."} for part in parts):
-        return (
-            f"{name} must be the name of a directory in the root, not {value!r}; for another, give its root"
-        )
+    if "\0" in value or any(part in {"", ".", ".."} for part in value.split("/")):
+        return f"name must be the name of a directory in the root, not {value!r}; for another, give its root"
     return None

@@ -157,6 +157,12 @@ class CorruptCheckpointError(CheckpointError):
     failures: Sequence[FileFailure] = ()
 
 
+def damaged(place: str, path: str, problem: str) -> CorruptCheckpointError:
+    """Return the error of one file of the checkpoint at a place."""
+    failure = FileFailure(path=path, problem=problem)
+    return CorruptCheckpointError(f"{place}/{failure}", failures=(failure,))
+
+
 class IncompatibleCheckpointError(CheckpointError):
     """The checkpoint is intact but does not fit this state or this version.
 

@@ -401,13 +401,8 @@ def plan_prune(
     Weights stay where any rule would keep them, and count for none that keeps whole states. A whole state
     that only a `KeepWeights` keeps is to be demoted, or removed if its weights are there.
 
-    Args:
-        policy: to apply.
-        history: the committed checkpoints.
-        now: Unix time in seconds.
-        abandoned: the treatment of abandoned ones.
-        last: the step committed last; by default by timestamps, although a clock may have been set back.
-        weights_bytes: returns what the weights of a whole checkpoint will take, in a dtype.
+    `now` is Unix time in seconds. `last` is the step committed last; by default by timestamps, although a
+    clock may have been set back. `weights_bytes` returns what the weights of a whole checkpoint will take.
     """
     ordered = sorted(history, key=_by_step)
     sound = [info for info in ordered if not info.marked]

@@ -54,8 +54,8 @@ class Lineage:
     """The unbroken line of saves of a checkpoint, and the lines that it continues.
 
     Attributes:
-        id: hex digits; "" for checkpoints written before lineages existed.
-        number: one more than that of any lineage begun before it in the same root; 0 if `id` is "".
+        id: hex digits; "" of an empty root.
+        number: one more than that of any lineage begun before it in the same root; 0 of an empty one.
         ancestry: (id of a lineage, highest step of it that this one continues), nearest first.
     """
 

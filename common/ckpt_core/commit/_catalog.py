@@ -22,7 +22,6 @@ from ckpt_core.commit._manifest import (
     Manifest,
     Marker,
     by_step,
-    corrupt_file,
     lineage_in_manifest,
     on_present_line,
     present_lineage,
@@ -37,12 +36,12 @@ from ckpt_core.errors import (
     CheckpointNotFoundError,
     ConfigError,
     CorruptCheckpointError,
-    FileFailure,
     IncompatibleCheckpointError,
     LoadError,
     PartialCheckpointError,
     SaveError,
     UntrustedCheckpointError,
+    damaged,
 )
 from ckpt_core.formats import codec
 from ckpt_core.formats.checksums import checksum
@@ -60,6 +59,7 @@ from ckpt_core.names import (
     TWIN_SUFFIX,
     can_count,
     is_incomplete,
+    is_own_file,
     is_trash,
     original_name,
     parse_step_name,
@@ -68,7 +68,7 @@ from ckpt_core.names import (
     twin_name,
 )
 from ckpt_core.options import VerifyManifest
-from ckpt_core.storage import FramedStorage, Storage, read_intact, read_small
+from ckpt_core.storage import BIGGEST_SMALL_FILE, FramedStorage, Storage, read_intact, read_small
 from ckpt_core.types import CheckpointInfo, FileEntry, Lineage
 
 _logger = logger_of(__name__)
@@ -234,14 +234,12 @@ def read_pins(storage: Storage) -> dict[int, str]:
     except FileNotFoundError:
         return {}
     except CorruptCheckpointError as error:
-        raise CorruptCheckpointError(f"{error}; {_PINS_REMEDY}", failures=error.failures) from error
+        raise error.retold(f"{error}; {_PINS_REMEDY}") from error
     try:
         return {int(step): str(reason) for step, reason in json.loads(content)["pins"].items()}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        failure = FileFailure(path=PINS, problem=f"malformed: {error}")
-        raise CorruptCheckpointError(
-            f"{storage.url}/{failure}; {_PINS_REMEDY}", failures=(failure,)
-        ) from error
+        problem = damaged(storage.url, PINS, f"malformed: {error}")
+        raise problem.retold(f"{problem}; {_PINS_REMEDY}") from error
 
 
 def known_pins(storage: Storage) -> dict[int, str] | None:
@@ -296,10 +294,7 @@ def read_marks(storage: Storage) -> Marks:
         content = read_small(storage, DAMAGED, MAX_MARKS_BYTES)
     except FileNotFoundError:
         return Marks()
-    has_checksum = codec.has_checksum(content, source=DAMAGED)
-    with codec.Fields.parse(content, source=DAMAGED) as fields:
-        if not has_checksum:
-            raise ValueError("it does not name its checksum")
+    with codec.Fields.parse(content, source=DAMAGED, summed=True) as fields:
         return Marks(
             damaged=_read(fields, "checkpoints"), bad=_read(fields, "bad") if "bad" in fields else {}
         )
@@ -526,7 +521,7 @@ class Catalog:
                 f"is of step {marker.step}, under the name of another step: a copy or a renamed directory; "
                 f"to use it, rename the directory to {step_name(marker.step)} if that name is free"
             )
-            raise corrupt_file(f"{self._storage.url}/{name}", MARKER, problem)
+            raise damaged(f"{self._storage.url}/{name}", MARKER, problem)
         return marker
 
     def manifest(self, name: str, *, sha256: str | None = None) -> Manifest:
@@ -667,34 +662,35 @@ def plain_files(storage: Storage, name: str, manifest: Manifest) -> PlainFiles:
     place, sizes = f"{storage.url}/{name}", {entry.path: entry.size_bytes for entry in manifest.files}
     entry = next((each for each in manifest.files if each.path == PLAIN), None)
     if entry is None:
-        raise corrupt_file(place, PLAIN, f"not among the files that {MANIFEST} lists")
+        raise damaged(place, PLAIN, f"not among the files that {MANIFEST} lists")
     content = read_entry(storage, name, entry)
     found = PlainFiles.from_bytes(content, source=f"{place}/{PLAIN}")
     plain = Manifest.from_bytes(found.manifest)
     plain_sizes = {each.path: each.size_bytes for each in plain.files}
     if hashlib.sha256(found.manifest).hexdigest() != manifest.plain_sha256 or plain.plain_sha256:
-        raise corrupt_file(place, PLAIN, f"is not of the checkpoint that {MANIFEST} names")
+        raise damaged(place, PLAIN, f"is not of the checkpoint that {MANIFEST} names")
     for path, frames in found.files.items():
         if (frames.plain_starts[-1], frames.stored_starts[-1]) != (plain_sizes.get(path), sizes.get(path)):
-            raise corrupt_file(place, PLAIN, f"says other sizes of {path!r:.200} than the manifests")
+            raise damaged(place, PLAIN, f"says other sizes of {path!r:.200} than the manifests")
     return found
 
 
 def read_entry(storage: Storage, name: str, entry: FileEntry) -> bytes:
-    """Read a small file of a checkpoint, and compare it with its manifest.
+    """Read a small file of a checkpoint, and compare it with its manifest, if it has any.
 
     Raises:
         CorruptCheckpointError: it is missing or damaged.
     """
-    key = f"{name}/{entry.path}"
+    key, size = f"{name}/{entry.path}", entry.size_bytes
+    most = size if entry.checksum and not is_own_file(entry.path) else BIGGEST_SMALL_FILE
 
     def problem(content: bytes) -> str:
-        found = checksum(content, entry.checksum.partition(":")[0])
+        found = checksum(content, entry.checksum.partition(":")[0]) if entry.checksum else ""
         return "" if found == entry.checksum else f"checksum is {found}, {entry.checksum} was committed"
 
     try:
         content, wrong = read_intact(
-            storage, key, lambda each: read_small(each, key, committed_bytes=entry.size_bytes), problem
+            storage, key, lambda each: read_small(each, key, most, committed_bytes=size), problem
         )
     except FileNotFoundError:
         content, wrong = b"", "missing"
@@ -706,7 +702,7 @@ def read_entry(storage: Storage, name: str, entry: FileEntry) -> bytes:
             raise
         content, wrong = b"", f"cannot be read: {error}"
     if wrong:
-        raise corrupt_file(f"{storage.url}/{name}", entry.path, wrong)
+        raise damaged(f"{storage.url}/{name}", entry.path, wrong)
     return content
 
 
@@ -714,10 +710,10 @@ def _committed_manifest(storage: Storage, name: str, sha256: str | None) -> tupl
     marker, place = Catalog(storage).marker(name), f"{storage.url}/{name}"
     content, _ = read_committed(storage, name, marker)
     if sha256 is not None and marker.manifest_sha256 != sha256:
-        raise corrupt_file(place, MANIFEST, f"its SHA-256 is {marker.manifest_sha256}, not {sha256}")
+        raise damaged(place, MANIFEST, f"its SHA-256 is {marker.manifest_sha256}, not {sha256}")
     manifest = Manifest.from_bytes(content)
     if not marker.is_of(manifest):
-        raise corrupt_file(place, MARKER, f"disagrees with {MANIFEST}: it is the marker of another save")
+        raise damaged(place, MARKER, f"disagrees with {MANIFEST}: it is the marker of another save")
     return content, manifest
 
 
@@ -783,9 +779,7 @@ def arranged(
 
 
 def _located(place: str, error: CheckpointError | OSError) -> CheckpointError | OSError:
-    if isinstance(error, CorruptCheckpointError):
-        return CorruptCheckpointError(f"{place}: {error}", failures=error.failures)
-    if isinstance(error, IncompatibleCheckpointError | ArchivedError):
+    if isinstance(error, CorruptCheckpointError | IncompatibleCheckpointError | ArchivedError):
         return error.retold(f"{place}: {error}")
     return error
 

@@ -26,9 +26,9 @@ from ckpt_core.errors import (
     CheckpointError,
     ConfigError,
     CorruptCheckpointError,
-    FileFailure,
     IncompatibleCheckpointError,
     PartialCheckpointError,
+    damaged,
 )
 from ckpt_core.formats import codec
 from ckpt_core.formats.checksums import is_checksum
@@ -107,13 +107,6 @@ def next_lineage(
 def is_same(one: CheckpointInfo, other: CheckpointInfo) -> bool:
     """Return whether both are the same checkpoint, not one replaced by the other."""
     return (one.name, one.save_id, one.created) == (other.name, other.save_id, other.created)
-
-
-def _lineage_fields(lineage: Lineage) -> dict[str, Any]:
-    if not lineage.number:
-        return {}
-    ancestry = [[each, step] for each, step in lineage.ancestry]
-    return {"lineage": {"id": lineage.id, "number": lineage.number, "ancestry": ancestry}}
 
 
 def _lineage_of(fields: codec.Fields) -> Lineage:
@@ -261,7 +254,6 @@ class Manifest:
                 "producer": dict(self.producer),
                 "num_chunks": self.num_chunks,
                 **_rest_fields(self),
-                **_plain_field(self.plain_sha256),
                 **provenance_fields(self.provenance),
                 **({"replicas": self.replicas} if self.replicas > 1 else {}),
                 **({"groups": list(self.groups)} if self.groups else {}),
@@ -294,7 +286,7 @@ class Manifest:
                 producer=fields.mapping("producer", str),
                 num_chunks=fields.count("num_chunks"),
                 provenance=read_provenance(fields),
-                replicas=fields.count("replicas", least=1) if fields.has("replicas") else 1,
+                replicas=fields.count("replicas", least=1) if "replicas" in fields else 1,
                 groups=_groups(fields, len(columns["path"])),
                 files=tuple(
                     FileEntry(path=path, size_bytes=size, checksum=sum_) for path, size, sum_ in rows
@@ -387,7 +379,6 @@ class Marker:
                 "world_size": self.world_size,
                 "metrics": codec.numbers(self.metrics),
                 **_rest_fields(self),
-                **_plain_field(self.plain_sha256),
                 **({"groups": self.groups} if self.groups > 1 else {}),
             }
         )
@@ -398,18 +389,15 @@ class Marker:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Marker:
-        # First: a flipped bit in the version number must not pass for a newer format.
-        has_checksum = codec.has_checksum(content, source=_MARKER)
-        oldest = FORMAT_VERSION if has_checksum else 1  # without one, it is no marker of any format
-        with codec.Fields.parse(content, source=_MARKER, oldest=oldest, newest=NEWEST_FORMAT) as fields:
-            if not has_checksum:
-                raise ValueError("it does not name its checksum")
+        with codec.Fields.parse(
+            content, source=_MARKER, oldest=FORMAT_VERSION, newest=NEWEST_FORMAT, summed=True
+        ) as fields:
             return cls(
                 **_facts_in(fields),
                 manifest_sha256=fields.get("manifest_sha256", str),
                 manifest_bytes=fields.count("manifest_bytes"),
                 size_bytes=fields.count("size_bytes"),
-                groups=fields.count("groups", least=1) if fields.has("groups") else 1,
+                groups=fields.count("groups", least=1) if "groups" in fields else 1,
             )
 
 
@@ -426,12 +414,13 @@ def _facts_of(source: Manifest | Marker) -> dict[str, Any]:
 
 def _rest_fields(source: Manifest | Marker) -> dict[str, Any]:
     """Return the fields of both that a checkpoint need not have."""
-    origin, counts = source.weights_of, {name: getattr(source, name) for name in _COUNTS}
-    return {
-        **_lineage_fields(source.lineage),
-        **{name: count for name, count in counts.items() if count is not None},
-        **({} if origin is None else {"weights_of": parent_fields(origin)}),
-    }
+    origin, lineage, fields = source.weights_of, source.lineage, dict[str, Any]()
+    if lineage.number:
+        ancestry = [[each, step] for each, step in lineage.ancestry]
+        fields["lineage"] = {"id": lineage.id, "number": lineage.number, "ancestry": ancestry}
+    fields |= {name: known for name in _COUNTS if (known := getattr(source, name)) is not None}
+    fields |= {} if origin is None else {"weights_of": parent_fields(origin)}
+    return fields | ({"plain_sha256": source.plain_sha256} if source.plain_sha256 else {})
 
 
 def _facts_in(fields: codec.Fields) -> dict[str, Any]:
@@ -443,14 +432,10 @@ def _facts_in(fields: codec.Fields) -> dict[str, Any]:
         "world_size": fields.count("world_size", least=1),
         "metrics": fields.numbers("metrics"),
         "lineage": _lineage_of(fields),
-        "plain_sha256": fields.get("plain_sha256", str) if fields.has("plain_sha256") else "",
+        "plain_sha256": fields.get("plain_sha256", str) if "plain_sha256" in fields else "",
         "weights_of": None if (origin := fields.optional("weights_of")) is None else read_parent(origin),
         **{name: fields.count(name) for name in _COUNTS if name in fields},
     }
-
-
-def _plain_field(sha256: str) -> dict[str, str]:
-    return {"plain_sha256": sha256} if sha256 else {}
 
 
 def read_committed(
@@ -519,7 +504,7 @@ def _named_by(marker: Marker, storage: Storage, name: str, path: str) -> bytes:
     except FileNotFoundError:
         problem, content = "missing", b""
     if problem:
-        raise corrupt_file(f"{storage.url}/{name}", path, problem)
+        raise damaged(f"{storage.url}/{name}", path, problem)
     return content
 
 
@@ -531,13 +516,8 @@ def lineage_in_manifest(storage: Storage, name: str) -> Lineage | None:
         return None
 
 
-def corrupt_file(place: str, path: str, problem: str) -> CorruptCheckpointError:
-    failure = FileFailure(path=path, problem=problem)
-    return CorruptCheckpointError(f"{place}/{failure}", failures=(failure,))
-
-
 def _groups(fields: codec.Fields, files: int) -> tuple[int, ...]:
-    groups = fields.get("groups", list) if fields.has("groups") else []
+    groups = fields.get("groups", list) if "groups" in fields else []
     if groups and len(groups) != files:
         raise ValueError(f"'groups' should have an entry for each of {files} files, not {len(groups)}")
     if not {int}.issuperset(map(type, groups)) or min(groups, default=0) < EVERY_GROUP:

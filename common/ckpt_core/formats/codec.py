@@ -51,9 +51,7 @@ def has_checksum(content: bytes, *, source: str) -> bool:
 
 def corrupt(source: str, problem: str) -> CorruptCheckpointError:
     """Build the error for a file that differs from what was written."""
-    return CorruptCheckpointError(
-        f"{source} {problem}", failures=(FileFailure(path=source, problem=problem),)
-    )
+    return damage(source, problem).retold(f"{source} {problem}")
 
 
 def damage(path: str, problem: str) -> CorruptCheckpointError:
@@ -82,17 +80,27 @@ class Fields:
     @classmethod
     @contextmanager
     def parse(
-        cls, content: bytes, *, source: str, oldest: int = 1, newest: int = FORMAT_VERSION
+        cls,
+        content: bytes,
+        *,
+        source: str,
+        oldest: int = 1,
+        newest: int = FORMAT_VERSION,
+        summed: bool = False,
     ) -> Generator[Fields]:
-        """Read one object; turn errors inside the block into ours.
+        """Read one object, with its checksum if `summed`; turn errors inside into ours.
 
         Raises:
             IncompatibleCheckpointError: it was written by a newer version, or is of a format before `oldest`.
             CorruptCheckpointError: it is malformed.
         """
         try:
+            # First: a flipped bit in the version number must not pass for a newer format.
+            is_right = not summed or has_checksum(content, source=source)
             fields = cls(json.loads(content))
             version = fields.format_version
+            if not is_right and version <= newest:
+                raise ValueError("it does not name its checksum")
             if version < oldest:
                 raise IncompatibleCheckpointError(
                     f"{source} is of an older format ({version}), not readable by this version of ckpt-suite"
@@ -123,10 +131,6 @@ class Fields:
         if type(value) is not kind:
             raise ValueError(f"{name!r} should be {kind.__name__}, not {type(value).__name__}")
         return value
-
-    def has(self, name: str) -> bool:
-        """Return whether the object has that field."""
-        return name in self._fields
 
     def optional(self, name: str) -> Fields | None:
         """Return a field that is a JSON object, None if absent."""

@@ -274,10 +274,8 @@ _MOST_AROUND_BYTES: Final = 1 << 20
 def plain_entry(content: bytes, descriptors: Sequence[str], most_bytes: int) -> bytes:
     """Return an entry as it was before the extensions, which DCP names in this order.
 
-    Args:
-        content: as stored.
-        descriptors: name and version of each extension.
-        most_bytes: the most of its payload: a few bytes could make more than there is memory.
+    Each has a name and a version. `most_bytes` is the most of its payload: a few bytes could make more than
+    there is memory.
 
     Raises:
         IncompatibleCheckpointError: an extension is unknown, or what it needs is not installed.

@@ -38,11 +38,8 @@ def read_pickle(
 ) -> Any:
     """Unpickle what names only what `find` returns; it runs no other code.
 
-    Args:
-        content: a pickle of protocol 2 or later.
-        find: (module, name) -> what stands for it. It is an immutable or `Sealed` class, or a value.
-        persistent: persistent id -> what stands for it; None refuses all.
-        memo: receives what the pickle has kept, by number.
+    What stands for a (module, name) is an immutable or `Sealed` class, or a value. `persistent` returns what
+    stands for a persistent id; None refuses all. `memo` receives what the pickle has kept, by number.
 
     Raises:
         PickleError: it is damaged, or holds opcodes that pickles of plain data do not have.

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final, TypeVar, final
 
-from ckpt_core.commit import Manifest, share, verify
+from ckpt_core.commit import Manifest, read_entry, share, verify
 from ckpt_core.disclosure import logger_of
-from ckpt_core.errors import CorruptCheckpointError, FileFailure, lost
-from ckpt_core.formats.checksums import Checksum, combine_crc32, crc32, crc32_text, crc32_value
+from ckpt_core.errors import CorruptCheckpointError, FileFailure, damaged, lost
+from ckpt_core.formats.checksums import combine_crc32, crc32, crc32_text, crc32_value
 from ckpt_core.formats.chunks import ChunkTable, FileChunks
 from ckpt_core.names import chunks_name, data_rank, is_own_file
 from ckpt_core.reading import Payload, RangeRead
-from ckpt_core.storage import (
-    BIGGEST_SMALL_FILE,
-    ForeignFileError,
-    RangeReader,
-    Storage,
-    read_intact,
-    read_small,
-)
+from ckpt_core.storage import ForeignFileError, RangeReader, Storage
 from ckpt_core.types import FileEntry
 
 T = TypeVar("T")
@@ -161,26 +153,12 @@ class CommittedFiles:
         return lost(failures)
 
     def _read(self, path: str, original: str) -> bytes:
-        size = self.size(original)
-        key = f"{self.directory}/{path}"
-        most = size if self.is_ours and not is_own_file(path) else BIGGEST_SMALL_FILE
+        known = self._entries.get(original)
+        entry = FileEntry(path=path, size_bytes=self.size(original), checksum=known.checksum if known else "")
         try:
-            content, problem = read_intact(
-                self.storage,
-                key,
-                lambda each: read_small(each, key, most, committed_bytes=size),
-                lambda content: self._problem(content, original),
-            )
-        except FileNotFoundError:
-            raise self.damaged(path, "missing") from None
-        except OSError as error:
-            # A block that the device cannot read is lost; any other error may be transient.
-            if error.errno != errno.EIO:
-                raise
-            raise self.damaged(path, f"cannot be read: {error}") from error
-        if problem:
-            raise self.damaged(path, problem)
-        return content
+            return read_entry(self.storage, self.directory, entry)
+        except CorruptCheckpointError as error:
+            raise error.retold(f"{error}. Nothing was loaded") from error
 
     def table(self, rank: int) -> ChunkTable:
         """Return the chunk table of a rank, read and parsed once."""
@@ -247,20 +225,8 @@ class CommittedFiles:
 
     def damaged(self, path: str, problem: str) -> CorruptCheckpointError:
         """Make the error of a damaged file."""
-        failure = FileFailure(path=path, problem=problem)
-        return CorruptCheckpointError(f"{self.url}/{failure}. Nothing was loaded", failures=(failure,))
-
-    def _problem(self, content: bytes, original: str) -> str:
-        """Return what is wrong with the bytes of a file; "" if nothing is known."""
-        if not self.is_ours:
-            return ""
-        committed = self._entries[original].checksum
-        try:
-            found = Checksum.like(committed)
-        except ValueError as error:
-            return f"cannot be verified: {error}"
-        found.update(content)
-        return "" if str(found) == committed else f"checksum is {found}, {committed} was committed"
+        error = damaged(self.url, path, problem)
+        return error.retold(f"{error}. Nothing was loaded")
 
     def missing_or_truncated(self, rank: int, world_size: int) -> list[FileFailure]:
         """Check this rank's share of the files for missing ones and wrong sizes.

@@ -11,18 +11,12 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Final, NoReturn, final
 
-from ckpt_core.errors import CorruptCheckpointError, FileFailure
+from ckpt_core.errors import damaged
 from ckpt_core.formats.checksums import Checksum, combine_crc32, crc32, crc32_text, crc32_value
 from ckpt_core.storage import RangeReader
 from ckpt_core.types import FileEntry
 
 _BLOCK_BYTES: Final = 4 << 20
-
-
-def damaged(place: str, path: str, problem: str) -> CorruptCheckpointError:
-    """Return the error of a file that differs from its manifest."""
-    failure = FileFailure(path=path, problem=problem)
-    return CorruptCheckpointError(f"{place}/{failure}", failures=(failure,))
 
 
 @final

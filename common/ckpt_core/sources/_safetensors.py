@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, final
 
 import torch
 
-from ckpt_core.errors import ConfigError, CorruptCheckpointError, FileFailure, IncompatibleCheckpointError
+from ckpt_core.errors import ConfigError, CorruptCheckpointError, IncompatibleCheckpointError, damaged
 from ckpt_core.formats.codec import count, relative_paths
 from ckpt_core.sources._layout import Layout, Path, StoredChunk, StoredTensor
 from ckpt_core.storage import ForeignFileError, Storage, read_small
@@ -107,11 +107,11 @@ def read_header(storage: Storage, directory: str, file: str) -> tuple[dict[str, 
             raise ValueError("its __metadata__ is no mapping")
         return _ranges(header, begin, size), metadata
     except FileNotFoundError:
-        raise damaged(storage, directory, file, "missing") from None
+        raise damaged(f"{storage.url}/{directory}", file, "missing") from None
     except (ForeignFileError, IsADirectoryError) as error:
-        raise damaged(storage, directory, file, str(error.strerror)) from error
+        raise damaged(f"{storage.url}/{directory}", file, str(error.strerror)) from error
     except (ValueError, RecursionError) as error:
-        raise damaged(storage, directory, file, f"is no file of safetensors: {error}") from error
+        raise damaged(f"{storage.url}/{directory}", file, f"is no file of safetensors: {error}") from error
     except IncompatibleCheckpointError as error:
         raise error.retold(f"{storage.url}/{directory}/{file}: {error}") from None
 
@@ -146,12 +146,6 @@ def _range(name: str, entry: Any, begin: int) -> StoredRange:
     if stop - start != found.size_bytes:
         raise ValueError(f"{name!r:.200} has {stop - start} bytes, {code} of shape {shape!s:.200} has others")
     return found
-
-
-def damaged(storage: Storage, directory: str, file: str, problem: str) -> CorruptCheckpointError:
-    """Return the error for a file in a folder, which names it by its path there."""
-    failure = FileFailure(path=file, problem=problem)
-    return CorruptCheckpointError(f"{storage.url}/{directory}/{file}: {problem}", failures=(failure,))
 
 
 @final
@@ -229,7 +223,7 @@ class _WeightSets:
         return {name: ("model", _live_name(name, start, saved)) for name in names}
 
     def _damaged(self, file: str, problem: str) -> CorruptCheckpointError:
-        return damaged(self._storage, self._directory, file, problem)
+        return damaged(self.url, file, problem)
 
 
 def read_json(storage: Storage, directory: str, file: str) -> dict[str, Any]:
@@ -241,9 +235,9 @@ def read_json(storage: Storage, directory: str, file: str) -> dict[str, Any]:
     try:
         return _parsed(read_small(storage, f"{directory}/{file}", _MOST_HEADER_BYTES))
     except FileNotFoundError:
-        raise damaged(storage, directory, file, "missing") from None
+        raise damaged(f"{storage.url}/{directory}", file, "missing") from None
     except (ValueError, RecursionError) as error:
-        raise damaged(storage, directory, file, f"cannot be read: {error}") from error
+        raise damaged(f"{storage.url}/{directory}", file, f"cannot be read: {error}") from error
 
 
 def start_of(kind: str) -> str:

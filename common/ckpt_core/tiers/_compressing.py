@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, final
 
 from ckpt_core.commit import NEWEST_FORMAT, Manifest, read_entry
 from ckpt_core.crew import cpus, run_all
-from ckpt_core.errors import CheckpointError, CorruptCheckpointError
+from ckpt_core.errors import CheckpointError, CorruptCheckpointError, damaged
 from ckpt_core.formats.checksums import Checksum, checksum, crc32
 from ckpt_core.formats.chunks import BLOCK_BYTES, ChunkTable, FileChunks
 from ckpt_core.formats.dcp_metadata import item_bytes
@@ -39,7 +39,7 @@ from ckpt_core.formats.frames import (
     encode_plain,
 )
 from ckpt_core.names import MANIFEST, METADATA, PLAIN, chunks_name, data_rank, probe_name
-from ckpt_core.reading import CheckedReader, damaged
+from ckpt_core.reading import CheckedReader
 from ckpt_core.storage import RangeReader, Storage, read_small
 from ckpt_core.types import ChunkEntry, FileEntry
 
@@ -67,10 +67,7 @@ _ANOTHER: Final[Choices] = {"": "another"}
 def begun_choices(target: Storage, working: str, content: bytes) -> Choices | None:
     """Return what was chosen for a copy that was begun; None if none was.
 
-    Args:
-        target: the root that is copied to.
-        working: the directory there.
-        content: the manifest of the plain checkpoint.
+    `content` is the manifest of the plain checkpoint.
     """
     made, plain = (_small(target, f"{working}/{name}") for name in (MANIFEST, PLAIN))
     ours = made is None and target.supports_rename  # its name is that of the save
@@ -95,13 +92,7 @@ def _small(storage: Storage, key: str) -> bytes | None:
 
 
 def codec_for(choices: Choices, entry: ChunkEntry, samples: Sequence[memoryview]) -> int:
-    """Return the codec of an entry of a data file: none if little is won.
-
-    Args:
-        choices: for its class.
-        entry: of the file.
-        samples: parts of up to three blocks of it.
-    """
+    """Return the codec of an entry of a data file: none if samples of it hardly shrink."""
     choice = choices.get(_class_of(entry), choices.get("", NONE))
     if choice == NONE:
         return RAW
@@ -165,14 +156,9 @@ def compressed(
     running: Checksum,
     progress: Callable[[int], None],
 ) -> Iterator[memoryview]:
-    """Yield the frames of a plain data file, compressed, and compare it.
+    """Yield the frames of a plain data file, from `cut`, compressed, and compare it.
 
-    Args:
-        reader: of the file.
-        frames: from `cut`.
-        row: becomes that of `Rows`, once all are taken.
-        running: the checksum that no byte has gone through yet.
-        progress: called with counts of bytes that were taken.
+    Nothing has gone through the `running` checksum yet. Once all are taken, `row` is that of `Rows`.
 
     Raises:
         CorruptCheckpointError: the file is damaged.
@@ -227,13 +213,8 @@ def compressed_manifest(
 ) -> Manifest:
     """Return the manifest of a compressed checkpoint.
 
-    Args:
-        plain: that of the plain one.
-        content: its bytes.
-        rows: of all compressed files.
-        choices: what was chosen.
-        small: the small files in which the plain one differs, path -> content, `PLAIN` excepted; they become
-            those of the compressed one.
+    `small` are the small files in which the plain one differs, path -> content, `PLAIN` excepted; they become
+    those of the compressed one.
 
     Raises:
         CorruptCheckpointError: DCP's metadata are damaged.
@@ -305,21 +286,13 @@ def choose_codecs(
     cores: float,
     reading: float = 0.0,
 ) -> dict[str, str]:
-    """Choose the codec of each class of tensors.
+    """Choose the codec, or `NONE`, of each class of tensors, whose `sizes` are in bytes.
 
     The model is a pipeline: cores read and compress while the place is written to, so that all of it takes as
     long as the slower of both, max((reading + sum(size / rate)) / cores, sum(size / ratio) / write_rate). No
-    other choice takes less by that; of those that take as much, the one that stores the fewest bytes.
-
-    Args:
-        sizes: bytes of each class.
-        measured: class -> codec -> what it makes of it; what a class lacks cannot be chosen for it.
-        write_rate: stored bytes that the place takes in a second.
-        cores: that compress.
-        reading: seconds in which one core reads all of it, and compares it.
-
-    Returns:
-        The codec of each class, or `NONE`.
+    other choice takes less by that; of those that take as much, the one that stores the fewest bytes. What is
+    not `measured` of a class cannot be chosen for it. `write_rate` is in stored bytes a second, `reading` the
+    seconds in which one core reads all of it, and compares it.
     """
     # Of the classes so far: every choice that another one does not beat in both seconds and bytes. The first
     # compresses nothing.
@@ -356,15 +329,9 @@ def auto(
     A class of tensors is what has one dtype, the same first and last part of its name, and is of experts or
     not; a few parts of its largest tensors are compressed in every way. The largest class comes first. A
     class is not looked at where that takes as long as it could save: the seconds in which the place is
-    written to, and no more of all of them than it still takes when everything has been read.
-
-    Args:
-        source: the root, in which the checkpoint is plain.
-        name: of the checkpoint.
-        tables: path -> chunks of the files of it that are to be compressed.
-        write_rate: stored bytes that the place takes in a second.
-        sending: seconds in which one core sends a byte.
-        stop: called before every read; raises to end it.
+    written to, and no more of all of them than it still takes when everything has been read. The source has
+    the checkpoint plain; `write_rate` is in stored bytes in a second, `sending` the seconds in which one core
+    sends a byte.
 
     Raises:
         CorruptCheckpointError: it is damaged.
@@ -425,11 +392,8 @@ def _gain(codec: int, content: bytes) -> Gain:
 def write_rate(target: Storage, size_bytes: int) -> tuple[float, float]:
     """Measure how many bytes a second a place takes, by files that are removed.
 
-    Returns also the seconds in which one core sends a byte.
-
-    Args:
-        target: a root that this process owns.
-        size_bytes: of what is to be written; of the largest, 16 MiB are tried.
+    Returns also the seconds in which one core sends a byte. This process owns the root; of the largest sizes
+    16 MiB are tried.
 
     Raises:
         OSError: it cannot be written.

@@ -37,12 +37,13 @@ from ckpt_core.errors import (
     ConfigError,
     CorruptCheckpointError,
     IncompatibleCheckpointError,
+    damaged,
 )
 from ckpt_core.formats.checksums import Checksum
 from ckpt_core.formats.chunks import FileChunks
 from ckpt_core.formats.frames import compressor, encode_plain
 from ckpt_core.names import MANIFEST, METADATA, PLAIN, SIGNATURE, is_incomplete, twin_name
-from ckpt_core.reading import CheckedReader, damaged
+from ckpt_core.reading import CheckedReader
 from ckpt_core.storage import ForeignFileError, RangeReader, Storage, read_small
 from ckpt_core.tiers._compressing import (
     Choices,
@@ -93,24 +94,9 @@ class CheckpointCopy:
     """The copy of one checkpoint to a root that the job owns.
 
     One process calls `begin`, then every process that takes part `copy_files` for its share, then the first
-    one `finish`.
-
-    Attributes:
-        name: of the checkpoint at the target.
-        source_name: of the checkpoint at the source.
-        manifest: of the checkpoint.
-        content: the bytes of the manifest, as committed at the source.
-        choices: how it is compressed.
-        working: the directory at the target that it is written into.
-        target_url: of the root to copy to.
-
-    Args:
-        source: the root to copy from.
-        target: the root to copy to.
-        name: of the checkpoint at the source.
-        content: its manifest, as committed.
-        as_name: its name at the target; None for the same.
-        choices: how it is compressed, if at all; then the source has it plain.
+    one `finish`. At the source it is called `source_name`, and `content` is its manifest, as committed there;
+    at the target it is called `name`, and is written into the directory `working`. Where there are `choices`
+    it is compressed, and the source has it plain.
     """
 
     def __init__(
@@ -142,23 +128,15 @@ class CheckpointCopy:
         name: str,
         *,
         as_name: str | None = None,
-        choices: Choices | None = None,
     ) -> Self:
         """Read the manifest of a committed checkpoint that is to be copied.
-
-        Args:
-            source: the root to copy from.
-            target: the root to copy to.
-            name: of the checkpoint at the source.
-            as_name: its name at the target, where the same name is taken there; see `run_name`.
-            choices: how it is compressed, if at all; then the source has it plain.
 
         Raises:
             CheckpointNotFoundError: it is not committed.
             CorruptCheckpointError: marker or manifest are damaged.
             IncompatibleCheckpointError: they were written by a newer version.
         """
-        return cls(source, target, name, read_manifest(source, name), as_name=as_name, choices=choices)
+        return cls(source, target, name, read_manifest(source, name), as_name=as_name)
 
     @classmethod
     def again(
@@ -186,9 +164,7 @@ class CheckpointCopy:
     def chosen(self, share: Sequence[FileEntry], terms: CopyTerms) -> Self:
         """Return the copy as `terms.compress` has it, or as it was begun.
 
-        Args:
-            share: files that this process reads, on which `auto` tries codecs.
-            terms: of the copy.
+        `share` are the files that this process reads, on which `auto` tries codecs.
 
         Raises:
             ConfigError: the checkpoint is signed, and `terms.sign` is None.
@@ -217,9 +193,8 @@ class CheckpointCopy:
     def begin(self, *, repair: bool = False, otherwise: str = "") -> bool:
         """Prepare the target; return False if the checkpoint is committed there already.
 
-        Args:
-            repair: whether it is copied although it is committed there, for it is damaged.
-            otherwise: its name where its own is taken, as after training went back; "" for none.
+        With `repair` it is copied nevertheless, for it is damaged there. `otherwise` is its name where its
+        own is taken, as after training went back; "" for none.
 
         Raises:
             CheckpointExistsError: the name is taken at the target.
@@ -241,10 +216,7 @@ class CheckpointCopy:
     def copy_files(self, entries: Sequence[FileEntry], terms: CopyTerms) -> Rows:
         """Copy files of the checkpoint, each verified before it is complete.
 
-        They are durable on return.
-
-        Returns:
-            What `finish` needs of those that were compressed.
+        They are durable on return. Returns what `finish` needs of those that were compressed.
 
         Raises:
             CorruptCheckpointError: a file of the source, and its twin if it has one, is damaged.
@@ -278,11 +250,8 @@ class CheckpointCopy:
     ) -> CheckpointInfo:
         """Commit the copy at the target.
 
-        Args:
-            rows: from `copy_files`, of all files; None if nothing is compressed.
-            sign: signs the manifest of a compressed copy, if the checkpoint is signed.
-            check: raises if another job has taken the target; see `Lease.check`.
-            repair: whether to replace a damaged copy of the same save.
+        `rows` are from `copy_files`, of all files. `sign` signs the manifest of a compressed copy. `check`
+        raises if another job has taken the target. With `repair` a damaged copy of the same save is replaced.
 
         Raises:
             SaveError: a file is missing at the target, or the outcome is in doubt; see `commit`.
@@ -499,18 +468,12 @@ def begin_copy(
     *,
     repair: bool = False,
     choices: Choices | None = None,
-) -> str:
-    """Prepare the directory of a copy at the target; return its name.
+) -> None:
+    """Prepare the directory of a copy in a root that the caller owns.
 
     Files that an earlier copy of the same save has left there stay, if it was compressed as this one is.
-
-    Args:
-        storage: the root to copy to; the caller owns it.
-        name: of the checkpoint.
-        manifest: of the checkpoint.
-        beside: path -> content of the manifest, which comes first, and of files that it does not list.
-        repair: whether a damaged copy of it may have the name.
-        choices: how it is compressed, if at all.
+    `beside` is path -> content of the manifest, which comes first, and of files that it does not list. With
+    `repair`, a damaged copy may have the name.
 
     Raises:
         CheckpointExistsError: the name is taken, or on an object store belongs to another torn save.
@@ -538,7 +501,6 @@ def begin_copy(
             f"{storage.url}/{working} is a file, where the directory of a copy must be; it was not touched: "
             "move or delete it"
         ) from error
-    return working
 
 
 def _write_small(storage: Storage, working: str, path: str, content: bytes, *, goes_on: bool) -> None:

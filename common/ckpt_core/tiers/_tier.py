@@ -20,7 +20,6 @@ from typing_extensions import override
 
 from ckpt_core.commit import Catalog, Survey, file_as_root
 from ckpt_core.disclosure import logger_of
-from ckpt_core.errors import CorruptCheckpointError
 from ckpt_core.formats import codec
 from ckpt_core.names import FORMAT_VERSION, TIERS
 from ckpt_core.options import CheckpointOptions, Upload
@@ -42,12 +41,7 @@ _PATIENCE_SECONDS: Final = 60.0
 
 @final
 class Asked(Generic[T]):
-    """A question that was put to a tier.
-
-    Attributes:
-        answer: of the tier, to be.
-        at: monotonic seconds.
-    """
+    """A question that was put to a tier, `at` monotonic seconds."""
 
     def __init__(self) -> None:
         self.answer: Future[T] = Future()
@@ -56,12 +50,8 @@ class Asked(Generic[T]):
     def result(self, label: str, seconds: float) -> T:
         """Return the answer; say after a while what is waited for.
 
-        Args:
-            label: of the tier, for messages.
-            seconds: the longest wait, from when it was asked.
-
         Raises:
-            TimeoutError: there is none.
+            TimeoutError: there is none `seconds` after it was asked.
             BaseException: what the question raised.
         """
         soon = min(_SAID_AFTER, seconds)
@@ -148,11 +138,7 @@ class Tier:
 
 @final
 class FurtherTier(Tier):
-    """A tier behind the root, which may be down: a listing of it never hangs.
-
-    Attributes:
-        patience_seconds: the longest wait for a listing.
-    """
+    """A tier behind the root, which may be down: a listing of it never hangs."""
 
     def __init__(self, label: str, storage: Storage, patience_seconds: float = _PATIENCE_SECONDS) -> None:
         super().__init__(label, storage)
@@ -210,10 +196,7 @@ _MAX_BYTES: Final = 1 << 20
 class Uploading:
     """The upload that is running, or was when the job died.
 
-    Attributes:
-        name: of the checkpoint.
-        done_bytes: of its files, those found at the target included.
-        size_bytes: of its files.
+    `done_bytes` has those found at the target.
     """
 
     name: str
@@ -241,7 +224,8 @@ class TierRecord:
 
 def write_tiers(storage: Storage, tiers: Sequence[TierRecord]) -> None:
     """Replace `tiers.json` in one step; the caller owns the root."""
-    fields = {"format_version": FORMAT_VERSION, "tiers": [_fields(tier) for tier in tiers]}
+    records = [{name: known for name, known in asdict(tier).items() if known is not None} for tier in tiers]
+    fields = {"format_version": FORMAT_VERSION, "tiers": records}
     # In ASCII: the name of a directory need not be valid Unicode.
     content = json.dumps(fields, separators=(",", ":")).encode()
     storage.replace(TIERS, codec.add_checksum(content))
@@ -259,20 +243,8 @@ def read_tiers(storage: Storage) -> list[TierRecord]:
         content = read_small(storage, TIERS, _MAX_BYTES)
     except FileNotFoundError:
         return []
-    if not codec.has_checksum(content, source=TIERS):
-        raise CorruptCheckpointError(f"{storage.url}/{TIERS} does not name its checksum")
-    with codec.Fields.parse(content, source=TIERS) as fields:
+    with codec.Fields.parse(content, source=TIERS, summed=True) as fields:
         return [_tier(each) for each in fields.objects("tiers")]
-
-
-def _fields(tier: TierRecord) -> dict[str, Any]:
-    running = tier.uploading
-    return {
-        "url": tier.url,
-        "every": tier.every,
-        "due": list(tier.due),
-        **({} if running is None else {"uploading": asdict(running)}),
-    }
 
 
 def _tier(fields: codec.Fields) -> TierRecord:

@@ -17,11 +17,10 @@ from dataclasses import dataclass, field
 from typing import Final, final
 
 from ckpt_core.commit import MAX_MARKER_BYTES, MAX_SIGNATURE_BYTES, Manifest, Marker, working_name
-from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
+from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, damaged
 from ckpt_core.formats.checksums import Checksum, combine_crc32, crc32_text, crc32_value
 from ckpt_core.groups import GroupedStorage, on_each
 from ckpt_core.names import EVERY_GROUP, MANIFEST, MARKER, SIGNATURE, twin_name
-from ckpt_core.reading import damaged
 from ckpt_core.storage import Storage, StorageEntry, read_small
 from ckpt_core.tiers._copy import CheckpointCopy, CopyTerms, begin_copy
 from ckpt_core.types import CheckpointInfo, FileEntry
@@ -70,14 +69,8 @@ class _DiskPart:
 class PartsRepair:
     """The repair of one checkpoint on the disks of several nodes.
 
-    `look` finds what is to be done, then `run` does it. The caller owns the root.
-
-    Attributes:
-        working: the directory on each disk that files are copied into.
-
-    Args:
-        sources: further roots with equal copies, the nearest first.
-        stop: called before every step; raises to end the repair.
+    `look` finds what is to be done, then `run` does it. The caller owns the root. `sources` are further roots
+    with equal copies, the nearest first; `stop` is called before every step, and raises to end the repair.
 
     Raises:
         CorruptCheckpointError: its manifest is not to be found.
@@ -117,10 +110,7 @@ class PartsRepair:
         """Find what each disk lacks.
 
         Missing files and wrong sizes are seen in listings. The disk compares what all disks have, and the
-        suspects, with their checksums.
-
-        Args:
-            suspects: files that may be damaged; None for all.
+        suspects (None: all files), with their checksums.
 
         Raises:
             CannotRepairError: a disk has something else under that name, or the checkpoint was saved in one
@@ -144,11 +134,7 @@ class PartsRepair:
             self._parts = ()
 
     def crowded(self, headroom: Callable[[int | None], int]) -> str:
-        """Return which disk has too little room for this and for a save like it, or "".
-
-        Args:
-            headroom: returns the bytes to be left free on a disk of a size.
-        """
+        """Return which disk has too little room for this and for a save like it, or ""."""
         for number, part in enumerate(self._parts):
             saved = (
                 entry.size_bytes for entry, group in self._files if self._homes.get(group, number) == number
@@ -165,9 +151,7 @@ class PartsRepair:
     def run(self, terms: CopyTerms, *, check: Callable[[], None]) -> None:
         """Copy what is lacking, and put it in its place.
 
-        Args:
-            terms: of the copy.
-            check: called before anything gets a name that counts; raises to end the repair.
+        `check` is called before anything gets a name that counts, and raises to end the repair.
 
         Raises:
             CorruptCheckpointError: no copy of a file is whole.
