@@ -172,7 +172,10 @@ def _sync(stream: IO[bytes]) -> None:
 
 
 def put_whole(storage: Storage, key: str, source: PutSource) -> None:
-    """Put a file that nobody else writes, over what an earlier call left of it."""
+    """Put a file that nobody else writes, over what an earlier call left of it.
+
+    In a bucket only over one of another size, which may not be complete.
+    """
     found = None
     with suppress(FileNotFoundError):
         found = storage.size(key)
@@ -184,7 +187,7 @@ def put_whole(storage: Storage, key: str, source: PutSource) -> None:
                 _sync(stream)
             source.progress(source.size_bytes)
             return
-    if found is not None:
+    if found is not None and (storage.supports_rename or found != source.size_bytes):
         storage.delete(key)
     storage.write_pieces(key, source.counted())
 

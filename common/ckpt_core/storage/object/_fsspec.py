@@ -9,8 +9,8 @@ from typing import IO, Any, Final, cast, final
 
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ConfigError
-from ckpt_core.storage._base import PutSource, StorageEntry, file_key
-from ckpt_core.storage.object._storage import ObjectRanges, ObjectStorage, RequestTerms
+from ckpt_core.storage._base import StorageEntry, file_key
+from ckpt_core.storage.object._storage import ObjectStorage, RequestTerms
 from ckpt_core.storage.object._translation import refused, translated_errors
 
 _BLOCK_BYTES: Final = 64 * 2**20
@@ -90,11 +90,7 @@ class FsspecStorage(ObjectStorage):
 
     @contextmanager
     def create(self, key: str) -> Generator[IO[bytes]]:
-        with self._created(self.path(file_key(key))) as stream:
-            yield stream
-
-    @contextmanager
-    def _created(self, path: str) -> Generator[IO[bytes]]:
+        path = self.path(file_key(key))
         if self._call("exists", path):
             raise FileExistsError(errno.EEXIST, "the object exists already", self.shown(path))
         with translated_errors(self.url, self.redaction):
@@ -105,21 +101,6 @@ class FsspecStorage(ObjectStorage):
             except BaseException:
                 self._abandon(stream, path)
                 raise
-
-    def put_source(self, key: str, source: PutSource, identity: str) -> None:
-        """Send a file whole, unless it is there."""
-        del identity
-        path = self.path(file_key(key))
-        with suppress(FileNotFoundError):
-            size = self.size_of(path)
-            if size != source.size_bytes:
-                self.remove(path)  # it may be one that was never completed
-            elif source.equals(ObjectRanges(self, path, size)):
-                source.progress(size)
-                return
-        with self._created(path) as stream:
-            for piece in source.counted():
-                stream.write(piece)
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         act: Callable[..., Any] = getattr(self.filesystem, method)
