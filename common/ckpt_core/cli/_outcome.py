@@ -54,11 +54,6 @@ def show(outcome: Outcome, *, as_json: bool) -> None:
             _show_plain(part)
 
 
-def time_text(seconds: float) -> str:
-    moment = moment_text(seconds)
-    return "?" if moment is None else moment[:19].replace("T", " ")
-
-
 def moment_text(seconds: float) -> str | None:
     """Format a Unix time for programs, in ISO 8601; None if it is out of range."""
     try:

@@ -4,7 +4,7 @@
 `page` is one self-contained HTML page of it.
 """
 
-from ckpt_core.reporting._facts import Report, report_of, seconds_text, share_text
+from ckpt_core.reporting._facts import Report, moment, report_of, seconds_text
 from ckpt_core.reporting._sections import page, sections
 
-__all__ = ["Report", "page", "report_of", "seconds_text", "sections", "share_text"]
+__all__ = ["Report", "moment", "page", "report_of", "seconds_text", "sections"]

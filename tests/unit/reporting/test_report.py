@@ -21,7 +21,8 @@ from ckpt_core.commit import Catalog
 from ckpt_core.journal import read_events, read_history
 from ckpt_core.journal._journal import RunLog, Training
 from ckpt_core.names import OWN, run_file
-from ckpt_core.reporting import page, report_of, seconds_text, sections, share_text
+from ckpt_core.reporting import page, report_of, seconds_text, sections
+from ckpt_core.reporting._facts import share_text
 from ckpt_core.reporting._sections import _drawn
 from ckpt_core.storage import open_storage
 from ckpt_core.telemetry import Event

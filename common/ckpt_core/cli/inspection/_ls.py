@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from ckpt_core.cli._arguments import open_root, options_for
-from ckpt_core.cli._outcome import Outcome, Table, metrics_text, moment_text, time_text
+from ckpt_core.cli._outcome import Outcome, Table, metrics_text, moment_text
 from ckpt_core.commit import Catalog, Owner, Survey, look_around, replaced
 from ckpt_core.crew import run_all
 from ckpt_core.disclosure import public_url
@@ -19,6 +19,7 @@ from ckpt_core.hosting import root_of
 from ckpt_core.journal import Record, read_events, read_history
 from ckpt_core.names import WRITER
 from ckpt_core.options import bytes_text
+from ckpt_core.reporting import moment
 from ckpt_core.storage import Storage, open_storage
 from ckpt_core.tiers import TierRecord, read_tiers, unite
 from ckpt_core.types import CheckpointInfo
@@ -159,7 +160,7 @@ def _run_table(children: Sequence[Mapping[str, Any]]) -> list[Table]:
             each["name"],
             _ENDS.get(each["last_event"], "?")
             + (f", {each['damaged']:,} damaged" if each["damaged"] else ""),
-            "?" if each["created"] is None else time_text(each["created"]),
+            moment(each["created"]),
             "?" if each["step"] is None else f"{each['step']:,}",
             f"{each['checkpoints']:,}",
             bytes_text(each["size_bytes"]),
@@ -196,7 +197,7 @@ def _info_table(
         (
             str(info.step),
             info.name,
-            time_text(info.created),
+            moment(info.created),
             bytes_text(info.size_bytes),
             _holds(info),
             str(info.world_size),

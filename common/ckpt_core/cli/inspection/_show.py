@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 
 from ckpt_core.cli._arguments import find_any
-from ckpt_core.cli._outcome import Outcome, Table, code_text, data_text, metrics_text, moment_text, time_text
+from ckpt_core.cli._outcome import Outcome, Table, code_text, data_text, metrics_text, moment_text
 from ckpt_core.commit import (
     Catalog,
     Manifest,
@@ -27,6 +27,7 @@ from ckpt_core.formats.frames import RAW, ZSTD
 from ckpt_core.hosting import is_torn
 from ckpt_core.names import MARKER, METADATA, SIGNATURE
 from ckpt_core.options import bytes_text
+from ckpt_core.reporting import moment
 from ckpt_core.storage import Storage, open_storage, read_small
 from ckpt_core.types import Lineage
 
@@ -209,7 +210,7 @@ def _facts(
         "checkpoint": place,
         "step": str(manifest.step),
         "weights of": f"{whole.name}; no resume takes them" if (whole := manifest.weights_of) else "",
-        "committed": f"{time_text(manifest.created)} UTC",
+        "committed": f"{moment(manifest.created)} UTC",
         "size": f"{bytes_text(manifest.size_bytes)} in {len(manifest.files)} files",
         "replicas": f"{manifest.replicas}, the second files take {bytes_text(twins)}" if twins else "",
         "chunks": str(manifest.num_chunks),
