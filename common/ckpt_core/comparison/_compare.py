@@ -94,13 +94,9 @@ def compare(
 ) -> Comparison:
     """Compare two checkpoints, of ours or of others.
 
-    Args:
-        a: root and name of the first, and a file there that others wrote, or "".
-        b: of the second.
-        only: patterns of names, as by `fnmatch`; everything if empty.
-        quick: whether checksums that differ are enough: no figures are computed then.
-        seen: called with a number of bytes read.
-        expect: called once, before tensors are read, with how many bytes they are.
+    Each is a root, a name there, and a file in that which others wrote, or "". `only` are patterns of names,
+    as by `fnmatch`; everything if empty. `quick`: checksums that differ are enough, and no figures are
+    computed. `seen` is called with numbers of bytes read, `expect` once before, with how many there are.
 
     Raises:
         CheckpointError: one of them is missing or damaged.

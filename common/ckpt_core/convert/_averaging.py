@@ -23,12 +23,8 @@ def averaged(each: Sequence[Conversion], output: Conversion, decay: float | None
     Floating tensors are computed in fp32, or in their own dtype if that is wider: the sum from the oldest to
     the newest, divided by their number; or with `decay` the average that begins with the oldest and becomes
     `average * decay + tensor * (1 - decay)` with each later one. All other tensors, and the states of
-    optimizers, are the newest's.
-
-    Args:
-        each: what is averaged, of the same format and dtype, from the oldest to the newest.
-        output: of the newest, with the dtypes that are written.
-        decay: how much of the average stays with each checkpoint; None for the mean.
+    optimizers, are the newest's. What is averaged is of one format and dtype, from the oldest to the newest;
+    the output has the dtypes that are written.
 
     Raises:
         IncompatibleCheckpointError: they hold other tensors, or other shapes.

@@ -202,12 +202,8 @@ def write_weights(storage: Storage, info: CheckpointInfo, dtype: str | None = No
     """Write the weights of a checkpoint beside it, as a draft that counts for nothing.
 
     Of a whole state stay the models and their averages, what ranks share, and the files of the host; without
-    optimizers, gradients, and what ranks have of their own. See `WeightsDraft` for the place.
-
-    Args:
-        storage: a root that the caller owns.
-        info: the checkpoint.
-        dtype: `bf16`, `fp16` or `fp32`, of all floating tensors; None for their own.
+    optimizers, gradients, and what ranks have of their own. See `WeightsDraft` for the place, in a root that
+    the caller owns. `dtype` is `bf16`, `fp16` or `fp32`, of all floating tensors; None for their own.
 
     Raises:
         ConfigError: it holds no weights.

@@ -60,14 +60,9 @@ def write(
     A file takes five windows of memory, and what `FileFill` needs; two are written at a time. An attempt
     that was killed is continued by the next one with equal files and equal checksums.
 
-    Args:
-        tensors: of the source, by the names in the files.
-        files: to write, the one last that makes the others a whole; or a single one with the path "".
-        target: the storage that holds the place.
-        directory: the place in it: a name that is free, or an empty directory.
-        coordinator: of the ranks that each write a share of the files; None for this process alone.
-        progress: called on several threads with bytes that are written, or were by an earlier attempt. What
-            it raises ends the conversion.
+    The directory is a name that is free in the target, or is empty. Of the files the one is last that makes
+    the others a whole; or there is a single one with the path "". `progress` is called on several threads
+    with bytes that are written, or were by an earlier attempt; what it raises ends the conversion.
 
     Raises:
         CheckpointExistsError: the place has something in it; nothing was written.

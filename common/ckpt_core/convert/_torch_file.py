@@ -52,10 +52,8 @@ class Leaf:
 def torch_file(path: str, state: Any) -> OutFile:
     """Lay out what `torch.save(state, path)` writes.
 
-    Args:
-        path: of the file.
-        state: nested dicts, lists and tuples of plain values, tensors, arrays and `Leaf`s. Equal
-            leaves are one storage, as tied tensors are.
+    A state is nested dicts, lists and tuples of plain values, tensors, arrays and `Leaf`s. Equal leaves are
+    one storage, as tied tensors are.
     """
     payloads: list[Leaf | bytes] = []
     keys: dict[Leaf, str] = {}
@@ -82,14 +80,9 @@ def torch_file(path: str, state: Any) -> OutFile:
 def dcp_files(
     leaves: Mapping[str, tuple[Path, Leaf]], values: Mapping[str, tuple[Path, bytes]]
 ) -> list[OutFile]:
-    """Lay out a checkpoint of stock DCP.
+    """Lay out a checkpoint of stock DCP: data files, and `.metadata` last.
 
-    Args:
-        leaves: by DCP's name: paths in the nested state, and tensors.
-        values: likewise plain values, as `torch.save` writes them.
-
-    Returns:
-        Data files, and `.metadata` last.
+    By DCP's name there are paths in the nested state, with tensors, and with values as of `torch.save`.
     """
     entries: dict[str, Any] = {name: BytesStorageMetadata() for name in values}
     paths = {name: path for name, (path, _) in (*values.items(), *leaves.items())}
@@ -124,14 +117,7 @@ def dcp_files(
 def _archive(
     pickled: bytes, payloads: Sequence[Leaf | bytes], *, offset: int = 0, first: int = 0
 ) -> tuple[list[OutPiece], int]:
-    """Lay out one zip; return its pieces and size.
-
-    Args:
-        pickled: its `data.pkl`.
-        payloads: of its storages.
-        offset: in the file.
-        first: how many `Wanted`s the file has before it.
-    """
+    """Lay out one zip behind so many bytes, and `Wanted`s; return its pieces and size."""
     known = [
         (len(each), crc32(each)) if isinstance(each, bytes) else (each.size_bytes, 0) for each in payloads
     ]

@@ -93,9 +93,7 @@ class Weights:
 def unwrapped(weights: Weights, wanted: Collection[str]) -> dict[str, str]:
     """Return the names without the attribute that holds the model.
 
-    Args:
-        weights: to name.
-        wanted: names that the model itself has; empty if they are not known.
+    `wanted` are the names that the model itself has; empty if they are not known.
     """
     names, counts = weights.names, Counter[str]()
     for name in names:

@@ -57,13 +57,8 @@ class Fetcher:
         """Fetch a checkpoint, unless the nearest tier has it whole as far as is known.
 
         Its small files are verified there, and the sizes of the others compared. The root is taken first.
-
-        Args:
-            name: of the checkpoint; None for the newest that is not bad. Where that is damaged in every tier,
-                the one before it.
-
-        Returns:
-            What was fetched; None if there was nothing to fetch.
+        Without a name it is the newest that is not bad; where that is damaged in every tier, the one before.
+        Returns what was fetched, if anything was.
         """
         if len(self._tiers) == 1 or not self._tiers[0].shared:
             return None

@@ -218,7 +218,7 @@ class Loader:
             raise CheckpointNotFoundError("; ".join(map(str, errors)))
 
         position, other = self._coordinator.run_on_coordinator(look, what="looking for a checkpoint")
-        return (position, other) if isinstance(other, str) else Held(other, [TierCopy(position, other)])
+        return (position, other) if isinstance(other, str) else Held.alone(other, position)
 
     def log_surroundings(self, loaded: Loaded | None) -> None:
         """Log other content of the tiers if nothing, or an older checkpoint, was resumed."""

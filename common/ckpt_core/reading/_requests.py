@@ -249,14 +249,11 @@ def plan_fetch(
     in_place: bool,
     is_held: Callable[[str, int, int], bool],
 ) -> list[Request]:
-    """Plan to read every range to its destination.
+    """Plan to read every range to its one destination.
 
-    Args:
-        ranges: each with one destination.
-        limits: see there.
-        compared: whether the ranges are read and compared in whole pieces, else exactly they are read.
-        in_place: whether they are compared where they belong, which saves a copy, and not before.
-        is_held: whether bytes of a file are in memory, and known to be intact.
+    If `compared`, they are read and compared in whole pieces, else exactly they are read; `in_place` where
+    they belong, which saves a copy, and not before. `is_held` tells which bytes of a file are in memory, and
+    known to be intact.
     """
     requests: list[Request] = []
     copied: defaultdict[str, list[Order]] = defaultdict(list)

@@ -142,10 +142,9 @@ class Demoter:
     def take(
         self, check: Callable[[], None], note: Callable[[CheckpointInfo], None] = lambda _: None
     ) -> CheckpointError | OSError | None:
-        """Commit the draft if it is finished, and `note` what was committed.
+        """Commit the draft if it is finished, and `note` it; return why it could not be.
 
-        Returns:
-            Why it could not be; it is logged, and harms nothing.
+        That is logged, and harms nothing.
 
         Raises:
             CheckpointError: from `check`: another job has taken the root.

@@ -76,10 +76,7 @@ class _Run:
 class MegatronLocator:
     """Locator of the entries of Megatron-Core, and their metadata as it means it.
 
-    Args:
-        stored: DCP's metadata, which was checked.
-        places: locates its entries.
-        place: for messages.
+    DCP's own metadata was checked, and `places` locates its entries.
 
     Raises:
         CorruptCheckpointError: shapes of flattened tensors are none, or two entries have one name.

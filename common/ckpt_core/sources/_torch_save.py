@@ -241,13 +241,8 @@ def find_plain(module: str, name: str) -> Any:
 def read_tree(storage: Storage, directory: str, file: str, *, find: Find = find_plain) -> Any:
     """Return what `torch.save` wrote, with a `StoredTensor` for each tensor.
 
-    Of other files None. Mappings become dicts, NumPy's values those of Python.
-
-    Args:
-        storage: where it is.
-        directory: from which the paths of chunks count.
-        file: below it.
-        find: what names in the pickle stand for, beyond those of `find_plain`, which it calls last.
+    Of other files None. Mappings become dicts, NumPy's values those of Python. The paths of chunks count from
+    the directory. `find` returns what names stand for, and calls `find_plain` last.
 
     Raises:
         FileNotFoundError: no such file.

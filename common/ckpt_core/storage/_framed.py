@@ -27,12 +27,9 @@ class FramedStorage(ReadOnlyStorage):
     Everything else is as in `storage`. Reads of a range read the frames around it, and hold at most 8 MiB of
     them for each thread; what cannot be decompressed is an `EIO`, as a block that a device has lost.
 
-    Args:
-        storage: that holds the files.
-        directory: of the checkpoint, which is there as long as its first small file is in `storage`.
-        small: path in the directory -> whole content of a file.
-        files: path in the directory -> frames of a data file.
-        twin_suffix: of second files, which are the same as the first; "" if there are none.
+    By their paths in the directory there are whole small files, and the frames of data files. The checkpoint
+    is there as long as its first small file is in `storage`. `twin_suffix` is of second files, which are the
+    same as the first; "" if there are none.
     """
 
     def __init__(

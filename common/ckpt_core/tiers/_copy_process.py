@@ -23,14 +23,7 @@ _logger = logger_of(__name__)
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopyRoute:
-    """Where copies come from and go to.
-
-    Attributes:
-        source: directory of a root.
-        target: directory or URL of another one.
-        storage_options: of the target.
-        deadline_seconds: by which the target is opened; see `open_storage`.
-    """
+    """The directory of a root, that or the URL of another, and how that is opened."""
 
     source: str
     target: str
@@ -42,16 +35,7 @@ class CopyRoute:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopyTask:
-    """Files of a checkpoint to copy.
-
-    Attributes:
-        source_name: of the checkpoint at the source.
-        name: of the checkpoint at the target, which is prepared.
-        content: of its manifest.
-        paths: the files, as in the manifest.
-        bytes_per_second: the cap; None for none.
-        choices: how they are compressed, if at all.
-    """
+    """Files to copy of a checkpoint, for which the target is prepared."""
 
     source_name: str
     name: str
@@ -89,9 +73,6 @@ class CopyProcess:
     It starts at the first copy that is worth it. Once it could not be started, or was killed, it stays away.
 
     Concurrency: `close` on any thread, copies one at a time.
-
-    Args:
-        route: from where to where.
     """
 
     def __init__(self, route: CopyRoute) -> None:
@@ -104,11 +85,7 @@ class CopyProcess:
     ) -> Self | None:
         """Return the process for a way that another process can go; None if it cannot.
 
-        Args:
-            source: the root to copy from. Of several disks, that of this process.
-            target: the root to copy to.
-            upload: the option that gives the target.
-            deadline_seconds: by which the target was opened; see `open_storage`.
+        Of a source on several disks it is the way from that of this process.
         """
         if type(source.own) is not LocalStorage:
             return None
@@ -136,11 +113,6 @@ class CopyProcess:
 
         Then the caller copies what is not there: what is too little, what may be whole on another disk, and
         everything once the process is gone.
-
-        Args:
-            copy: prepared.
-            entries: the files.
-            terms: rate, progress and stop of the copy.
 
         Raises:
             CheckpointError: as by `CheckpointCopy.copy_files`; or `terms.stop` raised it.

@@ -29,16 +29,10 @@ _MAX_BYTES: Final = 1 << 20
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportTerms:
-    """What exports are made of, how, and where.
+    """The root, the place that exports are written below, and how many stay there.
 
-    Attributes:
-        source: directory or URL of the root.
-        source_options: of its storage.
-        place: directory or URL that exports are written below.
-        place_options: of its storage.
-        keep: how many exports stay; None for all.
-        writer: "package.module:function" that writes one, as `ckpt_core.export` does.
-        words: its keyword arguments, but for the options of storages.
+    `writer` is "package.module:function" that writes one, as `ckpt_core.export` does, and `words` are its
+    arguments, but for the options of storages.
     """
 
     source: str

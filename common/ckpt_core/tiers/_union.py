@@ -25,14 +25,9 @@ class Reading:
     The first attempt reads the nearest copy alone, so that what is missing there is noticed. Later ones read
     each file from the nearest copy in which it is not known to be damaged. Where the nearest copy is only a
     part, so does the first.
-
-    Args:
-        directory: of the checkpoint, the same in every storage.
-        storages: the nearest first.
-        part: whether the nearest copy is a part of the checkpoint.
     """
 
-    def __init__(self, directory: str, storages: Sequence[Storage], *, part: bool = False) -> None:
+    def __init__(self, directory: str, storages: Sequence[Storage], *, part: bool) -> None:
         self._directory = directory
         self._storages = storages
         self._passed_over: dict[str, int] = {}
@@ -55,8 +50,7 @@ class Reading:
     def pass_over(self, paths: Collection[str]) -> bool:
         """Pass over files in the copies that they were read from; False if none is left.
 
-        Args:
-            paths: of the files; the whole nearest copy is passed over if there are none.
+        Without any, the whole nearest copy is passed over.
         """
         left = len(self._storages) - self.nearest
         self._attempts += 1
@@ -72,13 +66,7 @@ class Reading:
 @final
 @dataclass(frozen=True, slots=True)
 class TierCopy:
-    """A checkpoint as one tier holds it.
-
-    Attributes:
-        tier: position of the tier, 0 for the nearest.
-        info: with the name, pin and marks that it has there.
-        part: whether some of its files are only in further copies.
-    """
+    """A checkpoint as one tier holds it, or a `part` of it; 0 is the nearest tier."""
 
     tier: int
     info: CheckpointInfo
@@ -100,7 +88,7 @@ class Held:
     copies: Sequence[TierCopy]
 
     @classmethod
-    def alone(cls, info: CheckpointInfo, tier: int = 0) -> Self:
+    def alone(cls, info: CheckpointInfo, tier: int) -> Self:
         """Return a checkpoint that one tier has."""
         return cls(info, [TierCopy(tier, info)])
 
@@ -108,12 +96,7 @@ class Held:
 @final
 @dataclass(frozen=True, slots=True)
 class United:
-    """The checkpoints of several tiers, each once.
-
-    Attributes:
-        everything: oldest step first.
-        lineage: the present one of all tiers together.
-    """
+    """The checkpoints of several tiers, each once, oldest step first; their lineage."""
 
     everything: Sequence[Held]
     lineage: Lineage
@@ -128,11 +111,6 @@ class United:
     def weights(self) -> list[Held]:
         """What holds only weights, of the present lineage, oldest step first."""
         return [held for held in self.everything if held.info.weights_of and not held.info.abandoned]
-
-    @property
-    def newest(self) -> Held | None:
-        """The newest checkpoint of the present lineage, marked or not."""
-        return next(reversed(self.committed), None)
 
     @property
     def infos(self) -> list[CheckpointInfo]:
@@ -220,9 +198,6 @@ class RunCatalog:
 
     Like `Catalog`, it reads storage again at every call. A further tier that cannot be listed is an error: it
     may hold the newest checkpoint.
-
-    Args:
-        tiers: the nearest first.
     """
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
@@ -253,18 +228,19 @@ class RunCatalog:
             LoadError: a further tier could not be listed.
         """
         union = self.union()
-        found = union.find(step=step, name=name) if (step, name) != (None, None) else union.newest
-        if found is not None:
+        if (step, name) == (None, None):
+            if committed := union.committed:
+                return committed[-1]
+            urls = " and ".join(tier.storage.url for tier in self._tiers)
+            raise CheckpointNotFoundError(f"nothing has been committed to {urls} yet")
+        if (found := union.find(step=step, name=name)) is not None:
             return found
-        urls = " and ".join(tier.storage.url for tier in self._tiers)
-        missing = [CheckpointNotFoundError(f"nothing has been committed to {urls} yet")]
-        if (step, name) != (None, None):
-            missing = []
-            for position, tier in enumerate(self._tiers):
-                try:
-                    return Held.alone(Catalog(tier.storage).find(step=step, name=name), position)
-                except CheckpointNotFoundError as error:
-                    missing.append(error)
+        missing = list[CheckpointNotFoundError]()
+        for position, tier in enumerate(self._tiers):
+            try:
+                return Held.alone(Catalog(tier.storage).find(step=step, name=name), position)
+            except CheckpointNotFoundError as error:
+                missing.append(error)
         raise CheckpointNotFoundError("; ".join(map(str, missing)))
 
     def annotations(self, held: Held) -> Mapping[str, Any]:
@@ -277,12 +253,9 @@ class RunCatalog:
     def verify(
         self, step: int | None, note: Callable[[CheckpointInfo, Sequence[FileFailure]], None]
     ) -> list[FileFailure]:
-        """Verify every byte of a checkpoint in the nearest tier that has it.
+        """Verify every byte of a checkpoint, or of the newest, in the nearest tier that has it.
 
-        Args:
-            step: of the checkpoint; None for the newest.
-            note: called with a checkpoint of the nearest tier and its failures; in other tiers the mark of
-                damage is set or removed.
+        `note` is called with one of the nearest tier and its failures; elsewhere it is marked.
         """
         copy = self.find(step).copies[0]
         storage, info = self._tiers[copy.tier].storage, copy.info

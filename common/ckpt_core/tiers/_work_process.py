@@ -83,10 +83,8 @@ class WorkProcess:
     ) -> None:
         """Do a task; the next one starts the process again if this one has killed it.
 
-        Args:
-            task: a message.
-            stop: called again and again; raises to leave the task.
-            hear: called with how much more is done, and with what was found.
+        `stop` is called again and again, and raises to leave the task; `hear` with how much more is done, and
+        with what was found.
 
         Raises:
             EndedError: the process is not there.
@@ -176,14 +174,9 @@ def _next(connection: Connection[bytes, bytes], stop: Callable[[], None], until:
 def serve(descriptor: int, parent: int, nice: int, service: str) -> None:
     """Do what the parent asks for, until it hangs up or dies.
 
-    Each task is answered by 0, then by numbers of what is done, then by None or by the error.
-
-    Args:
-        descriptor: of the connection.
-        parent: its process.
-        nice: that this one has, at least.
-        service: "package.module:function": terms -> a function of a task and of what is called with numbers
-            of what is done, on any thread.
+    Each task is answered by 0, then by numbers of what is done, then by None or by the error. The service is
+    "package.module:function": terms -> a function of a task and of what is called with numbers of what is
+    done, on any thread.
     """
     now = os.nice(max(0, nice - os.nice(0)))
     with suppress(OSError):  # Linux may share processors between sessions first, whatever is nice in each

@@ -25,13 +25,9 @@ def demoter_of(
     *,
     beside: bool = True,
 ) -> Demoter:
-    """Return what makes weights in a root.
+    """Return what makes weights in a root, with the options of its storage.
 
-    Args:
-        storage: the root.
-        options: of its storage.
-        sign: as `CheckpointOptions.sign_manifest`.
-        beside: whether there is a training, to which it gives way.
+    If it works `beside` a training, it gives way to that.
     """
     own = storage.own
     write: Callable[[Storage, CheckpointInfo, str | None], None] = imported("keep", _WRITER)

@@ -71,8 +71,7 @@ class SaveNumber:
 class DueRule:
     """The rule for one run: which of its saves are the n-th.
 
-    Attributes:
-        steps: the policy that saves by steps, if there is exactly one.
+    `steps` is the policy that saves by steps, if there is exactly one.
     """
 
     steps: EverySteps | None
@@ -168,12 +167,7 @@ Outcome: TypeAlias = CheckpointInfo | UploadError | None
 @final
 @dataclass(frozen=True, eq=False, slots=True)
 class DueCheckpoint:
-    """A checkpoint that is due for a tier.
-
-    Attributes:
-        info: of the checkpoint, in the root.
-        report: called with the outcome, perhaps with an error first.
-    """
+    """A checkpoint that is due for a tier; what hears of it, perhaps of an error first."""
 
     info: CheckpointInfo
     report: Callable[[Outcome], None] = field(default=lambda _: None)
@@ -184,9 +178,6 @@ class UploadLine:
     """The line of due checkpoints, first come, first served.
 
     Concurrency: `next` and `done` on the thread that uploads, or hears of uploads; the others on any.
-
-    Args:
-        when_busy: what happens to those that wait when another becomes due.
     """
 
     def __init__(self, when_busy: WhenBusy) -> None:

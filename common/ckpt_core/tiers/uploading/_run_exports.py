@@ -35,18 +35,7 @@ _SAID_EVERY: Final = 5.0
 
 @final
 class ExportThread:
-    """Has what is due written to one place, the newest first.
-
-    Attributes:
-        export: the option.
-        line: what is due.
-        thread: that serves it.
-
-    Args:
-        export: the option.
-        terms: of its process.
-        job: the root, and who hears of exports.
-    """
+    """Has what is due written to one place, the newest first."""
 
     def __init__(self, export: Export, terms: ExportTerms, job: Job) -> None:
         self.export, self.line = export, UploadLine("overtake")
@@ -109,12 +98,7 @@ class RunExports:
     """The exports of one manager; without an `Export` every method returns at once.
 
     Concurrency: the main thread of every rank, where only the coordinator exports; `finish` is collective.
-    `held` on any thread.
-
-    Args:
-        job: the root, ranks and telemetry.
-        options: of the manager.
-        writer: "package.module:function" that writes an export.
+    `held` on any thread. `writer` is "package.module:function" that writes an export.
 
     Raises:
         ConfigError: another process cannot reach the root or a place, or what is the best is not said.
@@ -162,10 +146,8 @@ class RunExports:
     def finish(self, *, leave: bool) -> None:
         """Export the last one if due, and wait for exports; on every rank.
 
-        Other ranks wait for the coordinator, which may be at it for longer than a collective may last.
-
-        Args:
-            leave: whether to wait for nothing.
+        Other ranks wait for the coordinator, which may be at it for longer than a collective may last. With
+        `leave`, nobody waits.
         """
         if not self._session:
             return

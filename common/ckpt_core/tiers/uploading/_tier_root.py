@@ -33,14 +33,10 @@ _WRONG: Final = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EN
 class TierRoot:
     """The right to a further tier, its content and its retention. Coordinator only.
 
+    `until_idle` stops the upload, for a later manager of this process that takes the tier over. `spared` are
+    names of unfinished uploads that may be continued; `refusal` is why the last try was refused, if it was.
+
     Concurrency: `take` and `release` on any thread, one at a time; the others on the thread that uploads.
-
-    Attributes:
-        refusal: why it was refused at the last try, if it was.
-
-    Args:
-        until_idle: stops the upload, for a later manager of this process that takes the tier over.
-        spared: names of unfinished uploads that may be continued.
     """
 
     def __init__(
@@ -191,9 +187,7 @@ class TierRoot:
     def _check(self, *, reclaim: bool = False) -> None:
         """Refuse to continue after another job has taken the tier.
 
-        Args:
-            reclaim: whether a claim that somebody has removed is made again; at the begin of an attempt
-                only, because another job may have come and gone since.
+        At the begin of an attempt only, a claim that somebody has removed is made again.
         """
         try:
             self._ownership.check(reclaim=reclaim)

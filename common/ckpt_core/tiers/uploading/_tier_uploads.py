@@ -114,11 +114,7 @@ class TierUploads:
         self._count, self._step = 0 if number is None else number.number, step
 
     def number(self, *, extra: bool) -> SaveNumber:
-        """Return the number of the save that is about to begin.
-
-        Args:
-            extra: whether only a preemption asks for it.
-        """
+        """Return the number of the save about to begin; `extra`: for a preemption alone."""
         return SaveNumber(number=self._count + (not extra), after=self._step, extra=extra)
 
     def annotations(self, number: SaveNumber) -> dict[str, Any]:
@@ -126,14 +122,10 @@ class TierUploads:
         return number.annotations if self._annotates else {}
 
     def claim(self, nearest: Survey) -> tuple[Sequence[CheckpointInfo], Lineage]:
-        """Claim the tiers, and list them.
+        """Claim the tiers, and list them; `nearest` is what the root holds.
 
-        Args:
-            nearest: what the root holds, which this job has taken.
-
-        Returns:
-            The checkpoints that only further tiers hold, and the present lineage of all tiers, as far as they
-            have answered.
+        Returns the checkpoints that only further tiers hold, and the present lineage of all tiers, as far as
+        they have answered.
 
         Raises:
             ConfigError: a tier cannot be written.
@@ -220,10 +212,8 @@ class TierUploads:
     def close(self, *, leave: bool, preempted: bool, seconds_left: float = math.inf) -> None:
         """Wait for uploads, then exports, up to their deadlines; give the tiers back.
 
-        Args:
-            leave: whether to leave what is not there to the next run.
-            preempted: whether this job is being stopped.
-            seconds_left: until it is; what is not there by then is left to the next run.
+        What is not there by then, or in `seconds_left` of a job that is being stopped, is left to the next
+        run; with `leave` at once.
 
         Raises:
             UploadError: one has failed, and is to stop training.
