@@ -4,8 +4,8 @@
 
 The state is that of a byte-level GPT in training (`benchmarks.gains`). Stores are memory behind a limit of
 their rate. `auto` stands beside every fixed choice; a load of a compressed checkpoint from a store of 200
-MB/s beside one of the plain one. Everybody takes a turn in each round, in an order of its own; medians of the time on the
-clock count.
+MB/s beside one of the plain one. Everybody takes a turn in each round, in random order; medians of the time
+on the clock count.
 """
 
 from __future__ import annotations
