@@ -6,7 +6,6 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +31,6 @@ from ckpt_core import (
 )
 from ckpt_core.collective import collective_phase
 from ckpt_core.commit import Occupant, require_trusted
-from ckpt_core.dcp import without_pickle
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ALLOW_PICKLE
 from ckpt_core.groups import local_part
@@ -501,7 +499,7 @@ class AcceleratorCheckpoints:
             untouched = f"{storage.url}/{name} could not be read, and nothing was loaded"
             with collective_phase(self._roots.managers.coordinator, untouched, what="reading small files"):
                 small = read_small(accelerator, storage, name, pickles, committed=False)
-            with nullcontext() if pickles.allowed else without_pickle():
+            with pickles.kept_from_others():
                 load_by_stock(accelerator, self.stock, local.local_path(name), small, arguments=arguments)
         self.progress.restore(steps_made(self._accelerator._optimizers))
         self._tell(manager, name)

@@ -40,13 +40,8 @@ def run_save_hooks(
 ) -> list[int]:
     """Call the save hooks; return the indices of the models left to us.
 
-    Collective if there are hooks.
-
-    Args:
-        accelerator: whose hooks and models.
-        weights: state dicts of the models, as stock passes them; none under FSDP. Hooks take theirs out.
-        directory: where hooks may write.
-        coordinator: the ranks of the job.
+    Collective if there are hooks, which write to the directory. `weights` are state dicts of the models, as
+    stock passes them, none under FSDP; hooks take theirs out.
     """
     every = list(range(len(accelerator._models)))
     hooks = accelerator._save_model_state_pre_hook

@@ -14,6 +14,7 @@ import copy
 import io
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -26,7 +27,7 @@ from accelerate.utils.other import TORCH_SAFE_GLOBALS
 
 from accelerate_ckpt._host_calls import private_directory
 from ckpt_core.commit import Catalog
-from ckpt_core.dcp import checked_zip, load_value
+from ckpt_core.dcp import checked_zip, load_value, without_pickle
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ALLOW_PICKLE, CheckpointError, IncompatibleCheckpointError
 from ckpt_core.hosting import replaced
@@ -64,6 +65,10 @@ class Pickles:
             raise
         except Exception as error:  # a foreign pickle raises nearly anything; it is the cause of ours
             raise IncompatibleCheckpointError(f"{name} cannot be read here: {error!r:.500}") from error
+
+    def kept_from_others(self) -> AbstractContextManager[None]:
+        """Let the host's own readers unpickle nothing, unless that is allowed."""
+        return nullcontext() if self.allowed else without_pickle()
 
     def warn(self, files: Mapping[str, bytes], owners: Mapping[str, str]) -> None:
         if self.allowed:
@@ -128,7 +133,20 @@ def read_small(
 ) -> SmallState:
     """Read the small files of a checkpoint; nothing live is changed."""
     own = f"random_states_{accelerator.process_index}.pkl"
-    files = _contents(storage, name, (*_PATTERNS, own), committed=committed)
+
+    def wanted(path: str) -> bool:
+        return any(fnmatchcase(path, pattern) for pattern in (*_PATTERNS, own))
+
+    # Of what stock wrote there is no manifest.
+    files = (
+        verified_files(storage, name, wanted)
+        if committed
+        else {
+            entry.name: read_whole(storage, f"{name}/{entry.name}")
+            for entry in storage.list(name)
+            if not entry.is_directory and wanted(entry.name)
+        }
+    )
     _check_fit(accelerator, files, name)
     owners = small_owners(accelerator)
     live = [*accelerator._schedulers, *accelerator._custom_objects]
@@ -144,7 +162,18 @@ def read_small(
 
 def load_small(accelerator: Accelerator, small: SmallState) -> Callable[[], None]:
     """Load what was read from small files; return a function that undoes it."""
-    undo = _undo_of(accelerator)
+    scaler: Any = accelerator.scaler
+    scalers = [] if scaler is None else [scaler]
+    holders: list[Any] = [*accelerator._schedulers, *scalers, *accelerator._custom_objects]
+    before = [(each, copy.deepcopy(each.state_dict())) for each in holders]
+    generators, step = rng_state(), accelerator.step
+
+    def undo() -> None:
+        for each, state in before:
+            each.load_state_dict(state)
+        load_rng_state(generators)
+        accelerator.step = step
+
     try:
         if small.random_states:
             with private_directory() as directory:
@@ -153,7 +182,6 @@ def load_small(accelerator: Accelerator, small: SmallState) -> Callable[[], None
             accelerator.step = found.get("step", accelerator.step)
         for each, state in small.loads:
             each.load_state_dict(state)
-        scaler: Any = accelerator.scaler
         if scaler is not None and accelerator.is_fsdp2 and scaler._scale is None:
             # FSDP2's optimizer steps while stock loads it, and the scaler with it.
             scaler._lazy_init_scale_growth_tracker(scaler._device)
@@ -194,20 +222,6 @@ def load_by_stock(
     load_rng_state(generators)  # loading may have drawn from them since
 
 
-def _contents(storage: Storage, name: str, patterns: Sequence[str], *, committed: bool) -> dict[str, bytes]:
-    def wanted(path: str) -> bool:
-        return any(fnmatchcase(path, pattern) for pattern in patterns)
-
-    if committed:
-        return verified_files(storage, name, wanted)
-    # Stock wrote it: there is no manifest.
-    return {
-        entry.name: read_whole(storage, f"{name}/{entry.name}")
-        for entry in storage.list(name)
-        if not entry.is_directory and wanted(entry.name)
-    }
-
-
 def _check_fit(accelerator: Accelerator, files: Mapping[str, bytes], name: str) -> None:
     objects = {path for path in files if _OBJECT.fullmatch(path)}
     if objects != {_object_file(index) for index in range(len(accelerator._custom_objects))}:
@@ -228,21 +242,6 @@ def _check_fit(accelerator: Accelerator, files: Mapping[str, bytes], name: str) 
             f"checkpoint {name} was saved without the gradient scaler of mixed_precision='fp16', which is "
             "on now"
         )
-
-
-def _undo_of(accelerator: Accelerator) -> Callable[[], None]:
-    scaler = [] if accelerator.scaler is None else [accelerator.scaler]
-    holders: list[Any] = [*accelerator._schedulers, *scaler, *accelerator._custom_objects]
-    before = [(each, copy.deepcopy(each.state_dict())) for each in holders]
-    generators, step = rng_state(), accelerator.step
-
-    def undo() -> None:
-        for each, state in before:
-            each.load_state_dict(state)
-        load_rng_state(generators)
-        accelerator.step = step
-
-    return undo
 
 
 def _scheduler_file(index: int) -> str:

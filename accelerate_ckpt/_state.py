@@ -49,12 +49,12 @@ from ckpt_core.coordination import Coordinator
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import IncompatibleCheckpointError
 from ckpt_core.groups import local_part
+from ckpt_core.hosting import by_number
 from ckpt_core.state import (
     Override,
     StateSource,
     Trained,
     TrainState,
-    by_number,
     derive_rng,
     has_shards,
     load_item,
@@ -144,6 +144,7 @@ class AcceleratorState(StateSource):
                 for index, each in enumerate(accelerator._optimizers)
             },
             contents=self._settings.contents,
+            check=require_all,
         )
 
     def capture(self) -> CapturedState:
@@ -183,7 +184,13 @@ class AcceleratorState(StateSource):
         # Before anything puts generators back.
         self._seed = torch.initial_seed()
         self._seed_of_first = self._coordinator.run_on_coordinator(lambda: self._seed, what="comparing seeds")
-        self._check_counts(saved)
+        own = saved.shared.get(_SHARED, {})
+        for kind, live in (("models", accelerator._models), ("optimizers", accelerator._optimizers)):
+            if own.get(kind, len(live)) != len(live):
+                raise IncompatibleCheckpointError(
+                    f"checkpoint {saved.name} was saved with {own[kind]} {kind}, and {len(live)} are "
+                    "prepared now: call accelerator.prepare() for the same objects before load_state()"
+                )
         self._small = read_small(
             accelerator,
             self._storage,
@@ -201,7 +208,7 @@ class AcceleratorState(StateSource):
             if not hooked or model_part(index) in saved.sharded
         ]
         self._target = self._trained(self._models_left)
-        tree = self._target.target(saved, partial(require_all, saved))
+        tree = self._target.target(saved)
         self._objects = {
             _object_part(index): each
             for index, each in enumerate(accelerator._custom_objects)
@@ -287,18 +294,6 @@ class AcceleratorState(StateSource):
             "models": len(self._accelerator._models),
             "within_window": self._window.is_open,
         }
-
-    def _check_counts(self, saved: SavedState) -> None:
-        own = saved.shared.get(_SHARED, {})
-        for kind, live in (
-            ("models", self._accelerator._models),
-            ("optimizers", self._accelerator._optimizers),
-        ):
-            if own.get(kind, len(live)) != len(live):
-                raise IncompatibleCheckpointError(
-                    f"checkpoint {saved.name} was saved with {own[kind]} {kind}, and {len(live)} are "
-                    "prepared now: call accelerator.prepare() for the same objects before load_state()"
-                )
 
     def _files_for_hooks(self, saved: SavedState) -> Callable[[Path], None] | None:
         """Verify what hooks may read; return what puts it there, None if it is there."""

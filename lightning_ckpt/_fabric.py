@@ -138,7 +138,7 @@ class FabricState(StateSource):
             rng=rng and not {"rng", "rng_seed"} & self.plain.keys(),
             **items,
         )
-        self._rest = rest.select(rest.names - {"model"})
+        self._state = rest.select(rest.names - {"model"}).training(self._trained)
 
     def weights(self) -> StateSource | None:
         models = [*self._models.values()]
@@ -175,64 +175,52 @@ class FabricState(StateSource):
             {(_PART, key): model for key, model in self._models.items()},
             {(_PART, key): (self._home(each), each) for key, each in self.optimizers.items()},
             contents=self._contents,
+            check=self._require,
             apart=True,
         )
 
+    def _require(self, saved: SavedState, lacking: Sequence[tuple[str, ...]]) -> None:
+        if not lacking or not saved.strict:
+            return
+        missing = sorted(key for _, key in lacking)
+        tops = {str(path[0]) for path in saved.sharded.get(_PART, {})} - {_ITEMS}
+        raise IncompatibleCheckpointError(
+            f"the checkpoint has no {', '.join(missing)}; of models and optimizers it has "
+            f"{', '.join(sorted(tops)) or 'none'}: use the keys that were saved, or strict=False",
+            missing=missing,
+        )
+
     def capture(self) -> CapturedState:
-        rest, trained = self._rest.capture(), self._trained().capture()
-        tree = {**rest.sharded[_PART], **trained.sharded.get(_PART, {})}
-        shared, local = {**rest.shared, **trained.shared}, dict(trained.local)
+        captured = self._state.capture()
+        tree, shared = dict(captured.sharded[_PART]), dict(captured.shared)
+        local = dict(captured.local)
         for key in self._filters.keys() & self._models.keys():
             whole, tree[key] = tree[key], self._filtered(key, tree[key])
             for name in whole.keys() - tree[key].keys():
                 local.pop((_PART, f"{key}.{name}"), None)
         if self.iterations:
             shared[_EPOCHS] = {
-                key: max(0, count - (not rest.per_rank[f"{_LOADERS}.{key}"].get("ended", False)))
+                key: max(0, count - (not captured.per_rank[f"{_LOADERS}.{key}"].get("ended", False)))
                 for key, count in self.iterations.items()
             }
         for key in self._filters.keys() & self.plain.keys():
             shared[_item(key)] = PlainValue(self._filtered(key, self.plain[key].value)).state_dict()
-        return replace(
-            trained,
-            sharded={_PART: tree},
-            per_rank=rest.per_rank,
-            shared=shared,
-            alike=[*rest.alike, *trained.alike],
-            local=local,
-            positions=rest.positions,
-        )
+        return replace(captured, sharded={_PART: tree}, shared=shared, local=local)
 
     def _filtered(self, key: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
         return {name: value for name, value in values.items() if self._filters[key](name, value)}
 
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
-        entries = saved.sharded.get(_PART, {})
-
-        def check(lacking: Sequence[tuple[str, ...]]) -> None:
-            if lacking and saved.strict:
-                missing = sorted(key for _, key in lacking)
-                there = ", ".join(sorted({str(path[0]) for path in entries} - {_ITEMS})) or "none"
-                raise IncompatibleCheckpointError(
-                    f"the checkpoint has no {', '.join(missing)}; of models and optimizers it has {there}: "
-                    "use the keys that were saved, or strict=False",
-                    missing=missing,
-                )
-
-        self._target = self._trained()
-        trained = self._target.target(saved, check).get(_PART, {})
-        return {_PART: {**self._rest.target(saved)[_PART], **trained}}
+        return self._state.target(saved)
 
     def begin(
         self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState
     ) -> Callable[[], Sequence[tuple[str | int, ...]] | None]:
-        self._target.begin(loaded, saved)
-        return self._rest.begin(loaded, saved)
+        return self._state.begin(loaded, saved)
 
     def apply(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Sequence[str]:
-        self._target.apply(loaded, saved)
         self.saved = saved
-        return self._rest.apply(loaded, saved)
+        return self._state.apply(loaded, saved)
 
     def takes_all(self, saved: SavedState) -> bool:
         return {str(path[0]) for path in saved.sharded.get(_PART, {})} - {_ITEMS} <= self._tensors

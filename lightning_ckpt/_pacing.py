@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 from torch.utils.data import IterableDataset
 
-from ckpt_core.cadence import OnPreemption, preemptions
+from ckpt_core.cadence import preemptions
 from ckpt_core.disclosure import logger_of
 from ckpt_core.hosting import shadow
 from ckpt_core.names import run_name, step_name
-from ckpt_core.policies import Counts, SavePolicy
+from ckpt_core.policies import Counts
 from ckpt_core.saving import SaveHandle
 from ckpt_core.state import load_rng_state, rng_state
 from ckpt_core.types import CheckpointInfo
@@ -46,8 +46,6 @@ _BEST = "best"
 _UNKNOWN: Final = -1
 _warned_of: Final = set[str]()
 """The roots for which this process has warned of a fit that continues from nothing."""
-_FOLLOWED_BY_TRAINING = {"on_train_batch_end", "on_validation_end"}
-"""Hooks after which no averaging callback changes weights before `Session.settle` is called again."""
 
 
 @final
@@ -396,16 +394,6 @@ def _sizes(loop: Any) -> tuple[int, int, int]:
     return (sum(batches), max(batches), min(batches)) if batches and math.inf not in batches else unsized
 
 
-def weights_may_change(trainer: Any) -> bool:
-    """Return whether later hooks of this moment may exchange weights.
-
-    Averaging callbacks do so at the end of training.
-
-    They do it through `.data`, which a staged copy in progress cannot notice.
-    """
-    return trainer.lightning_module._current_fx_name not in _FOLLOWED_BY_TRAINING
-
-
 def _total_steps(trainer: Any) -> int | None:
     total = trainer.estimated_stepping_batches
     return int(total) if 0 < total < math.inf else None
@@ -488,15 +476,6 @@ def requeue_signal(trainer: Any) -> str | None:
     if "SLURMEnvironment" not in names or not environment.auto_requeue:
         return None
     return None if environment.requeue_signal is None else signal.Signals(environment.requeue_signal).name
-
-
-def with_requeue(policy: SavePolicy | None, signal_name: str | None) -> SavePolicy | None:
-    """Return a policy that also saves and stops at the signal to requeue."""
-    heard = preemptions(policy)
-    if signal_name is None or any(each.stop and signal_name in each.signals for each in heard):
-        return policy
-    requeue = OnPreemption((signal_name,))
-    return requeue if policy is None else policy | requeue
 
 
 def job_note() -> Mapping[str, Any]:

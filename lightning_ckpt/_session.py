@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, final
 
+from ckpt_core.cadence import OnPreemption, preemptions
 from ckpt_core.commit import Catalog, Lease, remove
 from ckpt_core.coordination import Coordinator
 from ckpt_core.disclosure import logger_of
@@ -19,22 +20,24 @@ from ckpt_core.errors import (
     ConfigError,
     IncompatibleCheckpointError,
 )
-from ckpt_core.hosting import CheckpointPath, ManagersByRoot, shadow
+from ckpt_core.hosting import CheckpointPath, ManagersByRoot, by_number, shadow
 from ckpt_core.manager import CheckpointManager
 from ckpt_core.names import MARKER
 from ckpt_core.saving import SaveHandle
-from ckpt_core.state import Gradients, TrainState, by_number, unwrap_optimizer
+from ckpt_core.state import Gradients, TrainState, unwrap_optimizer
 from ckpt_core.storage import Storage
 from ckpt_core.types import CheckpointInfo
 from lightning_ckpt._ckpt_path import found_at, load_stock, path_of
 from lightning_ckpt._committed import AsModelCheckpoint
 from lightning_ckpt._fit import Fit, Measured
 from lightning_ckpt._options import Settings
-from lightning_ckpt._pacing import Pacing, job_note, requeue, requeue_signal, weights_may_change, with_requeue
+from lightning_ckpt._pacing import Pacing, job_note, requeue, requeue_signal
 from lightning_ckpt._state import LightningState
 
 _logger = logger_of(__name__)
 _SHOWN = 10
+_FOLLOWED_BY_TRAINING = {"on_train_batch_end", "on_validation_end"}
+"""Hooks after which no averaging callback changes weights before `Session.settle` is called again."""
 _STOCK_IO = ".plugins.io.torch_io"
 
 
@@ -55,9 +58,12 @@ class Session(ManagersByRoot):
 
     def __init__(self, trainer: Any, settings: Settings) -> None:
         super().__init__(self._opened, deadline_seconds=settings.options.deadline_seconds)
-        if settings.root is not None:
-            policy = with_requeue(settings.options.save, requeue_signal(trainer))
-            settings = replace(settings, options=replace(settings.options, save=policy))
+        policy, requeues = settings.options.save, requeue_signal(trainer)
+        heard = any(each.stop and requeues in each.signals for each in preemptions(policy))
+        if settings.root is not None and requeues is not None and not heard:
+            signalled = OnPreemption((requeues,))
+            save = signalled if policy is None else policy | signalled
+            settings = replace(settings, options=replace(settings.options, save=save))
         self.trainer = trainer
         self.settings = settings
         self.resumed: LightningState | None = None
@@ -145,7 +151,8 @@ class Session(ManagersByRoot):
             metrics=measured.at(step),
             reason="asked for by path",
         )
-        if weights_may_change(self.trainer):
+        # Averaging callbacks may exchange weights next, through `.data`, which no staged copy notices.
+        if self.trainer.lightning_module._current_fx_name not in _FOLLOWED_BY_TRAINING:
             self.settle()
         if not self.is_running:
             # After a fit nothing else would wait for it.

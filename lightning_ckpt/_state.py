@@ -12,13 +12,13 @@ from torch.distributed.tensor import DTensor
 
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import ALLOW_PICKLE, ConfigError, IncompatibleCheckpointError
+from ckpt_core.hosting import by_number
 from ckpt_core.state import (
     Contents,
     Gradients,
     NotEncodableError,
     Override,
     StateSource,
-    by_number,
     check_groups,
     empty_like,
     encode,

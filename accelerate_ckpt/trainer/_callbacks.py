@@ -34,7 +34,11 @@ class CallbackStates(StateSource):
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._live = _by_name([each for each in trainer.callback_handler.callbacks if is_stateful(each)])
+        self._live: dict[str, Any] = {}
+        for each in filter(is_stateful, trainer.callback_handler.callbacks):
+            name = type(each).__name__
+            same = sum(type(other).__name__ == name for other in self._live.values())
+            self._live[f"{name}-{same + 1}" if same else name] = each
 
     def __bool__(self) -> bool:
         return bool(self._live)
@@ -97,15 +101,6 @@ class CallbackStates(StateSource):
 
 
 _warned = set[tuple[str, str]]()
-
-
-def _by_name(callbacks: Sequence[Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for each in callbacks:
-        name = type(each).__name__
-        same = sum(type(other).__name__ == name for other in found.values())
-        found[f"{name}-{same + 1}" if same else name] = each
-    return found
 
 
 def _is_json(state: Any) -> bool:

@@ -18,7 +18,7 @@ from accelerate_ckpt._roots import Settings
 from accelerate_ckpt.trainer._callbacks import CallbackStates, ToCome, load_exported, undo_of_evaluation
 from accelerate_ckpt.trainer._data import TrainerData
 from accelerate_ckpt.trainer._events import BEST, EvaluationLeft, TrainerEvents
-from accelerate_ckpt.trainer._loading import Ours, chosen, is_ours, require_readable, unpickling_nothing
+from accelerate_ckpt.trainer._loading import Ours, chosen, is_ours, require_readable
 from accelerate_ckpt.trainer._session import TrainerSession, metrics_at
 from accelerate_ckpt.trainer._state import TrainingState
 from ckpt_core import CheckpointInfo, CheckpointManager, ConfigError
@@ -184,14 +184,14 @@ class TrainerCheckpoints:
     def _load_model(self, checkpoint: str, model: Any = None) -> None:
         """Load the model of a stock checkpoint; ours is loaded with its optimizer."""
         if self._resumed is None:
-            with unpickling_nothing(self._settings.pickles):
+            with self._settings.pickles.kept_from_others():
                 self._stock._load_from_checkpoint(checkpoint, model)
 
     def _load_rest(self, checkpoint: str | None) -> None:
         """Load model, optimizer and scheduler of ours, or the rest of a stock checkpoint."""
         ours, pickles, trainer = self._resumed, self._settings.pickles, self._trainer
         if ours is None:
-            with unpickling_nothing(pickles):
+            with pickles.kept_from_others():
                 self._stock._load_optimizer_and_scheduler(checkpoint)
         else:
             state = TrainingState(trainer, self._stock, self._settings)
@@ -214,7 +214,7 @@ class TrainerCheckpoints:
             return
         if best is not None:
             require_readable(self._session, best, ours=False)
-        with unpickling_nothing(self._settings.pickles):
+        with self._settings.pickles.kept_from_others():
             self._stock._load_best_model()
 
     def _go_on(self) -> None:

@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -35,7 +35,7 @@ from ckpt_core import (
 from ckpt_core.collective import collective_phase
 from ckpt_core.commit import Catalog, Occupant, Survey, require_trusted, verify
 from ckpt_core.coordination import Coordinator
-from ckpt_core.dcp import check_stock, without_pickle
+from ckpt_core.dcp import check_stock
 from ckpt_core.disclosure import logger_of
 from ckpt_core.formats.codec import damage
 from ckpt_core.groups import local_part
@@ -156,11 +156,6 @@ def require_readable(session: TrainerSession, checkpoint: str, *, ours: bool) ->
                 check_stock(each)
 
     session.managers.coordinator.run_on_coordinator(check, what="checking what stock DCP wrote")
-
-
-def unpickling_nothing(pickles: Pickles) -> AbstractContextManager[None]:
-    """Let the Trainer's own readers unpickle nothing, unless that is allowed."""
-    return nullcontext() if pickles.allowed else without_pickle()
 
 
 def _require_change(session: TrainerSession, ours: CheckpointPath | None) -> None:

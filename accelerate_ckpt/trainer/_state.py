@@ -127,6 +127,7 @@ class TrainingState(StateSource):
             {(part, "model"): model},
             {place: (model, optimizer)} if with_optimizer else {},
             contents=self._contents,
+            check=require_all,
         )
 
     def _places(self, files: Mapping[str, bytes], state: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
@@ -160,7 +161,7 @@ class TrainingState(StateSource):
         self.to_come = ToCome(**saved.shared.get(_TO_COME, {}))
         with_optimizer = self._with_optimizer and optimizer_part(0) in saved.sharded
         self._target = self._trained(_model_part_of(saved), with_optimizer=with_optimizer)
-        return self._target.target(saved, partial(require_all, saved))
+        return self._target.target(saved)
 
     def begin(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Callable[[], None]:
         self._target.begin(loaded, saved)

@@ -250,6 +250,12 @@ def close_at_exit(closable: Any) -> None:
     atexit.register(close)
 
 
+def by_number(optimizers: Iterable[T]) -> dict[str, T]:
+    """Return what belongs to optimizers under their names in a checkpoint."""
+    found = list(optimizers)
+    return {"" if len(found) == 1 else str(number): each for number, each in enumerate(found)}
+
+
 def ranking(policy: RetentionPolicy | None) -> list[KeepBest]:
     """Return the policies that rank checkpoints by a metric."""
     return [each for each in leaves(policy) if isinstance(each, KeepBest)]

@@ -128,7 +128,10 @@ class LoaderPosition:
         if not ahead:
             self._require_visible(begins=tracker_of(loader) is not None)
         if self._tracked:
-            track(loader).read_ahead(ahead)
+            tracker = track(loader)
+            tracker.ahead = ahead
+            if tracker.epoch is not None:
+                tracker.epoch.ahead = ahead
 
     def _require_visible(self, *, begins: bool) -> None:
         """Refuse a loader that hides its position.

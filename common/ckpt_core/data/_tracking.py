@@ -345,12 +345,6 @@ class Tracker:
         self.leaves = self.told = False
         self.ahead = 0
 
-    def read_ahead(self, batches: int) -> None:
-        """Note how many batches a host draws at once, ahead of the loop."""
-        self.ahead = batches
-        if self.epoch is not None:
-            self.epoch.ahead = batches
-
     @property
     def next(self) -> Replay | None:
         """How the next pass is to begin: as the last one, if that was no more than a look."""
@@ -705,10 +699,6 @@ def _subclass(stock: type[Any], overrides: Callable[[type[Any]], Mapping[str, An
     return _subclasses[stock]
 
 
-def _empty(kind: type[Any]) -> Any:
-    return object.__new__(kind)
-
-
 def _loader_overrides(stock: type[Any]) -> Mapping[str, Any]:
     make = getattr(stock, MAKES_ITERATOR)
 
@@ -722,7 +712,7 @@ def _loader_overrides(stock: type[Any]) -> Mapping[str, Any]:
         match reduced:
             case (_, (kind,), dict() as state, *rest) if kind is type(self):
                 state = {name: value for name, value in state.items() if name != _TRACKER}
-                return _empty, (stock,), state, *rest
+                return object.__new__, (stock,), state, *rest
             case other:
                 return other
 

@@ -23,12 +23,8 @@ from ckpt_core.storage import ForeignFileError, Lock, RangeReader, RangeStream, 
 PIECE_BYTES: Final = 16 << 20
 """The most bytes of one piece."""
 
-_OPERATIONS: Final = frozenset(
-    {
-        *("list", "directories", "entry", "size", "crc32", "space", "other_owner", "lock_holder"),
-        *("check_root", "delete", "make_directory", "sync_directory", "rename", "exchange"),
-    }
-)
+_operations: Final = set[str]()
+"""The methods of `Storage` that ranks ask one another for."""
 
 messages.register(StorageEntry, tuple, lambda row: StorageEntry(*row))
 messages.register(Space, tuple, lambda row: Space(*row))
@@ -77,7 +73,7 @@ class DiskService:
             "write": lambda key: self._write(talk, key),
             "replace": lambda key: self._storage.replace(key, b"".join(self._pieces(talk))),
         }
-        if operation not in special and operation not in _OPERATIONS:
+        if operation not in special and operation not in _operations:
             raise LookupError(operation)
         act = special.get(operation) or getattr(self._storage, operation)
         try:
@@ -97,16 +93,9 @@ class DiskService:
 
     def _write(self, talk: Talk, key: str) -> int:
         """Write a file of the pieces that come, durably; return its CRC-32."""
-        running = 0
-
-        def summed() -> Iterator[memoryview]:
-            nonlocal running
-            for piece in self._pieces(talk):
-                running = crc32(piece, running)
-                yield piece
-
-        self._storage.write_pieces(key, summed())
-        return running
+        pieces = _Summed(self._pieces(talk))
+        self._storage.write_pieces(key, pieces)
+        return pieces.crc32
 
     def _pieces(self, talk: Talk) -> Iterator[memoryview]:
         while pieces := talk.take(self._memory.take):
@@ -154,6 +143,19 @@ class PieceMemory:
         return memoryview(view)
 
 
+@final
+class _Summed:
+    """Pieces, and the CRC-32 of those that were taken."""
+
+    def __init__(self, pieces: Iterable[memoryview]) -> None:
+        self._pieces, self.crc32 = pieces, 0
+
+    def __iter__(self) -> Iterator[memoryview]:
+        for piece in self._pieces:
+            self.crc32 = crc32(piece, self.crc32)
+            yield piece
+
+
 _BUFFER_BYTES: Final = 1 << 20
 _AT_ONCE: Final = 2
 """Pieces that are sent together, so that few messages are needed."""
@@ -161,6 +163,7 @@ _AT_ONCE: Final = 2
 
 def _asked(operation: str) -> Any:
     """Return a method of `Storage` that another rank carries out."""
+    _operations.add(operation)
     return lambda disk, *arguments: disk._ask(operation, *arguments)
 
 
@@ -215,15 +218,8 @@ class RemoteDisk(Storage):
 
     @override
     def write_pieces(self, key: str, pieces: Iterable[memoryview]) -> None:
-        running = 0
-
-        def summed() -> Iterator[memoryview]:
-            nonlocal running
-            for piece in pieces:
-                running = crc32(piece, running)
-                yield piece
-
-        if self._send("write", key, summed()) != running:
+        summed = _Summed(pieces)
+        if self._send("write", key, summed) != summed.crc32:
             raise OSError(
                 errno.EBADMSG, f"rank {self._rank} got other bytes than were sent: the network is faulty", key
             )

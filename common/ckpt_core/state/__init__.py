@@ -56,7 +56,7 @@ from ckpt_core.state._train_state import (
     as_source,
     checked_override,
 )
-from ckpt_core.state._trained import Trained, by_number
+from ckpt_core.state._trained import Trained
 
 __all__ = [
     "PICKLED",
@@ -77,7 +77,6 @@ __all__ = [
     "as_captured",
     "as_source",
     "base_names",
-    "by_number",
     "check_groups",
     "checked_override",
     "contents_problem",

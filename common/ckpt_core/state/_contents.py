@@ -85,7 +85,13 @@ def saved_part(
     base.update(model, state)
     base.tell(model, state, given=contents is not None)
     kept = {name: value for name, value in state.items() if name not in base.facts}
-    return kept, _as_items(place, _source(model), base.facts)
+    if not base.facts:
+        return kept, {}
+    names = crc32("\n".join((place, *sorted(base.facts))).encode())
+    in_order = json.dumps([[name, *base.facts[name]] for name in sorted(base.facts)], separators=(",", ":"))
+    digest = sha256(in_order.encode()).hexdigest()
+    item = {"place": place, "source": _source(model), "digest": digest, "tensors": dict(base.facts)}
+    return kept, {f"{_ITEM}{names:08x}": item}
 
 
 def supplied(model: nn.Module, saved: SavedState, contents: Contents | None, *, place: str) -> frozenset[str]:
@@ -142,17 +148,6 @@ def base_names(saved: SavedState) -> list[str]:
     """Return the names of the bases that a checkpoint refers to; none if it is whole."""
     found = {str(value["source"]) for name, value in saved.shared.items() if is_of_base(name)}
     return sorted(each or _UNNAMED for each in found)
-
-
-def _as_items(place: str, source: str, facts: Mapping[str, _Facts]) -> dict[str, Any]:
-    """Return the item of the base of the model at a place; none of an empty one."""
-    if not facts:
-        return {}
-    names = crc32("\n".join((place, *sorted(facts))).encode())
-    in_order = json.dumps([[name, *facts[name]] for name in sorted(facts)], separators=(",", ":"))
-    digest = sha256(in_order.encode()).hexdigest()
-    value = {"place": place, "source": source, "digest": digest, "tensors": dict(facts)}
-    return {f"{_ITEM}{names:08x}": value}
 
 
 def _compare(saved: Mapping[str, _Facts], live: Mapping[str, _Facts], *, sources: tuple[str, str]) -> None:
@@ -300,7 +295,10 @@ def _is_wanted(model: nn.Module, contents: Contents | None) -> bool:
         return False
     decided = _DECIDED.setdefault(model, {})
     if contents not in decided:
-        wanted = contents is not None or _has_adapters(model)
+        wanted = contents is not None or any(
+            getattr(each, "peft_config", None) or getattr(each, "_hf_peft_config_loaded", False)
+            for each in model.modules()
+        )
         problem = _problem_of(model) if wanted else None
         if problem is not None and contents is not None:
             raise ConfigError(f'contents="trainable" {problem}; give contents="all"')
@@ -317,13 +315,6 @@ def _problem_of(model: nn.Module) -> str | None:
         if isinstance(each, DTensor) and is_wrapped(each.to_local()):
             return f"cannot compare {name}, whose shards are of a tensor subclass"
     return None
-
-
-def _has_adapters(model: nn.Module) -> bool:
-    return any(
-        getattr(each, "peft_config", None) or getattr(each, "_hf_peft_config_loaded", False)
-        for each in model.modules()
-    )
 
 
 def _source(model: nn.Module) -> str:

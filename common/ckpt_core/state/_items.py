@@ -27,7 +27,6 @@ import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from ckpt_core.data import is_stateful
 from ckpt_core.devices import accelerator_type, to_host
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
@@ -254,15 +253,6 @@ class Counters(SimpleNamespace):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore saved values; names that the checkpoint lacks keep theirs."""
         vars(self).update(state)
-
-
-def check_stateful(name: str, value: Any) -> None:
-    """Refuse an object without `state_dict` or `load_state_dict`."""
-    if not is_stateful(value):
-        raise ConfigError(
-            f"{name} is a {type(value).__name__}, which has no state_dict and load_state_dict; "
-            "give a DataLoader as dataloader=, and keep plain values in ckpt_core.Counters"
-        )
 
 
 def check_placed(name: str, item: Any, state: Any) -> None:
@@ -546,22 +536,17 @@ _OF_THE_HOST: Final = {"python", "numpy", "torch"}
 
 def rng_state() -> dict[str, Any]:
     """Return the state of every generator, as values for `encode`; draws nothing."""
-    return {
+    state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
-        **_of_devices(),
     }
-
-
-def _of_devices() -> dict[str, Any]:
-    """Return the state of every device's generator, by the type of the accelerator."""
     kind = accelerator_type()
     module: Any = None if kind is None else torch.get_device_module(kind)
     # To ask devices that were not used yet for their state would initialise them. MPS has no such question.
-    if kind is None or not getattr(module, "is_initialized", module.is_available)():
-        return {}
-    return {kind: [module.get_rng_state(device) for device in range(module.device_count())]}
+    if kind is not None and getattr(module, "is_initialized", module.is_available)():
+        state[kind] = [module.get_rng_state(device) for device in range(module.device_count())]
+    return state
 
 
 def rng_item(rank: int) -> str:

@@ -26,7 +26,6 @@ from ckpt_core.state._items import (
     Counters,
     check_kind,
     check_placed,
-    check_stateful,
     derive_rng,
     function_free,
     is_large,
@@ -474,6 +473,7 @@ class TrainState(StateSource):
         self._dataloaders = {name: LoaderPosition(each) for name, each in loaders.items()}
         self._items = items
         self._with = frozenset({"model", *(["rng"] if rng else ()), *([_GRADIENTS] if gradients else ())})
+        self._others: Callable[[], Trained] | None = None
         self._begun: tuple[SavedState, list[str]] | None = None
         self._asks = 2 if self._optimizers and not loaders else 0
         for each in self._optimizers.values():
@@ -482,7 +482,11 @@ class TrainState(StateSource):
         if refused := sorted((taken | {POSITIONS}) & items.keys()):
             raise ConfigError(f"no item can be called {', '.join(refused)}: the state uses the name itself")
         for name, each in (self._shared | items).items():
-            check_stateful(name, each)
+            if not is_stateful(each):
+                raise ConfigError(
+                    f"{name} is a {type(each).__name__}, which has no state_dict and load_state_dict; "
+                    "give a DataLoader as dataloader=, and keep plain values in ckpt_core.Counters"
+                )
         begin(self._model, contents)
 
     @property
@@ -536,7 +540,10 @@ class TrainState(StateSource):
                 shared[name] = state
         if gradients is not None:
             tree[_GRADIENTS], shared[_GRADIENTS] = gradients
-        per_rank = self._positions()
+        if self._asks:
+            undecided = tell_of_missing("it to TrainState(dataloader=...)")
+            self._asks = self._asks - 1 if undecided else 0
+        per_rank: dict[str, Any] = {name: each.state() for name, each in self._dataloaders.items()}
         if per_rank:
             shared[POSITIONS] = dict(per_rank)
         if "rng" in self._with:
@@ -556,19 +563,21 @@ class TrainState(StateSource):
             },
         )
 
+    def training(self, others: Callable[[], Trained]) -> TrainState:
+        """Return this state with other models and optimizers than its own."""
+        changed = copy.copy(self)
+        changed._others = others
+        return changed
+
     def _trained(self) -> Trained:
+        if self._others is not None:
+            return self._others()
         return Trained(
             {_MODEL: self._model} if "model" in self._with else {},
             {(_PART, *_path(name)): (self._model, each) for name, each in self._optimizers.items()},
             contents=self._contents,
             apart=True,
         )
-
-    def _positions(self) -> dict[str, Any]:
-        if self._asks:
-            undecided = tell_of_missing("it to TrainState(dataloader=...)")
-            self._asks = self._asks - 1 if undecided else 0
-        return {name: each.state() for name, each in self._dataloaders.items()}
 
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
         entries = saved.sharded.get(_PART, {})

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar, final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import nn
@@ -25,7 +25,6 @@ from ckpt_core.types import CapturedState, SavedState
 
 Place: TypeAlias = tuple[str, ...]
 """Of a model or an optimizer: the part directory, "" for the checkpoint's own, then the path in it."""
-_T = TypeVar("_T")
 
 
 @final
@@ -36,6 +35,7 @@ class Trained:
         models: by their places.
         optimizers: by their places, each with the model that it trains.
         contents: what of the models is saved.
+        check: is told which places a checkpoint lacks, before anything else is done.
         apart: whether ranks may train other parameters than these, as the stages of a pipeline do.
     """
 
@@ -45,11 +45,13 @@ class Trained:
         optimizers: Mapping[Place, tuple[nn.Module, Any]],
         *,
         contents: Contents | None,
+        check: Callable[[SavedState, Sequence[Place]], object] = lambda *_: None,
         apart: bool = False,
     ) -> None:
         self._models = models
         self._optimizers = optimizers
         self._contents: Contents | None = contents
+        self._check = check
         self._apart = apart
         self._bases: Mapping[Place, frozenset[str]] = {}
 
@@ -79,10 +81,7 @@ class Trained:
             optimizers=[each for own in inner.values() for each in own],
         )
 
-    def target(
-        self, saved: SavedState, check: Callable[[Sequence[Place]], object] = len
-    ) -> dict[str, dict[str, Any]]:
-        """Return what to load into, once `check` has accepted the places that are not there."""
+    def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
         entries = {
             place: under(saved.sharded.get(place[0], {}), *place[1:])
             for place in (*self._models, *self._optimizers)
@@ -94,7 +93,8 @@ class Trained:
         lacking = [place for place, found in entries.items() if not found and not self._bases.get(place)]
         # Of a model without tensors a checkpoint records nothing.
         models = self._models
-        check([each for each in lacking if each not in models or any(leaves(model_state(models[each])))])
+        lacking = [each for each in lacking if each not in models or any(leaves(model_state(models[each])))]
+        self._check(saved, lacking)
         tree: dict[str, dict[str, Any]] = {}
         for place, model in models.items():
             put(tree, place, model_target(model, entries[place], saved, base=self._bases[place]))
@@ -117,9 +117,3 @@ class Trained:
 
     def _fit(self, saved: SavedState) -> Fit:
         return fit_of(saved) if self._apart else "same"
-
-
-def by_number(optimizers: Iterable[_T]) -> dict[str, _T]:
-    """Return what belongs to optimizers under their names in a checkpoint."""
-    found = list(optimizers)
-    return {"" if len(found) == 1 else str(number): each for number, each in enumerate(found)}
