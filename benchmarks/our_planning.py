@@ -15,6 +15,7 @@ from benchmarks.planning import GROUPS, VALUES, Held, Planning, PlanningCost, Wo
 from benchmarks.stock_planning import Clock
 from ckpt_core.commit import begin
 from ckpt_core.coordination import Solo
+from ckpt_core.coordination._channel import _packed, _read
 from ckpt_core.dcp import LocalPlan, Outline
 from ckpt_core.formats.chunks import TableEntry
 from ckpt_core.messages import decode, encode
@@ -134,10 +135,10 @@ class OurPlanning(Planning):
     def _commit(self, prepared: Save, clock: Clock) -> tuple[int, int]:
         """Bytes of the reports of all ranks, and of the answer to each."""
         directory = self._storage.local_path(prepared.working)
-        messages = [encode(self._report(rank, directory)) for rank in self._ranks()]
+        messages = [_packed(self._report(rank, directory).to_bytes()) for rank in self._ranks()]
         with clock:
-            reports = [decode(message) for message in messages]
-            answer = encode(prepared.commit_files(reports))
+            reports = [_read("a report", message).content for message in messages]
+            answer = encode(prepared.commit_files(RankReport.read_all(reports)))
         shutil.rmtree(self._storage.local_path(prepared.request.name))
         return sum(map(len, messages)), len(answer)
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from operator import methodcaller
-from typing import Any, Literal, cast, final
+from typing import Any, NamedTuple, cast, final
 
 from typing_extensions import override
 
@@ -23,13 +22,15 @@ _DECIDING = "deciding"
 _DECIDED = "decided"
 
 
-@messages.message
-@final
-@dataclass(frozen=True, slots=True)
-class _Word:
-    """Carries a value, the failure to make one, or an error for all ranks."""
+_VALUE, _BYTES, _FAILURE, _ERROR = b"v", b"b", b"f", b"e"
+"""What a message begins with; bytes follow as they are."""
 
-    kind: Literal["value", "failure", "error"]
+
+@final
+class _Word(NamedTuple):
+    """A value, the failure to make one, or an error for all ranks."""
+
+    kind: bytes
     content: object
 
 
@@ -61,7 +62,7 @@ class Channel(CommitChannel):
 
         def answer() -> tuple[Any, dict[str, bytes]]:
             made = make()
-            return made, {key: _packed("value", made)}
+            return made, {key: _packed(made)}
 
         return cast("T", self._decided(name, answer, [key], None))
 
@@ -94,9 +95,7 @@ class Channel(CommitChannel):
             if word != _DECIDED:
                 raise _came_late(topic, word)
             # Packed before the first is sent: what cannot be sent must not leave ranks waiting.
-            return answers[0], {
-                key: _packed("value", answers[rank]) for rank, key in enumerate(keys, start=1)
-            }
+            return answers[0], {key: _packed(answers[rank]) for rank, key in enumerate(keys, start=1)}
 
         return self._decided(topic, answer, keys, value, prefix=prefix)
 
@@ -112,7 +111,7 @@ class Channel(CommitChannel):
 
         def answer() -> tuple[Any, dict[str, bytes]]:
             committed = commit(self._collect(name, payload, deadline_seconds))
-            return committed, {key: _packed("value", committed)}
+            return committed, {key: _packed(committed)}
 
         try:
             return cast("R", self._decided(name, answer, [key], payload, irrevocable=True))
@@ -197,7 +196,7 @@ class Channel(CommitChannel):
         return answer
 
     def _refuse(self, reply_keys: Sequence[str], error: CheckpointError) -> None:
-        reply = messages.encode(_Word("error", error))
+        reply = _packed(error, _ERROR)
         try:
             for key in reply_keys:
                 self._put(key, reply)
@@ -280,34 +279,35 @@ class Channel(CommitChannel):
             self._stale.clear()
 
 
-def _packed(kind: Literal["value", "failure"], content: object) -> bytes:
-    return messages.encode(_Word(kind, content))
+def _packed(content: object, kind: bytes = _VALUE) -> bytes:
+    return _BYTES + content if type(content) is bytes else kind + messages.encode(content)
 
 
 def _packed_value(value: object) -> tuple[bytes, BaseException | None]:
     """Encode a value or an error; an unsendable value becomes an error."""
     if not isinstance(value, BaseException):
         try:
-            return _packed("value", value), None
+            return _packed(value), None
         except Exception as error:  # noqa: BLE001 - the message below reports it to every rank
             value = error
-    return _packed("failure", Failure.of(value)), value
+    return _packed(Failure.of(value), _FAILURE), value
 
 
 def _read(key: str, message: bytes) -> _Word:
+    kind, rest = message[:1], message[1:]
     try:
-        word = messages.decode(message)
+        content = rest if kind == _BYTES else messages.decode(rest)
     except messages.MessageError as error:
         raise CoordinationError(f"{key}: a message that cannot be read ({error})") from error
-    match word:
-        case _Word("value") | _Word("failure", Failure()) | _Word("error", CheckpointError()):
-            return word
+    match kind, content:
+        case (b"v" | b"b", _) | (b"f", Failure()) | (b"e", CheckpointError()):
+            return _Word(kind, content)
         case _:
             raise CoordinationError(f"{key}: a message that is not of a rank")
 
 
 def _content(reply: _Word, cause: BaseException | None) -> Any:
-    if isinstance(reply.content, CheckpointError) and reply.kind == "error":
+    if isinstance(reply.content, CheckpointError) and reply.kind == _ERROR:
         raise reply.content from cause
     return reply.content
 
@@ -316,7 +316,7 @@ def _failures(words: Mapping[int, _Word]) -> dict[int, Failure]:
     return {
         rank: word.content
         for rank, word in words.items()
-        if word.kind == "failure" and isinstance(word.content, Failure)
+        if word.kind == _FAILURE and isinstance(word.content, Failure)
     }
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final, NamedTuple, final
 
 import numpy as np
@@ -30,7 +29,7 @@ from ckpt_core.options import CheckpointOptions, Headroom, bytes_text
 from ckpt_core.policies import RetentionPolicy
 from ckpt_core.retention import Abandoned, KeepAll, as_it_is, plan_prune
 from ckpt_core.root import Ownership, Pruner
-from ckpt_core.storage import Storage
+from ckpt_core.storage import Space, Storage
 from ckpt_core.types import CheckpointInfo
 
 _logger = logger_of(__name__)
@@ -56,32 +55,17 @@ _FIXED_BYTES: Final = 16 * 1024
 
 @final
 class SpaceNeeded(NamedTuple):
-    """Upper bounds of the space of a save, or the space that is gained."""
+    """Upper bounds of the space of a save."""
 
     size_bytes: int = 0
     files: int = 0
 
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SpaceFree:
-    """Free bytes and files; None means unknown and is treated as unlimited."""
-
-    size_bytes: int | None
-    files: int | None
-    headroom_bytes: int = 0
-
-    @classmethod
-    def of(cls, storage: Storage, headroom: Headroom) -> SpaceFree:
-        free_bytes, total_bytes, free_files = storage.space()
-        return cls(size_bytes=free_bytes, files=free_files, headroom_bytes=headroom.of(total_bytes))
-
-    def fits(self, needed: SpaceNeeded, gain: SpaceNeeded = SpaceNeeded()) -> bool:  # noqa: B008 - constant
-        """Return whether there is room for it, once `gain` is freed, beside the headroom."""
+    def fits(self, free: Space, headroom: Headroom, gain: tuple[int, int] = (0, 0)) -> bool:
+        """Return whether there is room for it beside the headroom, once `gain` is freed."""
         return (
-            self.size_bytes is None
-            or needed.size_bytes <= max(0, self.size_bytes + gain.size_bytes - self.headroom_bytes)
-        ) and (self.files is None or needed.files <= self.files + gain.files)
+            free.free_bytes is None
+            or self.size_bytes <= max(0, free.free_bytes + gain[0] - headroom.of(free.total_bytes))
+        ) and (free.free_files is None or self.files <= free.free_files + gain[1])
 
 
 @final
@@ -124,17 +108,17 @@ class DiskSpace:
             NoRoomError: the save does not fit, and the policy drops too little for it.
             RootBusyError: another job has taken the root.
         """
-        if self._free().fits(needed):
+        if self._fits(needed):
             return
         self._ownership.collect_orphans()
         removed: list[CheckpointInfo] = []
-        if not self._free().fits(needed):
+        if not self._fits(needed):
             removed = self._remove_superseded(coming, needed)
-        if not self._free().fits(needed):
+        if not self._fits(needed):
             raise self._refusal(coming.step, needed, removed)
 
-    def _free(self) -> SpaceFree:
-        return SpaceFree.of(self._storage, self._options.free_headroom)
+    def _fits(self, needed: SpaceNeeded, gain: tuple[int, int] = (0, 0)) -> bool:
+        return needed.fits(self._storage.space(), self._options.free_headroom, gain)
 
     def _remove_superseded(self, coming: CheckpointInfo, needed: SpaceNeeded) -> list[CheckpointInfo]:
         """Remove checkpoints that the policy drops after the save, if that makes it fit."""
@@ -150,11 +134,11 @@ class DiskSpace:
             ),
             go_on=lambda: time.monotonic() < deadline,
         )
-        gain = SpaceNeeded(sum(info.size_bytes for info in candidates), sum(map(self._files_of, candidates)))
-        if not candidates or not self._free().fits(needed, gain):
+        gain = sum(info.size_bytes for info in candidates), sum(map(self._files_of, candidates))
+        if not candidates or not self._fits(needed, gain):
             return removed
         for info in candidates:
-            if self._free().fits(needed):
+            if self._fits(needed):
                 break
             self._ownership.check()
             if info.step in read_notes(self._storage).in_use:
@@ -182,9 +166,10 @@ class DiskSpace:
             return 0
 
     def _refusal(self, step: int, needed: SpaceNeeded, removed: Sequence[CheckpointInfo]) -> NoRoomError:
-        free, url = self._free(), self._storage.url
-        size = "unknown" if free.size_bytes is None else bytes_text(free.size_bytes)
-        files = "" if free.files is None else f" and {free.files} files"
+        (free_bytes, total_bytes, free_files), url = self._storage.space(), self._storage.url
+        headroom_bytes = self._options.free_headroom.of(total_bytes)
+        size = "unknown" if free_bytes is None else bytes_text(free_bytes)
+        files = "" if free_files is None else f" and {free_files} files"
         gone = f" Step(s) {_steps(removed)} were removed ahead of the policy." if removed else ""
         kept = "; ".join(
             _kept(
@@ -193,7 +178,7 @@ class DiskSpace:
         )
         text = (
             f"a save takes {bytes_text(needed.size_bytes)} and {needed.files} files, free are {size}{files}, "
-            f"of which {bytes_text(free.headroom_bytes)} are headroom. Nothing was written.{gone} "
+            f"of which {bytes_text(headroom_bytes)} are headroom. Nothing was written.{gone} "
             f"Kept: {kept or 'nothing'}. Free space, keep fewer (keep=), remove pins (`ckpt unpin`), delete "
             f"damaged checkpoints (`ckpt prune {url} --damaged`) or lower headroom=, then save again"
         )
@@ -203,10 +188,10 @@ class DiskSpace:
             phase="open",
             failures={0: text},
             needed_bytes=needed.size_bytes,
-            free_bytes=free.size_bytes,
-            headroom_bytes=free.headroom_bytes,
+            free_bytes=free_bytes,
+            headroom_bytes=headroom_bytes,
             needed_files=needed.files,
-            free_files=free.files,
+            free_files=free_files,
         )
 
 

@@ -353,17 +353,18 @@ class Save(Task):
         # The error is for a coordinator that wakes up; another wait of the same length would be useless.
         deadline = self._deadline_seconds if self._silence is None else 0.0
         with self._span("save.commit") as details:
-            info = self.channel.commit_barrier(name, report, self._commit, deadline_seconds=deadline)
+            told = report.to_bytes() if isinstance(report, RankReport) else report
+            info = self.channel.commit_barrier(name, told, self._commit, deadline_seconds=deadline)
             details["size_bytes"] = info.size_bytes
         return info
 
-    def _commit(self, reports: list[RankReport]) -> CheckpointInfo:
+    def _commit(self, reports: list[bytes]) -> CheckpointInfo:
         if self._refusal is not None:
             raise self._refusal
         self._begin_committing()
         try:
             self.means.ownership.check()
-            return self.commit_files(reports)
+            return self.commit_files(RankReport.read_all(reports))
         finally:
             # Only the report is missing, for which a store may take its time.
             self._heartbeat("reporting to the other ranks", self._patience_seconds)

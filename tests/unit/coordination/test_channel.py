@@ -332,7 +332,7 @@ def test_the_coordinators_requests_do_not_grow_with_the_number_of_ranks():
         peers, own = dist.HashStore(), CountingStore()
         own._inner = peers
         for rank in range(1, world_size):
-            peers.set(f"t/arrive/{rank}", _packed("value", rank))
+            peers.set(f"t/arrive/{rank}", _packed(rank))
         assert Channel(own, 0, world_size).commit_barrier("t", 0, sum, LONG) == sum(range(world_size))
         return own.requests
 
@@ -357,15 +357,23 @@ def coordinator(left: bytes) -> Channel:
 
 
 def test_what_is_no_message_is_an_error_of_ours_and_a_pickle_is_never_loaded(tmp_path):
-    pickles = [pickle.dumps(each) for each in (1, Canary(tmp_path / "ran"), {"a": Canary(tmp_path / "ran")})]
-    for content in (b"", b"\xff" * 40, *pickles, _packed("value", 1)[:-1], b"\0" * 7 + b"\x011"):
+    canary = Canary(tmp_path / "ran")
+    pickles = [kind + pickle.dumps(each) for kind in (b"", b"v", b"f", b"e") for each in (canary, [canary])]
+    for content in (
+        b"",
+        b"\xff" * 40,
+        *pickles,
+        b"x" + _packed(1)[1:],
+        _packed(1)[:-1],
+        b"\0" * 7 + b"\x011",
+    ):
         with pytest.raises(CoordinationError, match=r"t/arrive/1: a message that"):
             coordinator(content).gather_scatter("t", 0, list, LONG)
     assert not (tmp_path / "ran").exists()
 
 
 def test_ten_thousand_mutations_of_a_message_are_values_or_errors_of_ours():
-    chance, honest = random.Random(3), _packed("value", {"a": [1, b"xyz", ("b", None)]})
+    chance, honest = random.Random(3), _packed({"a": [1, b"xyz", ("b", None)]})
     refused = 0
     for _ in range(10_000):
         changed = bytearray(honest)
@@ -382,7 +390,7 @@ def test_ten_thousand_mutations_of_a_message_are_values_or_errors_of_ours():
 @pytest.mark.parametrize("word", ["deciding", "rank 1", "\x00", "\xff"])
 def test_a_claim_of_whatever_word_that_is_there_already_is_no_decision(word):
     store = dist.HashStore()
-    store.set("t/arrive/1", _packed("value", 1))
+    store.set("t/arrive/1", _packed(1))
     store.set("t/verdict", word.encode("latin-1"))
     if word == "deciding":  # its own, of which it had no answer
         assert Channel(store, 0, 2).commit_barrier("t", 0, sum, LONG) == 1

@@ -14,7 +14,6 @@ from ckpt_core.coordination import Solo
 from ckpt_core.dcp import Part, PlannedIndex, decide
 from ckpt_core.errors import SaveError
 from ckpt_core.formats.chunks import ChunkTable
-from ckpt_core.messages import decode, encode
 from ckpt_core.options import CheckpointOptions
 from ckpt_core.root import Job as Served
 from ckpt_core.root import Ownership, Pruner
@@ -83,17 +82,17 @@ class Job:
                     staged=staged,
                 )
             )
-        messages = [encode(save.write_files()) for save in saves]
+        messages = [save.write_files().to_bytes() for save in saves]
         for save in saves:
             save.staged.release()
         return saves, messages
 
     def save(self) -> list[RankReport]:
         saves, messages = self.write()
-        saves[0].commit_files([decode(message) for message in messages])
+        saves[0].commit_files(reports := RankReport.read_all(messages))
         for memory in self.memories:
             memory.committed()
-        return [decode(message) for message in messages]
+        return reports
 
     def read(self, path: str) -> bytes:
         return self.storage.read_bytes(f"step-{self.step:09d}/{path}")
@@ -193,7 +192,7 @@ def test_a_report_without_change_stays_below_1_kib():
     job.save()
     saves, (message,) = job.write()
     assert len(message) < 1024
-    assert saves[0].commit_files([decode(message)]).step == job.step
+    assert saves[0].commit_files(RankReport.read_all([message])).step == job.step
 
 
 def test_the_chunk_table_is_a_file_of_the_checkpoint_like_any_other(job):
@@ -214,22 +213,23 @@ def test_a_coordinator_that_was_never_told_does_not_commit(job):
     saves, messages = job.write()
     job.means[0].reports = ReportCache()
     with pytest.raises(SaveError, match=r"ranks \[0, 1\] did not send the lengths of their chunks"):
-        saves[0].commit_files([decode(message) for message in messages])
+        saves[0].commit_files(RankReport.read_all(messages))
     assert not job.storage.exists("step-000000002/COMMITTED")
 
 
-def test_a_report_reads_back_as_it_was_sent():
-    entry = FileEntry(path="a\nb", size_bytes=3, checksum="crc32:00")
+def test_reports_read_back_as_they_were_sent():
+    entry = FileEntry(path="a\nb\0\udcff", size_bytes=3, checksum="crc32:00")
     findings = Findings(1, {"": {0: b"\0\xff"}}, {"lr": 7})
     report = RankReport(
-        files=[entry],
+        files=[entry, replace(entry, size_bytes=4)],
         num_chunks=7,
         lengths={"__0_0.distcp": b"x"},
         evidence=findings,
         place=("/run", "node"),
         trained={"the model": "0f"},
     )
-    assert decode(encode(report)) == report
+    reports = [report, RankReport(files=[]), replace(report, num_chunks=8), report]
+    assert RankReport.read_all([each.to_bytes() for each in reports]) == reports
 
 
 def test_tensors_are_written_no_faster_than_the_cap(job):

@@ -8,7 +8,8 @@ from torch import nn
 
 from ckpt_core import CheckpointManager, TrainState
 from ckpt_core.options import Headroom
-from ckpt_core.saving._disk_space import DiskSpace, SpaceFree, SpaceNeeded
+from ckpt_core.saving._disk_space import DiskSpace, SpaceNeeded
+from ckpt_core.storage import Space
 from tests.kit.memory import MemoryStorage
 
 SLACK_BYTES = 100_000
@@ -64,14 +65,13 @@ def test_a_prediction_is_enough_and_not_much_too_much(predicted, kind):
 
 
 def test_where_nobody_can_tell_what_is_free_everything_fits():
-    storage = MemoryStorage()
-    free = SpaceFree.of(storage, Headroom(share=0.5))
-    assert free.fits(SpaceNeeded(size_bytes=1 << 60, files=1 << 60))
+    assert SpaceNeeded(size_bytes=1 << 60, files=1 << 60).fits(MemoryStorage().space(), Headroom(share=0.5))
 
 
 def test_headroom_is_not_for_saves():
-    free = SpaceFree(size_bytes=100, files=3, headroom_bytes=40)
-    assert free.fits(SpaceNeeded(size_bytes=60, files=3))
-    assert not free.fits(SpaceNeeded(size_bytes=61, files=3))
-    assert not free.fits(SpaceNeeded(size_bytes=60, files=4))
-    assert not SpaceFree(size_bytes=10, files=3, headroom_bytes=40).fits(SpaceNeeded(size_bytes=1, files=1))
+    free, headroom = Space(100, 1000, 3), Headroom(most_bytes=40)
+    assert SpaceNeeded(size_bytes=60, files=3).fits(free, headroom)
+    assert not SpaceNeeded(size_bytes=61, files=3).fits(free, headroom)
+    assert SpaceNeeded(size_bytes=61, files=4).fits(free, headroom, (1, 1))
+    assert not SpaceNeeded(size_bytes=60, files=4).fits(free, headroom)
+    assert not SpaceNeeded(size_bytes=1, files=1).fits(Space(10, 1000, 3), headroom)
