@@ -676,7 +676,7 @@ def plain_files(storage: Storage, name: str, manifest: Manifest) -> PlainFiles:
 
 
 def read_entry(storage: Storage, name: str, entry: FileEntry) -> bytes:
-    """Read a small file of a checkpoint, and compare it with its manifest, if it has any.
+    """Read a small file of a checkpoint, and compare it with what was committed.
 
     Raises:
         CorruptCheckpointError: it is missing or damaged.

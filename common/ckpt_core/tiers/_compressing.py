@@ -92,7 +92,7 @@ def _small(storage: Storage, key: str) -> bytes | None:
 
 
 def codec_for(choices: Choices, entry: ChunkEntry, samples: Sequence[memoryview]) -> int:
-    """Return the codec of an entry of a data file: none if samples of it hardly shrink."""
+    """Return the codec of an entry of a data file: none if samples hardly shrink."""
     choice = choices.get(_class_of(entry), choices.get("", NONE))
     if choice == NONE:
         return RAW
@@ -286,7 +286,7 @@ def choose_codecs(
     cores: float,
     reading: float = 0.0,
 ) -> dict[str, str]:
-    """Choose the codec, or `NONE`, of each class of tensors, whose `sizes` are in bytes.
+    """Choose the codec, or `NONE`, of each class of tensors; `sizes` are in bytes.
 
     The model is a pipeline: cores read and compress while the place is written to, so that all of it takes as
     long as the slower of both, max((reading + sum(size / rate)) / cores, sum(size / ratio) / write_rate). No

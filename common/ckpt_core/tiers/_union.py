@@ -253,7 +253,7 @@ class RunCatalog:
     def verify(
         self, step: int | None, note: Callable[[CheckpointInfo, Sequence[FileFailure]], None]
     ) -> list[FileFailure]:
-        """Verify every byte of a checkpoint, or of the newest, in the nearest tier that has it.
+        """Verify every byte of a checkpoint, or the newest, in the nearest tier with it.
 
         `note` is called with one of the nearest tier and its failures; elsewhere it is marked.
         """

@@ -106,7 +106,7 @@ class WorkProcess:
         finally:
             if isinstance(reply, int | Mapping):
                 self.close()  # nobody hears it any more
-        if reply is not None:
+        if isinstance(reply, Exception):
             raise reply
 
     def close(self) -> None:

@@ -167,7 +167,7 @@ Outcome: TypeAlias = CheckpointInfo | UploadError | None
 @final
 @dataclass(frozen=True, eq=False, slots=True)
 class DueCheckpoint:
-    """A checkpoint that is due for a tier; what hears of it, perhaps of an error first."""
+    """A checkpoint due for a tier; what hears of it, perhaps of an error first."""
 
     info: CheckpointInfo
     report: Callable[[Outcome], None] = field(default=lambda _: None)
