@@ -25,6 +25,7 @@ CheckpointError(Exception)
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -161,6 +162,16 @@ def damaged(place: str, path: str, problem: str) -> CorruptCheckpointError:
     """Return the error of one file of the checkpoint at a place."""
     failure = FileFailure(path=path, problem=problem)
     return CorruptCheckpointError(f"{place}/{failure}", failures=(failure,))
+
+
+def unreadable(error: OSError) -> str:
+    """Return what to say of a block that the device has lost.
+
+    Any other error may be temporary, and is raised.
+    """
+    if error.errno != errno.EIO:
+        raise error
+    return f"cannot be read: {error}"
 
 
 class IncompatibleCheckpointError(CheckpointError):

@@ -46,6 +46,7 @@ from ckpt_core.errors import (
     FileFailure,
     NoRoomError,
     RootBusyError,
+    first_of,
 )
 from ckpt_core.formats.frames import require_zstandard
 from ckpt_core.hosting import root_of
@@ -236,9 +237,8 @@ def _refuse_conflicts(selections: Sequence[_CopySource], target: Storage, survey
         if other.content_sha256 != info.content_sha256 or info.name in survey.unreadable:
             taken.append(info.name)
     if taken:
-        more = f" and {len(taken) - _MOST_LISTED} more" if len(taken) > _MOST_LISTED else ""
         raise CheckpointExistsError(
-            f"{target.url} has another checkpoint named {', '.join(taken[:_MOST_LISTED])}{more}, or two are "
+            f"{target.url} has another checkpoint named {first_of(taken, _MOST_LISTED)}, or two are "
             "to be copied under one name; nothing was copied: checkpoints are never overwritten, so copy to "
             "another root"
         )

@@ -42,6 +42,7 @@ from ckpt_core.errors import (
     SaveError,
     UntrustedCheckpointError,
     damaged,
+    unreadable,
 )
 from ckpt_core.formats import codec
 from ckpt_core.formats.checksums import checksum
@@ -697,10 +698,7 @@ def read_entry(storage: Storage, name: str, entry: FileEntry) -> bytes:
     except ValueError as error:
         content, wrong = b"", f"cannot be verified: {error}"
     except OSError as error:
-        # A block that the device cannot read is lost; any other error may be temporary.
-        if error.errno != errno.EIO:
-            raise
-        content, wrong = b"", f"cannot be read: {error}"
+        content, wrong = b"", unreadable(error)
     if wrong:
         raise damaged(f"{storage.url}/{name}", entry.path, wrong)
     return content

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import heapq
 import io
 import math
@@ -25,7 +24,9 @@ from ckpt_core.errors import (
     FileFailure,
     IncompatibleCheckpointError,
     UnsafeCheckpointError,
+    first_of,
     lost,
+    unreadable,
 )
 from ckpt_core.formats.checksums import Checksum, checksum, crc32, crc32_value
 from ckpt_core.formats.chunks import ChunkTable, FileChunks
@@ -298,10 +299,7 @@ class _Examination:
         except (ValueError, ForeignFileError) as error:
             return f"cannot be verified: {error}"
         except OSError as error:
-            # A block that the device cannot read is lost; any other error may be temporary.
-            if error.errno != errno.EIO:
-                raise
-            return f"cannot be read: {error}"
+            return unreadable(error)
         return f"checksum is {found}, {entry.checksum} was committed{damage}"
 
     def _sum(self, entry: FileEntry, seen: Callable[[int], None]) -> str:
@@ -322,9 +320,8 @@ class _Examination:
             return "; every value in it has its CRC-32, so the damage is between them, or was made on purpose"
         if not damaged:
             return "; every value in it is intact, the damage is between them"
-        named = [f"{key} (bytes {start} to {end})" for key, start, end in damaged[:_MOST_NAMED]]
-        more = len(damaged) - len(named)
-        return "; damaged: " + ", ".join(named) + (f" and {more} more" if more else "")
+        named = [f"{key} (bytes {start} to {end})" for key, start, end in damaged]
+        return f"; damaged: {first_of(named, _MOST_NAMED)}"
 
     def _chunks(self, entry: FileEntry) -> FileChunks | None:
         twins = self.manifest.twins()
@@ -375,11 +372,9 @@ class _Examination:
             with self.storage.open(f"{self.name}/{entry.path}") as stream:
                 places = (n for n, chunk in enumerate(chunks) if _damaged_range(stream, chunk) is not None)
                 return frozenset(places)
-        except (FileNotFoundError, ForeignFileError):
-            return frozenset(range(len(chunks)))
         except OSError as error:
-            if error.errno != errno.EIO:
-                raise
+            if not isinstance(error, FileNotFoundError | ForeignFileError):
+                unreadable(error)
             return frozenset(range(len(chunks)))
 
     def _manifest_failures(self) -> list[FileFailure]:

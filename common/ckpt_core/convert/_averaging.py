@@ -9,7 +9,7 @@ from typing import Final
 import torch
 
 from ckpt_core.convert._laid_out import Computed, Conversion, Late, OutPiece, Span, Wanted
-from ckpt_core.errors import IncompatibleCheckpointError
+from ckpt_core.errors import IncompatibleCheckpointError, first_of
 from ckpt_core.loading import LocatedTensor
 
 _GROUPS: Final = "param_groups"
@@ -63,9 +63,8 @@ def _compare(older: Sequence[tuple[str, Computed]], newest: Sequence[tuple[str, 
     forms = [{(name, one.shape) for name, one in several} for several in (older, newest)]
     differing = sorted({name for name, _ in forms[0] ^ forms[1]})
     if differing or len(older) != len(newest):
-        more = f" and {len(differing) - _MOST_LISTED} more" if len(differing) > _MOST_LISTED else ""
         raise IncompatibleCheckpointError(
-            f"the checkpoints cannot be averaged: {', '.join(differing[:_MOST_LISTED])}{more} are missing in "
+            f"the checkpoints cannot be averaged: {first_of(differing, _MOST_LISTED)} are missing in "
             "some of them, or have another shape. Nothing was written",
             mismatched=differing,
         )

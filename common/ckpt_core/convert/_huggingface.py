@@ -17,7 +17,7 @@ from ckpt_core.convert._hub_form import HubForm, StateView, hub_form
 from ckpt_core.convert._laid_out import Computed, Conversion, ExportOptions, OutFile, Place, Wanted
 from ckpt_core.convert._weights import Weights, unwrapped
 from ckpt_core.disclosure import logger_of
-from ckpt_core.errors import ConfigError, IncompatibleCheckpointError
+from ckpt_core.errors import ConfigError, IncompatibleCheckpointError, first_of
 from ckpt_core.loading import CommittedFiles, LocatedTensor
 from ckpt_core.sources import DTYPES
 from ckpt_core.state import facts_of, recorded_base
@@ -128,9 +128,8 @@ class _Model:
                 found[target] = self._made(place, alike, view if own else None)
         problems += [f"{name} is not in that model" for name in self.names if name not in form.shapes]
         if problems:
-            more = f" and {len(problems) - _MOST_SHOWN} more" if len(problems) > _MOST_SHOWN else ""
             raise IncompatibleCheckpointError(
-                f"config.json describes another model: {'; '.join(problems[:_MOST_SHOWN])}{more}. Give the "
+                f"config.json describes another model: {first_of(problems, _MOST_SHOWN, '; ')}. Give the "
                 "folder of the right one (like=, --like), or choose tensors (include=, --include)"
             )
         return found

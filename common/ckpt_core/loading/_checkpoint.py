@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -33,6 +32,7 @@ from ckpt_core.errors import (
     CorruptCheckpointError,
     FileFailure,
     IncompatibleCheckpointError,
+    unreadable,
 )
 from ckpt_core.formats.checksums import crc32
 from ckpt_core.formats.consistency import check
@@ -215,10 +215,7 @@ class CheckpointPart:
         except FileNotFoundError:
             raise self._damaged(place, "missing") from None
         except OSError as error:
-            # A block that the device cannot read is lost; any other error may be transient.
-            if error.errno != errno.EIO:
-                raise
-            raise self._damaged(place, f"cannot be read: {error}") from error
+            raise self._damaged(place, unreadable(error)) from error
         if len(content) != place.size_bytes:
             raise self._damaged(place, f"ends {place.size_bytes - len(content)} bytes too early")
         dtype, shape = place.form or (torch.uint8, (BIGGEST_SMALL_FILE,))

@@ -6,12 +6,11 @@ the last read of a file raises if its checksum is wrong. Reads may come in any o
 
 from __future__ import annotations
 
-import errno
 import threading
 from collections.abc import Callable, Iterator
 from typing import Final, NoReturn, final
 
-from ckpt_core.errors import damaged
+from ckpt_core.errors import damaged, unreadable
 from ckpt_core.formats.checksums import Checksum, combine_crc32, crc32, crc32_text, crc32_value
 from ckpt_core.storage import RangeReader
 from ckpt_core.types import FileEntry
@@ -75,10 +74,7 @@ class CheckedReader:
         except EOFError as error:
             self._refuse(f"ends too early: {error}")
         except OSError as error:
-            # A block that the device cannot read is lost; any other error may be temporary.
-            if error.errno != errno.EIO:
-                raise
-            self._refuse(f"cannot be read: {error}")
+            self._refuse(unreadable(error))
 
     def _note(self, offset: int, buffer: memoryview) -> bool:
         """Record a range; return whether this was the last one."""

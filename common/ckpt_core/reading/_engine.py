@@ -12,7 +12,7 @@ from functools import partial
 from typing import Final, Self, final
 
 from ckpt_core.crew import cpus, run_all
-from ckpt_core.errors import CorruptCheckpointError, FileFailure
+from ckpt_core.errors import CorruptCheckpointError, FileFailure, first_of
 from ckpt_core.formats.checksums import combine_crc32, crc32
 from ckpt_core.formats.codec import damage
 from ckpt_core.reading._data_files import Buffers, DataFile, DataFiles, Lender
@@ -390,7 +390,7 @@ class _VerifyReport:
                     joins = runs and piece.start <= runs[-1][1]
                     start = runs.pop()[0] if joins else piece.start
                     runs.append((start, piece.stop))
-                listed = _few([f"{start} to {stop}" for start, stop in runs])
+                listed = first_of([f"{start} to {stop}" for start, stop in runs], _MAX_NAMED)
                 key, text = damages[0][0].payload.key, damages[0][1]
                 found.append((path, offset, f"tensor {key!r}: bytes {listed} of the file {text}"))
         return [FileFailure(path=path, problem=problem) for path, _, problem in sorted(found)]
@@ -400,9 +400,4 @@ class _VerifyReport:
         keys = list(dict.fromkeys(piece.payload.key for piece in pieces))
         missing = max(piece.stop for piece in pieces) - self._sizes[path]
         end = f"ends {missing} bytes too early" if missing > 0 else "became shorter while it was read"
-        return f"{end}: of {_few([repr(key) for key in keys])} not everything is there"
-
-
-def _few(names: Sequence[str]) -> str:
-    rest = len(names) - _MAX_NAMED
-    return ", ".join(names[:_MAX_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+        return f"{end}: of {first_of(list(map(repr, keys)), _MAX_NAMED)} not everything is there"

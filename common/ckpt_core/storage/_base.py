@@ -161,10 +161,6 @@ class PutSource(NamedTuple):
             yield piece
 
 
-def nothing(count: int) -> None:
-    del count
-
-
 def _sync(stream: IO[bytes]) -> None:
     """Make what is there durable: who wrote it may have been killed before its fsync."""
     with suppress(io.UnsupportedOperation):  # memory has no descriptor
@@ -429,7 +425,7 @@ class Storage(ABC):
             FileExistsError: something else is there.
             OSError: storage failed.
         """
-        source = PutSource(size_bytes, read, pace or iter, progress or nothing)
+        source = PutSource(size_bytes, read, pace or iter, progress or (lambda _: None))
         self.put_source(key, source, identity)
 
     def put_source(self, key: str, source: PutSource, identity: str) -> None:

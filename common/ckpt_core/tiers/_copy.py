@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn, Self, TypeAlias, final
+from typing import Any, Final, NoReturn, Self, final
 
 from ckpt_core.commit import (
     MAX_SIGNATURE_BYTES,
@@ -44,7 +44,7 @@ from ckpt_core.formats.chunks import FileChunks
 from ckpt_core.formats.frames import compressor, encode_plain
 from ckpt_core.names import MANIFEST, METADATA, PLAIN, SIGNATURE, is_incomplete, twin_name
 from ckpt_core.reading import CheckedReader
-from ckpt_core.storage import ForeignFileError, RangeReader, Storage, read_small
+from ckpt_core.storage import ForeignFileError, Pace, RangeReader, Storage, read_small
 from ckpt_core.tiers._compressing import (
     Choices,
     Rows,
@@ -61,10 +61,6 @@ from ckpt_core.types import CheckpointInfo, FileEntry
 _THREADS: Final = 4
 _COMPRESSED_AT_ONCE: Final = 2
 """Files; the blocks of each are compressed on threads of their own."""
-
-
-Pace: TypeAlias = Callable[[Iterable[memoryview]], Iterable[memoryview]]
-"""Hands on pieces of files no faster than a rate, as `Throttle` does."""
 
 
 @final

@@ -8,7 +8,6 @@ rest.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -17,7 +16,13 @@ from dataclasses import dataclass, field
 from typing import Final, final
 
 from ckpt_core.commit import MAX_MARKER_BYTES, MAX_SIGNATURE_BYTES, Manifest, Marker, working_name
-from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, damaged
+from ckpt_core.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    damaged,
+    unreadable,
+)
 from ckpt_core.formats.checksums import Checksum, combine_crc32, crc32_text, crc32_value
 from ckpt_core.groups import GroupedStorage, on_each
 from ckpt_core.names import EVERY_GROUP, MANIFEST, MARKER, SIGNATURE, twin_name
@@ -378,9 +383,7 @@ def _is_whole(disk: Storage, key: str, entry: FileEntry, stop: Callable[[], None
     except (FileNotFoundError, EOFError, ValueError):
         return False  # of a checksum that this version does not know, the copy tells
     except OSError as error:
-        # A block that the device cannot read is lost; any other error may be temporary.
-        if error.errno != errno.EIO:
-            raise
+        unreadable(error)
         return False
 
 
