@@ -419,9 +419,7 @@ def plan_prune(
     superseded = {info.name for info in whole if info.name in dtypes and info.save_id in there}
     reasons = wanted
     if policy.most_bytes is not None:
-        must = dict[int, tuple[str, ...]]()
-        for step, reason in _guaranteed(present, last):
-            must[step] = (*must.get(step, ()), reason)
+        must = _reasons(None, present, now, last)
         by_rule = [step for rule in joined(rules, AnyOf) for step in rule.preferred(present, now)]
         sizes = Counter[int]()
         for info in present:
@@ -533,7 +531,7 @@ def _rules(policy: RetentionPolicy) -> RetentionPolicy:
 def _reasons(
     policy: RetentionPolicy | None, present: Sequence[CheckpointInfo], now: float, last: int | None
 ) -> dict[int, tuple[str, ...]]:
-    """Map each step that stays to its reasons, lowest first; no policy keeps nothing."""
+    """Map each step that stays to its reasons; no policy keeps nothing."""
     members = () if policy is None else joined(policy, AnyOf)
     kept = [(repr(member), member.keep(present, now)) for member in members]
     if policy is not None and not any(s for _, s in kept) and unknown_metrics(policy, present):
@@ -546,7 +544,7 @@ def _reasons(
         alone = (reason,)
         twice = {step: (*reasons[step], reason) for step in reasons.keys() & steps}
         reasons = {**reasons, **dict.fromkeys(steps, alone), **twice}
-    return {step: reasons[step] for step in sorted(reasons)}
+    return reasons
 
 
 def _in_free_places(

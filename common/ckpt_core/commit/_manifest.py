@@ -18,6 +18,7 @@ import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from dataclasses import fields as fields_of
 from operator import attrgetter
 from pathlib import PurePosixPath
 from typing import Any, Final, Literal, TypeAlias, cast, final, get_args
@@ -173,9 +174,26 @@ _MARKER: Final = "the commit marker"
 _KINDS: Final = frozenset(get_args(ItemKind))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Facts:
+    """What a manifest and its marker both hold; as in `CheckpointInfo`."""
+
+    save_id: str
+    step: int
+    created: float
+    world_size: int
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    lineage: Lineage = field(default_factory=Lineage)
+    plain_sha256: str = ""
+    epochs: int | None = None
+    total_steps: int | None = None
+    weights_of: Parent | None = None
+    format_version: int = FORMAT_VERSION
+
+
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Manifest:
+class Manifest(_Facts):
     """The full contents list of a committed checkpoint.
 
     Attributes:
@@ -195,25 +213,14 @@ class Manifest:
     The rest is as in `CheckpointInfo`.
     """
 
-    save_id: str
-    step: int
-    created: float
-    world_size: int
     items: Mapping[str, ItemKind] = field(default_factory=dict[str, ItemKind])
-    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     annotations: Mapping[str, Any] = field(default_factory=dict[str, Any])
     producer: Mapping[str, str] = field(default_factory=dict[str, str])
     files: tuple[FileEntry, ...] = ()
     num_chunks: int = 0
-    lineage: Lineage = field(default_factory=Lineage)
     provenance: Provenance = field(default_factory=Provenance)
     replicas: int = 1
     groups: tuple[int, ...] = ()
-    plain_sha256: str = ""
-    epochs: int | None = None
-    total_steps: int | None = None
-    weights_of: Parent | None = None
-    format_version: int = FORMAT_VERSION
 
     @property
     def size_bytes(self) -> int:
@@ -296,7 +303,7 @@ class Manifest:
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Marker:
+class Marker(_Facts):
     """The content of `COMMITTED`: the manifest's digest, and the facts of a listing.
 
     With several `groups`, the directories of that name on all their disks make up the checkpoint.
@@ -304,19 +311,8 @@ class Marker:
 
     manifest_sha256: str
     manifest_bytes: int
-    save_id: str
-    step: int
-    created: float
     size_bytes: int
-    world_size: int
-    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-    lineage: Lineage = field(default_factory=Lineage)
     groups: int = 1
-    plain_sha256: str = ""
-    epochs: int | None = None
-    total_steps: int | None = None
-    weights_of: Parent | None = None
-    format_version: int = FORMAT_VERSION
 
     @classmethod
     def of(cls, manifest: Manifest, content: bytes, *, groups: int = 1) -> Marker:
@@ -402,10 +398,7 @@ class Marker:
 
 
 _COUNTS: Final = ("epochs", "total_steps")
-_FACTS: Final = (
-    *("save_id", "step", "created", "size_bytes", "world_size", "metrics", "lineage", "plain_sha256"),
-    *("weights_of", *_COUNTS),
-)
+_FACTS: Final = ("size_bytes", *(each.name for each in fields_of(_Facts) if each.name != "format_version"))
 
 
 def _facts_of(source: Manifest | Marker) -> dict[str, Any]:
