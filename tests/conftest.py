@@ -15,6 +15,7 @@ import pytest
 from hypothesis import settings
 
 from tests.frozen import freeze, remember_entry_points
+from tests.kit.disk import real_fsync
 from tests.support.emulators import emulator, forget_memory, missing_for
 from tests.support.fork_server import start_fork_server, use_fork_server
 from tests.support.thorough import THOROUGH
@@ -122,6 +123,12 @@ def _files_leave_nothing_to_look_through() -> None:
 def _memory_forgets() -> Generator[None]:
     yield
     forget_memory()
+
+
+@pytest.fixture
+def disk_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of the disk itself: the kernel is asked to sync."""
+    monkeypatch.setattr(os, "fsync", real_fsync)
 
 
 @pytest.fixture(scope="session")

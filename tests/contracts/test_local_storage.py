@@ -2,8 +2,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from ckpt_core.storage import LocalStorage, Storage
 from ckpt_core.testing import StorageTests
+
+pytestmark = pytest.mark.usefixtures("disk_syncs")
 
 
 class TestLocalStorage(StorageTests):

@@ -17,6 +17,8 @@ from ckpt_core.storage.local import _paths
 from ckpt_core.testing import Fault
 from tests.support.system_calls import SystemCalls
 
+pytestmark = pytest.mark.usefixtures("disk_syncs")
+
 
 class Recorder:
     """Sees every fsync as the kernel does: which file it is and how much of it has left Python's buffers."""
