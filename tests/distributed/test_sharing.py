@@ -6,6 +6,7 @@ import errno
 import random
 import threading
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 from zlib import crc32
 
@@ -39,7 +40,9 @@ SCENARIOS: dict[str, Failing] = {
 }
 
 
+@cache
 def made(size_bytes: int) -> bytes:
+    """Once for all scenarios of a rank: to draw it takes longer than to share it."""
     return random.Random(7).randbytes(size_bytes)
 
 
