@@ -214,7 +214,7 @@ class RemoteDisk(Storage):
     def create(self, key: str) -> Generator[IO[bytes]]:
         content = io.BytesIO()
         yield content
-        self.write_pieces(key, [content.getbuffer()])
+        self.write_pieces(key, [memoryview(content.getvalue())])
 
     @override
     def write_pieces(self, key: str, pieces: Iterable[memoryview]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -162,6 +163,10 @@ def test_what_is_nested_too_deeply_to_be_deleted_is_an_os_error(tmp_path):
         os.close(folder)
         folder = inner
     os.close(folder)
+    if sys.version_info >= (3, 13):  # rmtree no longer calls itself
+        storage.delete("top")
+        assert storage.list("") == []
+        return
     with pytest.raises(OSError, match="top"):
         storage.delete("top")
     subprocess.run(["rm", "-r", tmp_path / "top"], check=True, timeout=60)

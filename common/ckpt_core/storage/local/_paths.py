@@ -186,13 +186,20 @@ def make_directories(path: Path) -> None:
 
 
 def delete(path: Path) -> None:
-    # NotADirectoryError: a parent is a file, so that nothing of this name exists.
-    with suppress(FileNotFoundError, NotADirectoryError):
+    places: list[str] = []
+
+    def tell_where(_function: object, place: str, _found: object) -> None:
+        if isinstance(error := sys.exception(), OSError) and not isinstance(error, FileNotFoundError):
+            places.append(place)  # since Python 3.13 the error comes again, with the path of its directory
+            error.filename = places[0]
+            raise error
+
+    with suppress(FileNotFoundError, NotADirectoryError):  # a parent is a file: nothing has this name
         if path.is_symlink() or not path.is_dir():
             path.unlink()
             return
         try:
-            cast("Any", shutil.rmtree)(path, **{_ON_ERROR: _tell_where})
+            cast("Any", shutil.rmtree)(path, **{_ON_ERROR: tell_where})
         except RecursionError:
             message = "directories are nested too deeply in it; delete it with `rm -r`"
             raise OSError(errno.ENAMETOOLONG, message, str(path)) from None
@@ -237,13 +244,6 @@ def _in_one_step(source: Path, target: Path, flags: int) -> int:
         return errno.ENOSYS
     failed = _renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags)
     return ctypes.get_errno() if failed else 0
-
-
-def _tell_where(_function: object, path: str, found: Any) -> None:
-    error = found[1] if isinstance(found, tuple) else found
-    if not isinstance(error, FileNotFoundError):
-        error.filename = path
-        raise error
 
 
 def _link_in_the_way(path: Path) -> ForeignFileError:
