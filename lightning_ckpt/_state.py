@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, final
 
@@ -19,19 +19,15 @@ from ckpt_core.state import (
     NotEncodableError,
     Override,
     StateSource,
+    Trained,
     check_groups,
     empty_like,
     encode,
     function_free,
-    local_buffers,
     model_state,
-    model_target,
-    optimizer_target,
     rng_seed,
     rng_state,
-    saved_part,
     stable_tensors,
-    supplied,
     template,
     under,
 )
@@ -135,11 +131,11 @@ class LightningState(StateSource):
         trainer, fit = self._trainer, self._fit
         rest = dict(self._collected())
         model, trained_by = trainer.strategy.model, trainer.strategy.optimizers
-        weights, bases = saved_part(model, rest.pop("state_dict"), self._contents, place=MODEL)
-        tree: dict[str, Any] = {MODEL: weights}
-        optimizers = rest.pop("optimizer_states", [])
-        if any(optimizers):  # the state of Lightning's mock is empty
-            tree[OPTIMIZER] = by_number(optimizers) if len(optimizers) > 1 else optimizers[0]
+        states = rest.pop("optimizer_states", [])
+        named = by_number(states) if any(states) else {}  # the state of Lightning's mock is empty
+        given = {_place(name): state for name, state in named.items()}
+        trained = self._trained(named).capture({**given, (PART, MODEL): rest.pop("state_dict")})
+        tree = dict(trained.sharded[PART])
         # The position in the data is taken out of the loops: every rank has its own.
         loop = dict(rest["loops"]["fit_loop"])
         loop["state_dict"] = {k: v for k, v in loop.get("state_dict", {}).items() if k != "combined_loader"}
@@ -165,16 +161,24 @@ class LightningState(StateSource):
         if fit is not None and (training := fit.capture()) is not None:
             per_rank[TRAINING] = training
             small[TRAINING] = {**training, "metrics": {"callback": training["metrics"]["callback"]}}
-        return CapturedState(
+        return replace(
+            trained,
             sharded={PART: tree},
             per_rank=per_rank,
-            shared={**small, **bases, SEED: rng_seed(per_rank[RNG])},
-            alike=list(bases),
-            local=local_buffers(model, tree[MODEL]),
+            shared={**small, **trained.shared, SEED: rng_seed(per_rank[RNG])},
             stable=stable_tensors(model, trained_by),
             optimizers=trained_by,
             positions=positions_in_samples(trainer.fit_loop, per_rank.get(POSITIONS)),
             configuration=lambda: configuration_of(trainer),
+        )
+
+    def _trained(self, names: Iterable[str]) -> Trained:
+        strategy = self._trainer.strategy
+        optimizers = zip(names, strategy.optimizers, strict=False)
+        return Trained(
+            {(PART, MODEL): strategy.model},
+            {_place(name): (strategy.model, optimizer) for name, optimizer in optimizers},
+            contents=self._contents,
         )
 
     def _collected(self) -> Mapping[str, Any]:
@@ -204,19 +208,25 @@ class LightningState(StateSource):
     def _target(self, saved: SavedState) -> dict[str, Any]:
         entries = saved.sharded.get(PART, {})
         strategy, module = self._trainer.strategy, self._trainer.lightning_module
-        strict = saved.strict and module.strict_loading
-        self.base = supplied(strategy.model, replace(saved, strict=strict), self._contents, place=MODEL)
-        tree: dict[str, Any] = {MODEL: self._model_target(under(entries, MODEL))}
+        optimizers = under(entries, OPTIMIZER) if self._trainer.state.fn == "fit" else {}
+        names: Sequence[str] = ()
+        if optimizers and self._has_optimizers:
+            found = {str(path[0]) for path in optimizers}
+            names = sorted(found, key=int) if all(name.isdecimal() for name in found) else [""]
+            _check_number(strategy, len(names))
+        self._loading = self._trained(names)
+        tree = self._loading.target(replace(saved, strict=saved.strict and module.strict_loading))[PART]
+        self.base, live = self._loading.bases[PART, MODEL], model_state(strategy.model)
+        tree[MODEL] = self._model_target(tree[MODEL], live, under(entries, MODEL))
+        if optimizers and not names:
+            tree[OPTIMIZER] = template({}, optimizers)
         if large := under(entries, LARGE):
             # Averaging callbacks keep copies of sharded weights, by their names.
-            live = model_state(strategy.model)
             twins = {str(path[0]): live.get(str(path[0]).rpartition("/")[2]) for path in large}
             shards = {path: _unlike(each) for path, each in twins.items() if isinstance(each, DTensor)}
             tree[LARGE] = template(shards, large)
         if self._trainer.state.fn != "fit":
             return tree
-        if optimizers := under(entries, OPTIMIZER):
-            tree[OPTIMIZER] = self._optimizer_target(optimizers)
         if GRADIENTS in saved.shared:
             gradients = Gradients(
                 model=strategy.model, optimizers=strategy.optimizers if self._has_optimizers else ()
@@ -228,42 +238,27 @@ class LightningState(StateSource):
                 tree[GRADIENTS] = {}
         return tree
 
-    def _model_target(self, saved: SavedEntries) -> dict[str, Any]:
-        model, module = self._trainer.strategy.model, self._trainer.lightning_module
+    def _model_target(
+        self, found: dict[str, Any], live: Mapping[str, Any], saved: SavedEntries
+    ) -> dict[str, Any]:
+        module = self._trainer.lightning_module
         stock = next(cls for cls in type(module).__mro__ if cls.__name__ == "LightningModule")
         if getattr(type(module), _LOAD_HOOK) is not getattr(stock, _LOAD_HOOK):
             # Its own memory: the hook may drop or change what must not have reached the model by then.
-            return template({name: _unlike(value) for name, value in model_state(model).items()}, saved)
+            return template({name: _unlike(value) for name, value in live.items()}, saved)
         if module.strict_loading:
-            return model_target(model, saved, base=self.base)
-        live = model_state(model)
+            return found
         return template(live, {path: entry for path, entry in saved.items() if path[0] in live})
 
-    def _optimizer_target(self, saved: SavedEntries) -> dict[str, Any]:
-        strategy = self._trainer.strategy
-        if not self._has_optimizers:
-            return template({}, saved)
-        names = {str(path[0]) for path in saved}
-        several = sorted(names, key=int) if all(name.isdecimal() for name in names) else []
-        _check_number(strategy, len(several) or 1)
-        if not several:
-            return optimizer_target(strategy.model, strategy.optimizers[0], saved)
-        return {
-            index: optimizer_target(strategy.model, optimizer, under(saved, index))
-            for index, optimizer in zip(several, strategy.optimizers, strict=True)
-        }
-
     def begin(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Callable[[], None]:
-        del saved
         tree = loaded[PART]
         states = _as_list(tree.get(OPTIMIZER, {"param_groups": []}))
         self._wanted.check(by_number(state["param_groups"] for state in states))
-        if OPTIMIZER in tree and self._has_optimizers:
-            try:
-                check_optimizers(self._trainer.strategy, states)
-            except IncompatibleCheckpointError as error:
-                self.refusal = error
-                raise
+        try:
+            self._loading.begin(loaded, saved)
+        except IncompatibleCheckpointError as error:
+            self.refusal = error
+            raise
         return lambda: None
 
     def apply(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Sequence[str]:
@@ -328,6 +323,10 @@ class NewMemory(StateSource):
     def takes_all(self, saved: SavedState) -> bool:
         del saved
         return False
+
+
+def _place(optimizer: str) -> tuple[str, ...]:
+    return (PART, OPTIMIZER, optimizer) if optimizer else (PART, OPTIMIZER)
 
 
 def check_optimizers(strategy: Any, states: Sequence[Any]) -> None:

@@ -7,9 +7,7 @@ from ckpt_core.state._contents import (
     facts_of,
     is_of_base,
     recorded_base,
-    saved_part,
     saves_base,
-    supplied,
 )
 from ckpt_core.state._items import (
     PICKLED,
@@ -34,7 +32,7 @@ from ckpt_core.state._items import (
     rng_seed,
     rng_state,
 )
-from ckpt_core.state._model import load_model_state, local_buffers, model_state, model_target, owner
+from ckpt_core.state._model import load_model_state, model_state, owner
 from ckpt_core.state._nested import empty_like, get, leaves, put, template, under
 from ckpt_core.state._optimizer import (
     check_groups,
@@ -98,9 +96,7 @@ __all__ = [
     "load_model_state",
     "load_optimizer_state",
     "load_rng_state",
-    "local_buffers",
     "model_state",
-    "model_target",
     "optimizer_state",
     "optimizer_target",
     "owner",
@@ -110,10 +106,8 @@ __all__ = [
     "recorded_base",
     "rng_seed",
     "rng_state",
-    "saved_part",
     "saves_base",
     "stable_tensors",
-    "supplied",
     "template",
     "under",
     "unwrap_optimizer",

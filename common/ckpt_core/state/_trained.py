@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeAlias, final
 
 import torch
@@ -31,6 +32,9 @@ Place: TypeAlias = tuple[str, ...]
 class Trained:
     """Does for models and optimizers what a `StateSource` does for the whole state.
 
+    Attributes:
+        bases: by the places of models: names of what the live base supplies, once there is a target.
+
     Args:
         models: by their places.
         optimizers: by their places, each with the model that it trains.
@@ -53,9 +57,10 @@ class Trained:
         self._contents: Contents | None = contents
         self._check = check
         self._apart = apart
-        self._bases: Mapping[Place, frozenset[str]] = {}
+        self.bases: Mapping[Place, frozenset[str]] = {}
 
-    def capture(self) -> CapturedState:
+    def capture(self, given: Mapping[Place, Any] = MappingProxyType({})) -> CapturedState:
+        """Return the present states, but for those that a host has `given`, by place."""
         inner: dict[nn.Module, list[torch.optim.Optimizer]] = {model: [] for model in self._models.values()}
         for home, optimizer in self._optimizers.values():
             inner.setdefault(home, []).append(unwrap_optimizer(optimizer))
@@ -63,13 +68,14 @@ class Trained:
         sharded, shared, local = dict[str, Any](), dict[str, Any](), dict[tuple[str, str], Any]()
         for place, model in self._models.items():
             (part, *path), own = place, names[model]
-            whole = model_state(model, names=own)
+            whole = given[place] if place in given else model_state(model, names=own)
             state, base = saved_part(model, whole, self._contents, place=part or path[0])
             put(sharded, place, state)
             shared |= base
             local |= local_buffers(model, state, part=part, prefix=".".join([*path, ""]), names=own)
         for place, (home, optimizer) in self._optimizers.items():
-            put(sharded, place, optimizer_state(home, optimizer, names=names[home]))
+            found = given[place] if place in given else optimizer_state(home, optimizer, names=names[home])
+            put(sharded, place, found)
         groups = [(part, (*path, "param_groups")) for part, *path in self._optimizers if self._apart]
         return CapturedState(
             sharded=sharded,
@@ -86,18 +92,18 @@ class Trained:
             place: under(saved.sharded.get(place[0], {}), *place[1:])
             for place in (*self._models, *self._optimizers)
         }
-        self._bases = {
+        self.bases = {
             place: supplied(model, saved, self._contents, place=place[0] or place[1])
             for place, model in self._models.items()
         }
-        lacking = [place for place, found in entries.items() if not found and not self._bases.get(place)]
+        lacking = [place for place, found in entries.items() if not found and not self.bases.get(place)]
         # Of a model without tensors a checkpoint records nothing.
         models = self._models
         lacking = [each for each in lacking if each not in models or any(leaves(model_state(models[each])))]
         self._check(saved, lacking)
         tree: dict[str, dict[str, Any]] = {}
         for place, model in models.items():
-            put(tree, place, model_target(model, entries[place], saved, base=self._bases[place]))
+            put(tree, place, model_target(model, entries[place], saved, base=self.bases[place]))
         for place, (home, optimizer) in self._optimizers.items():
             put(tree, place, optimizer_target(home, optimizer, entries[place]))
         return tree
@@ -113,7 +119,7 @@ class Trained:
             if state := get(loaded, place):
                 load_optimizer_state(home, optimizer, state, fit=self._fit(saved))
         for place, model in self._models.items():
-            load_model_state(model, get(loaded, place), strict=strict, base=self._bases[place])
+            load_model_state(model, get(loaded, place), strict=strict, base=self.bases[place])
 
     def _fit(self, saved: SavedState) -> Fit:
         return fit_of(saved) if self._apart else "same"
