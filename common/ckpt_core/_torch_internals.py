@@ -51,9 +51,11 @@ def without_step_hooks() -> dict[str, Any]:
     return {"_optimizer_step_pre_hooks": OrderedDict(), "_optimizer_step_post_hooks": OrderedDict()}
 
 
-def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor], *, non_blocking: bool = False) -> None:
-    """Copy many tensors with one call, `torch._foreach_copy_`."""
-    torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy any number of tensors with one call; from devices it may only be enqueued."""
+    if sources:
+        with torch.no_grad():
+            torch._foreach_copy_(targets, sources, non_blocking=True)
 
 
 def version_of(tensor: torch.Tensor) -> int:

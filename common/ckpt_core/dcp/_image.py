@@ -11,17 +11,17 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
+from itertools import chain
 from math import prod
 from types import MappingProxyType
-from typing import Any, Final, TypeAlias, final, overload
+from typing import Any, Final, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from typing_extensions import override
 
-from ckpt_core._torch_internals import inner_tensors, is_wrapped
+from ckpt_core._torch_internals import copy_all, inner_tensors, is_wrapped
 from ckpt_core.dcp._torch_zip import ZIP32_LIMIT, Archive, build_archive, build_legacy, tensor_pickle
 from ckpt_core.dcp._wrapped_tensors import wrapped_pickle
 from ckpt_core.formats.checksums import combine_crc32, crc32, crc32_text
@@ -34,8 +34,19 @@ _SMALL_BYTES: Final = BLOCK_BYTES
 """Payloads from this size on are worth a zip, and padding to a page."""
 _REPEATS: Final = 16
 """Bytes after which equal small tensors are laid out alike."""
+_TINY_BYTES: Final = 4096
+"""Payloads up to this size are copied many at once, through memory that joins them."""
+_JOINED: Final = 1024
+"""Tensors of one such copy: fewer cost calls, more leave the cache."""
+_LEAST_JOINED: Final = 16
+"""Fewer of one dtype and shape are copied one by one."""
 _ALIGNMENT_OF_SMALL: Final = 64
 """Of the payloads of small wrapped shards; that of torch's own zips."""
+
+USUAL: Final = frozenset(
+    {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8}
+)
+"""Dtypes for which torch has every operator."""
 
 ShardSpec = tuple[MetadataIndex, torch.dtype, tuple[int, ...]]
 """Index, dtype and shape of a shard, or of one of the tensors that a wrapped shard is made of."""
@@ -61,7 +72,7 @@ class Slot:
 
 
 @final
-class Slots(Sequence[Slot]):
+class Slots:
     """The slots of a layout as columns; each is built on access.
 
     Attributes:
@@ -79,16 +90,10 @@ class Slots(Sequence[Slot]):
     def __len__(self) -> int:
         return len(self.specs)
 
-    @overload
-    def __getitem__(self, place: int) -> Slot: ...
+    def __iter__(self) -> Iterator[Slot]:
+        return map(self.__getitem__, range(len(self)))
 
-    @overload
-    def __getitem__(self, place: slice) -> list[Slot]: ...
-
-    @override
-    def __getitem__(self, place: int | slice) -> Slot | list[Slot]:
-        if isinstance(place, slice):
-            return [self[at] for at in range(*place.indices(len(self)))]
+    def __getitem__(self, place: int) -> Slot:
         index, dtype, shape = self.specs[place]
         columns = self.starts, self.payloads, self.sizes, self.ends
         start, payload, size, end = (int(each[place]) for each in columns)
@@ -222,6 +227,18 @@ class ImageLayout:
         return large
 
     @cached_property
+    def alike(self) -> tuple[list[list[int]], list[int]]:
+        """Tiny slots, by dtype and shape where many have both, and the other slots."""
+        groups: dict[Any, list[int]] = {}
+        sizes = self.slots.sizes.tolist()
+        for place, (_, dtype, shape) in enumerate(self.slots.specs):
+            joins = shape and 0 < sizes[place] <= _TINY_BYTES and dtype in USUAL
+            groups.setdefault((dtype, shape) if joins else None, []).append(place)
+        others = groups.pop(None, [])
+        others += chain.from_iterable(each for each in groups.values() if len(each) < _LEAST_JOINED)
+        return [each for each in groups.values() if len(each) >= _LEAST_JOINED], others
+
+    @cached_property
     def batches(self) -> list[tuple[int, int, int]]:
         """For every piece of the file: its end, and its first and last (exclusive) slot."""
         ends = [*range(self.piece_bytes, self.size_bytes, self.piece_bytes), self.size_bytes]
@@ -299,6 +316,34 @@ class Image:
             layout.frame(self._bytes)
             self.targets = tuple(_views(memory, layout.slots))
         self._begin()
+
+    def fill(self, sources: Sequence[torch.Tensor], *, on_host: bool) -> None:
+        """Copy tensors, of which all or not all are on the host, into the slots.
+
+        From a device it may only be enqueued.
+        """
+        alike, others = self.layout.alike if on_host else ([], range(len(sources)))
+        left = list(others)
+        with torch.no_grad():
+            for places in alike:
+                for at in range(0, len(places), _JOINED):
+                    some = places[at : at + _JOINED]
+                    if not self._join(some, [sources[place] for place in some]):
+                        left += some
+        copy_all([self.targets[place] for place in left], [sources[place] for place in left])
+
+    def _join(self, places: list[int], sources: list[torch.Tensor]) -> bool:
+        """Copy tensors into equal slots by two calls; False, and nothing, if one is of another kind."""
+        _, dtype, shape = spec = self.layout.slots.specs[places[0]]
+        if not {prod(shape)}.issuperset(map(torch.Tensor.numel, sources)):
+            return False
+        joined, size = torch.cat(sources).contiguous(), _payload_bytes(spec)
+        if joined.dtype != dtype or joined.shape[1:] != shape[1:]:
+            return False
+        # Rows that begin at every byte, of which some are written.
+        rows = np.ndarray(len(self._bytes) - size + 1, f"V{size}", self._bytes, strides=(1,))
+        rows[self.layout.slots.payloads[places]] = joined.view(-1).view(torch.uint8).numpy().view(rows.dtype)
+        return True
 
     def _begin(self) -> None:
         self.chunk_crcs = [0] * len(self.layout.slots)

@@ -29,7 +29,7 @@ from ckpt_core._torch_internals import (
 )
 from ckpt_core.dcp._decide import Kind, LocalPlan, Outline, WriteTask, kept_name, numbers
 from ckpt_core.dcp._fingerprints import Written
-from ckpt_core.dcp._image import ShardSpec, specs_of
+from ckpt_core.dcp._image import USUAL, ShardSpec, specs_of
 from ckpt_core.dcp._torch_zip import is_plain, value_entry
 from ckpt_core.dcp._wrapped_tensors import problem_of
 from ckpt_core.errors import ConfigError
@@ -38,7 +38,7 @@ from ckpt_core.formats.checksums import crc32
 
 def check_kind(tensor: torch.Tensor, name: str) -> None:
     """Refuse a tensor whose value the checkpoint format cannot store bit for bit."""
-    usual = type(tensor) in PLAIN and tensor.layout == torch.strided and tensor.dtype in _USUAL
+    usual = type(tensor) in PLAIN and tensor.layout == torch.strided and tensor.dtype in USUAL
     usual = usual and not (tensor.is_nested or tensor.is_meta) and tensor.is_contiguous()
     if usual and tensor.untyped_storage().nbytes() > 0:  # as nearly all are, of which no more is asked
         return
@@ -49,20 +49,6 @@ def check_kind(tensor: torch.Tensor, name: str) -> None:
                 raise ConfigError(f"{inner} is {problem}")
         if wrapped and (problem := problem_of(local)) is not None:
             raise ConfigError(f"{name} is {problem}")
-
-
-_USUAL: Final = frozenset(
-    {
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.float64,
-        torch.int64,
-        torch.int32,
-        torch.uint8,
-        torch.bool,
-    }
-)
 
 
 def _local(tensor: torch.Tensor, name: str) -> Iterator[torch.Tensor]:

@@ -66,6 +66,7 @@ class StepGuard:
 
 _Layouts: TypeAlias = Mapping[str, ImageLayout]
 _Values: TypeAlias = Mapping[str, Mapping[MetadataIndex, bytes]]
+_IS_ON_HOST: Final[Any] = torch.Tensor.is_cpu.__get__  # type: ignore[attr-defined]
 _LOWEST: Final = 1 << 40
 """No memory lies lower on most systems, and no offset in a storage is as large."""
 
@@ -172,7 +173,8 @@ class Stager:
         # In freed memory it is the offset alone. That of a storage costs twice as much, and every save waits.
         if min(map(torch.Tensor.data_ptr, sources), default=_LOWEST) < _LOWEST:
             _check_memory(_names(parts), sources)
-        devices = {source.device for source in sources if not source.is_cpu and has_streams(source)}
+        off_host = _off_host(sources)
+        devices = {source.device for source in off_host if has_streams(source)}
         # Torch can pin for CUDA alone.
         pinned = bool(devices) and any(source.is_cuda for source in sources)
         try:
@@ -184,11 +186,11 @@ class Stager:
             except StagingMemoryError as refusal:
                 return self._in_waves(sources, values, refusal, pinned=pinned)
         try:
-            targets = [target for image in images.values() for target in image.targets]
             if stable is None:
-                _copy(targets, sources)
+                _fill(images.values(), sources, on_host=not off_host)
                 deferred = None
             else:
+                targets = [target for image in images.values() for target in image.targets]
                 frozen = frozenset(address for tensor in stable for address in memory_of_own(tensor))
                 is_stable = (memory_of(source) in frozen for source in sources)
                 later = _copy_unstable(zip(_names(parts), sources, targets, is_stable, strict=True))
@@ -314,17 +316,22 @@ class _Content(NamedTuple):
                 sources.append(each)
                 targets.append(target[: each.numel()].view(each.shape))
                 target = target[each.numel() :]
-        _copy(targets, sources)
+        copy_all(targets, sources)
         for device in {each.device for each in sources if has_streams(each)}:
             current_stream(device).synchronize()
         if self.is_finite is not None:
             self.non_finite.extend((self.part, name) for name, each in copied if not self.is_finite(each))
 
 
-def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    if sources:
-        with torch.no_grad():
-            copy_all(targets, sources, non_blocking=True)
+def _off_host(sources: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    every = all(map(_IS_ON_HOST, sources))  # in C: every save waits for it
+    return () if every else [source for source in sources if not source.is_cpu]
+
+
+def _fill(images: Iterable[Image], sources: Sequence[torch.Tensor], *, on_host: bool) -> None:
+    rest = iter(sources)
+    for image in images:
+        image.fill(list(islice(rest, len(image.layout.slots))), on_host=on_host)
 
 
 def _copy_unstable(copies: Iterable[tuple[str, torch.Tensor, torch.Tensor, bool]]) -> list[Copy]:
@@ -343,7 +350,7 @@ def _copy_unstable(copies: Iterable[tuple[str, torch.Tensor, torch.Tensor, bool]
         else:
             now[0].append(target)
             now[1].append(source)
-    _copy(*now)
+    copy_all(*now)
     return later
 
 

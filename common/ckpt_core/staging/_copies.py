@@ -85,8 +85,7 @@ def _copy_whole(copy: Copy) -> None:
 
 
 def _copy_many(copies: Sequence[Copy]) -> None:
-    with torch.no_grad():
-        copy_all([copy.target for copy in copies], [copy.source for copy in copies])
+    copy_all([copy.target for copy in copies], [copy.source for copy in copies])
 
 
 def _plain(copy: Copy) -> bool:

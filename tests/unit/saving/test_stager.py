@@ -56,6 +56,43 @@ def test_copies_do_not_follow_later_changes():
     assert torch.load(io.BytesIO(value), weights_only=True) == [1]
 
 
+def test_many_tiny_tensors_of_every_form_are_copied_bit_for_bit():
+    forms = (
+        torch.randn(4),
+        torch.randn(3, 5).t(),
+        torch.randn(2, 1, 3, 3).contiguous(memory_format=torch.channels_last),
+        torch.randn(7, dtype=torch.complex64).conj(),
+        torch.randn(6).bfloat16(),
+        torch.arange(9) > 3,
+        torch.randn(5).to(torch.float8_e4m3fn),
+        torch.tensor(2.0),
+        torch.empty(0),
+        torch.randn(10)[::2],
+        torch.randn(1025),
+    )
+    live = {f"{at}.{number}": form.clone() for number in range(20) for at, form in enumerate(forms)}
+    live |= {f"v{number}": torch.randn(10)[number % 2 :: 2] for number in range(1100)}
+    saves = Saves()
+    for _ in range(2):
+        staged = saves.stage(a=live)
+        found = read(staged, "a")
+        staged.release()
+        for name, tensor in live.items():
+            assert found[name].dtype == tensor.dtype, name
+            assert torch.equal(found[name].to(torch.complex128), tensor.to(torch.complex128)), name
+            if tensor.dtype == torch.float32:
+                tensor.neg_()
+
+
+def test_a_tiny_shard_of_another_length_than_planned_is_refused():
+    saves = Saves()
+    live = {f"w{number}": torch.zeros(4) for number in range(20)}
+    staged = saves.stage(a=live)
+    image = staged.images["a"]
+    with pytest.raises(RuntimeError, match="size"):
+        image.fill([torch.ones(3), torch.ones(5), *(torch.ones(4) for _ in range(18))], on_host=True)
+
+
 def test_memory_and_layout_are_used_again_from_save_to_save():
     saves = Saves()
     first = saves.stage(a={"w": torch.zeros(100)}, b={"v": torch.zeros(3, 5)})
