@@ -333,7 +333,7 @@ class Image:
         copy_all([self.targets[place] for place in left], [sources[place] for place in left])
 
     def _join(self, places: list[int], sources: list[torch.Tensor]) -> bool:
-        """Copy tensors into equal slots by two calls; False, and nothing, if one is of another kind."""
+        """Copy tensors into equal slots by two calls; return whether all are of one kind."""
         _, dtype, shape = spec = self.layout.slots.specs[places[0]]
         if not {prod(shape)}.issuperset(map(torch.Tensor.numel, sources)):
             return False

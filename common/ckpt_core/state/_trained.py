@@ -39,7 +39,7 @@ class Trained:
         models: by their places.
         optimizers: by their places, each with the model that it trains.
         contents: what of the models is saved.
-        check: is told which places a checkpoint lacks, before anything else is done.
+        check: called with the places that a checkpoint lacks, before anything else is done.
         apart: whether ranks may train other parameters than these, as the stages of a pipeline do.
     """
 
