@@ -29,6 +29,7 @@ from typing import (
     runtime_checkable,
 )
 
+from ckpt_core.crew import Workers
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CorruptCheckpointError, FileFailure
 from ckpt_core.formats.checksums import crc32
@@ -460,9 +461,17 @@ class Storage(ABC):
             if equal:
                 return
             self.delete(key)
-        with self.create(key) as stream:
-            for piece in pace(pieces()):
-                stream.write(piece)
+
+        def send(piece: memoryview) -> None:
+            for each in pace([piece]):
+                stream.write(each)
+
+        # The next piece is made, perhaps compressed, while one is sent.
+        with self.create(key) as stream, Workers(send, 1, name="ckpt-piece") as sender:
+            for piece in pieces():
+                sender.take(piece)
+            sender.__exit__()
+            sender.raise_first()
 
     @abstractmethod
     def open(self, key: str) -> AbstractContextManager[IO[bytes]]:

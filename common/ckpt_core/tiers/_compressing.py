@@ -54,8 +54,8 @@ Rows: TypeAlias = Mapping[str, Sequence[Any]]
 
 _SMALL_BYTES: Final = 64 << 10  # what smaller entries save is less than their frames cost
 _SAMPLE_BYTES: Final = 64 << 10
-_SAMPLED: Final = 3
-_MANY_BYTES: Final = 256 << 20
+_SAMPLED: Final = 16
+_LOOKS: Final = 0.01  # of what compressing a class could save; less shows little but the noise of the clock
 _SHRINKS: Final = 0.97
 _AT_ONCE: Final = 16
 _THREADS: Final = 4
@@ -350,16 +350,15 @@ def auto(
     for kind in sorted(sizes, key=sizes.__getitem__, reverse=True):
         stop()
         saves = min(sizes[kind] / write_rate, total / write_rate - reading / cores)
-        largest = sorted(classes[kind], key=attrgetter("size_bytes"))[-_SAMPLED:]
-        largest = largest if sizes[kind] > _MANY_BYTES else largest[-1:]
         if saves <= looking:
             continue
         begun = time.perf_counter()
-        content, took = _sample(source, name, largest)
+        largest = sorted(classes[kind], key=attrgetter("size_bytes"), reverse=True)[:_SAMPLED]
+        content, took = _sample(source, name, largest, enough=saves * _LOOKS)
         seconds, sampled = seconds + took, sampled + len(content)
         reading = total * (seconds / max(1, sampled) + sending)
         if total / write_rate > reading / cores:
-            gains[kind] = {codec: _gain(_number(codec, largest[-1]), content) for codec in ("zstd", "planes")}
+            gains[kind] = {codec: _gain(_number(codec, largest[0]), content) for codec in ("zstd", "planes")}
         looking = time.perf_counter() - begun
     chosen = choose_codecs(sizes, gains, write_rate=write_rate, cores=cores, reading=reading)
     return {kind: codec for kind, codec in chosen.items() if codec != NONE}
@@ -370,10 +369,14 @@ def _class_of(chunk: ChunkEntry) -> str:
     return f"{names[0]} {names[-1]} {chunk.dtype} {'experts' in names}"
 
 
-def _sample(source: Storage, name: str, sampled: Sequence[ChunkEntry]) -> tuple[bytes, float]:
-    """Read parts of tensors; return also the seconds that it took, compared."""
+def _sample(
+    source: Storage, name: str, sampled: Sequence[ChunkEntry], *, enough: float
+) -> tuple[bytes, float]:
+    """Read parts of tensors for that many seconds; return also the seconds that it took, compared."""
     parts, seconds = list[memoryview](), 0.0
     for chunk in sampled:
+        if seconds > enough:
+            break
         with source.open_ranges(f"{name}/{chunk.path}") as ranges:
             begun = time.perf_counter()
             found = _samples(ranges, *_payload(chunk))
