@@ -115,7 +115,7 @@ def _views(
         )
         found = whole
     return {
-        target: StateView(name, tuple(each.shape), each.stride(), each.storage_offset())
+        target: StateView(name, tuple(each.shape), each.stride(), int(each.storage_offset()))
         for target, each in found.items()
         for name in [names[each.untyped_storage().nbytes()]]
     }

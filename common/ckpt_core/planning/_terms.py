@@ -305,7 +305,7 @@ class PlanTerms:
                 f"--storage {self.storage!r}: is neither one of {', '.join(STORAGES)}, nor a URL of a "
                 "bucket; give rates instead: --write-gbps 5 --read-gbps 5"
             )
-        found = {"name": kind, **_UNPRICED, **STORAGES[kind]}
+        found: dict[str, Any] = {"name": kind, **_UNPRICED, **STORAGES[kind]}
         given = {name: value for name in found if (value := getattr(self, name, None)) is not None}
         found["source"] += f"; given: {' '.join(sorted(given))}" if given else ""
         return found | given
