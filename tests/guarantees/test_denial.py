@@ -15,6 +15,7 @@ import torch
 from ckpt_core import CheckpointManager
 from ckpt_core.cli import main
 from ckpt_core.commit import Catalog, Manifest, Marker, Owner, begin, commit, verify
+from ckpt_core.commit import _catalog as files
 from ckpt_core.commit import _catalog as pins
 from ckpt_core.commit import _manifest as manifests
 from ckpt_core.errors import (
@@ -25,7 +26,6 @@ from ckpt_core.errors import (
     CorruptCheckpointError,
     SaveError,
 )
-from ckpt_core.loading import _committed_files as files
 from ckpt_core.storage import ForeignFileError, LocalStorage, object_storage, read_small
 from ckpt_core.testing import Fault, FaultyStorage
 from tests.kit.memory import MemoryStorage
