@@ -372,7 +372,7 @@ def _class_of(chunk: ChunkEntry) -> str:
 def _sample(
     source: Storage, name: str, sampled: Sequence[ChunkEntry], *, enough: float
 ) -> tuple[bytes, float]:
-    """Read parts of tensors for that many seconds; return also the seconds that it took, compared."""
+    """Read parts of tensors until that takes `enough`; return also the seconds."""
     parts, seconds = list[memoryview](), 0.0
     for chunk in sampled:
         if seconds > enough:
