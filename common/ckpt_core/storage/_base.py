@@ -466,11 +466,11 @@ class Storage(ABC):
             for each in pace([piece]):
                 stream.write(each)
 
-        # The next piece is made, perhaps compressed, while one is sent.
-        with self.create(key) as stream, Workers(send, 1, name="ckpt-piece") as sender:
-            for piece in pieces():
-                sender.take(piece)
-            sender.__exit__()
+        with self.create(key) as stream:
+            # The next piece is made, perhaps compressed, while one is sent.
+            with Workers(send, 1, name="ckpt-piece") as sender:
+                for piece in pieces():
+                    sender.take(piece)
             sender.raise_first()
 
     @abstractmethod
