@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, takewhile
+from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeAlias, final
 
 import torch
@@ -66,7 +67,6 @@ class StepGuard:
 
 _Layouts: TypeAlias = Mapping[str, ImageLayout]
 _Values: TypeAlias = Mapping[str, Mapping[MetadataIndex, bytes]]
-_IS_ON_HOST: Final[Any] = torch.Tensor.is_cpu.__get__  # type: ignore[attr-defined]
 _LOWEST: Final = 1 << 40
 """No memory lies lower on most systems, and no offset in a storage is as large."""
 
@@ -173,8 +173,8 @@ class Stager:
         # In freed memory it is the offset alone. That of a storage costs twice as much, and every save waits.
         if min(map(torch.Tensor.data_ptr, sources), default=_LOWEST) < _LOWEST:
             _check_memory(_names(parts), sources)
-        off_host = _off_host(sources)
-        devices = {source.device for source in off_host if has_streams(source)}
+        on_host = all(map(attrgetter("is_cpu"), sources))  # in C: every save waits for it
+        devices = set() if on_host else {source.device for source in sources if has_streams(source)}
         # Torch can pin for CUDA alone.
         pinned = bool(devices) and any(source.is_cuda for source in sources)
         try:
@@ -187,7 +187,7 @@ class Stager:
                 return self._in_waves(sources, values, refusal, pinned=pinned)
         try:
             if stable is None:
-                _fill(images.values(), sources, on_host=not off_host)
+                _fill(images.values(), sources, on_host=on_host)
                 deferred = None
             else:
                 targets = [target for image in images.values() for target in image.targets]
@@ -321,11 +321,6 @@ class _Content(NamedTuple):
             current_stream(device).synchronize()
         if self.is_finite is not None:
             self.non_finite.extend((self.part, name) for name, each in copied if not self.is_finite(each))
-
-
-def _off_host(sources: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    every = all(map(_IS_ON_HOST, sources))  # in C: every save waits for it
-    return () if every else [source for source in sources if not source.is_cpu]
 
 
 def _fill(images: Iterable[Image], sources: Sequence[torch.Tensor], *, on_host: bool) -> None:

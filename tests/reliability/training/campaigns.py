@@ -84,6 +84,8 @@ class Campaign:
 
     def _live(self, death: Death | None) -> Ended:
         self._lives += 1
+        for left in self._temporary.iterdir():
+            os.utime(left, (0, 0))  # the next life removes what is not new, as if it began a minute later
         life = Life(root=self._root, steps=STEPS, rank=0, world=self._sweep.world)
         return live(self._sweep, life, death, output=self._root.parent / f"life-{self._lives}")
 

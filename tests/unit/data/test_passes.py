@@ -78,7 +78,8 @@ def state_of(live: Loaders) -> TrainState:
 def load(live: Loaders, saved: str) -> None:
     per_rank, shared = decode(json.loads(saved))
     found = SavedState(sharded={"": {}}, per_rank=per_rank, shared=shared, world_size=1, step=1)
-    state_of(live).apply({"": {}}, found)
+    state = state_of(live)
+    state.apply(state.target(found), found)
 
 
 def wrong_places(
