@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, compress
+from operator import attrgetter, eq
 from typing import Any, Final, TypeAlias, cast, final
 
 import numpy as np
@@ -131,8 +131,7 @@ def is_expanded(tensor: torch.Tensor) -> bool:
     return any(not stride and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
-_KEY, _INDEX = "\x1e", "\x1f"
-_STEPS: Final = re.compile(f"([{_KEY}{_INDEX}])([^{_KEY}{_INDEX}]*)")
+_IN_MAPPING, _IN_LIST, _END = object(), object(), object()
 
 
 @final
@@ -143,47 +142,49 @@ class Leaves:
     container; every other value, a tuple included, is one leaf.
 
     Attributes:
-        paths: one text per leaf, unique even where DCP's names are not, with keys and indices distinct.
+        keys: of all mappings and lists in order, with marks of where each begins and ends. Those of two
+            saves are mostly the same objects, and then compared without a look at them.
     """
 
     def __init__(self, tree: Mapping[str, Any]) -> None:
-        self.paths: list[str] = []
+        self.tree = tree
+        self.keys: list[Any] = []
         self.values: list[Any] = []
-        self._walk("", tree)
+        self._walk(tree)
 
-    def _walk(self, prefix: str, tree: Mapping[Any, Any]) -> None:
-        paths, values = self.paths, self.values
-        for key, value in tree.items():
-            path = f"{prefix}{_KEY}{key}"
-            if isinstance(value, torch.Tensor):
-                paths.append(path)
-                values.append(value)
-            elif type(value) is dict:
-                self._walk(path, value)
-            else:
-                self._take(path, value)
-
-    def _take(self, path: str, value: Any) -> None:
-        if isinstance(value, Mapping):
-            self._walk(path, value)
-        elif _is_leaf(value):
-            self.paths.append(path)
-            self.values.append(value)
+    def _walk(self, tree: Any) -> None:
+        keys, values = self.keys, self.values
+        if not isinstance(tree, list) and PLAIN.issuperset(map(type, tree.values())):
+            keys += tree  # mostly, and in C: every save waits for it
+            values += tree.values()
         else:
-            for index, each in enumerate(value):
-                self._take(f"{path}{_INDEX}{index}", each)
+            for key, value in enumerate(tree) if isinstance(tree, list) else tree.items():
+                keys.append(key)
+                if isinstance(value, torch.Tensor) or (type(value) is not dict and _is_leaf(value)):
+                    values.append(value)
+                else:
+                    keys.append(_IN_LIST if isinstance(value, list) else _IN_MAPPING)
+                    self._walk(value)
+        keys.append(_END)
 
     def by_name(self) -> dict[str, tuple[str | int, ...]]:
         found: dict[str, tuple[str | int, ...]] = {}
-        for text in self.paths:
-            path: tuple[str | int, ...] = tuple(text.split(_KEY)[1:])
-            if _INDEX in text:
-                path = tuple(int(key) if kind == _INDEX else key for kind, key in _STEPS.findall(text))
+        for path in _paths(self.tree):
             name = ".".join(map(str, path))
             if name in found:
                 raise ValueError(f"two entries of the state are called {name}")
             found[name] = path
         return found
+
+
+def _paths(tree: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    is_list = isinstance(tree, list)
+    for key, value in enumerate(tree) if is_list else tree.items():
+        at = (*path, key if is_list else str(key))
+        if isinstance(value, torch.Tensor) or _is_leaf(value):
+            yield at
+        else:
+            yield from _paths(value, at)
 
 
 def _is_leaf(value: Any) -> bool:
@@ -199,17 +200,21 @@ class Kinds:
     """The planning input per leaf: whether a tensor, its dtype, shape and placement."""
 
     def __init__(self, values: list[Any]) -> None:
-        self._kinds = [_kind(value) for value in values]
-        # Most leaves are plain tensors, which three attributes describe completely.
-        self._plain = [kind[1:] if kind[0] == "plain" else None for kind in self._kinds]
+        self._kinds = [None if type(value) in PLAIN else _kind(value) for value in values]
+        self._is_plain = [kind is None for kind in self._kinds]
+        self._plain = list(map(_PLAN_OF_PLAIN, compress(values, self._is_plain)))
 
     def fit(self, values: list[Any]) -> bool:
         """Return whether these values, equal in number, have the same plan."""
-        for value, plain, kind in zip(values, self._plain, self._kinds, strict=True):
-            usual = plain is not None and type(value) in PLAIN  # a loop: every save waits for it
-            if not (usual and (value.dtype, value.shape, value.layout) == plain) and _kind(value) != kind:
-                return False
-        return True
+        plain = list(compress(values, self._is_plain))  # all of them in C: every save waits for it
+        if not (PLAIN.issuperset(map(type, plain)) and all(map(eq, map(_PLAN_OF_PLAIN, plain), self._plain))):
+            return False
+        others = zip(compress(values, self._kinds), filter(None, self._kinds), strict=True)
+        return all(_kind(value) == kind for value, kind in others)
+
+
+_PLAN_OF_PLAIN: Final = attrgetter("dtype", "shape", "layout")
+"""What describes most leaves completely."""
 
 
 def _kind(value: object) -> tuple[object, ...]:
@@ -356,16 +361,20 @@ class Part:
         self._views: dict[int, tuple[MetadataIndex | None, _Rows]] = {}
         self._value_leaves: list[int] = []
         self._replicas: dict[int, list[_Replica]] = {}
-        self.tree: Mapping[str, Any] = {}
         self.specs: list[ShardSpec] = []
         self.records: dict[MetadataIndex, bytes] = {}
         self.value_indices: list[MetadataIndex] = []
 
+    @property
+    def tree(self) -> Mapping[str, Any]:
+        """The live state until `release`."""
+        return self._leaves.tree
+
     def update(self, tree: Mapping[str, Any]) -> bool:
         """Hold the live state of a save; return whether the last plan fits it."""
         leaves = Leaves(tree)
-        same = leaves.paths == self._leaves.paths and self._kinds.fit(leaves.values)
-        self.tree, self._leaves = tree, leaves
+        same = leaves.keys == self._leaves.keys and self._kinds.fit(leaves.values)
+        self._leaves = leaves
         if not same:
             self._kinds = Kinds(leaves.values)
         return same
@@ -488,7 +497,7 @@ class Part:
 
     def release(self) -> None:
         """Drop the references to the live state, which can then be freed."""
-        self._leaves.values, self.tree = [], {}
+        self._leaves.values, self._leaves.tree = [], {}
 
 
 def _own(value: Any, index: MetadataIndex | None) -> torch.Tensor:

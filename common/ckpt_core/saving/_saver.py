@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Final, final
 
 from ckpt_core.commit import working_name
@@ -428,7 +429,7 @@ def _offer(state: CapturedState, files: Collection[str], *, several: bool) -> Of
 
 
 def _kinds(state: CapturedState) -> dict[str, str]:
-    kinds = {name: "sharded" for tree in state.sharded.values() for name in tree}
+    kinds = dict.fromkeys(chain.from_iterable(state.sharded.values()), "sharded")
     kinds |= dict.fromkeys(state.shared, "shared") | dict.fromkeys(state.per_rank, "per_rank")
     if state.files:
         kinds["files"] = "files"

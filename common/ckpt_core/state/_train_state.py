@@ -15,7 +15,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ckpt_core._torch_internals import holds_unreduced_gradients
+from ckpt_core._torch_internals import PLAIN, holds_unreduced_gradients
 from ckpt_core.coordination import place_in_job
 from ckpt_core.data import LoaderPosition, await_training, is_stateful, tell_of_missing
 from ckpt_core.disclosure import logger_of
@@ -368,10 +368,9 @@ def _captured(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value
     if isinstance(value, Mapping):
-        found = {
-            str(key): each if isinstance(each, torch.Tensor) else _captured(each)
-            for key, each in value.items()
-        }
+        if {str}.issuperset(map(type, value)) and PLAIN.issuperset(map(type, value.values())):
+            return value  # mostly; found in C
+        found = {str(key): _captured(each) for key, each in value.items()}
         if len(found) < len(value):
             _refuse_doubles(value)
         return found

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import json
 import weakref
 from collections.abc import Collection, Sequence
 from itertools import chain
@@ -185,6 +186,40 @@ def test_leaves_are_those_that_dcp_sees_in_its_order(inner):
     leaves = Leaves({"top": inner})
     assert len(leaves.values) == len(found)
     assert all(own is value for own, (_, value) in zip(leaves.values, found, strict=True))
+
+
+def _form_of(value):
+    """Containers and keys alone, where every leaf is None."""
+    if isinstance(value, dict):
+        return {key: _form_of(each) for key, each in value.items()}
+    held = [] if not isinstance(value, list) else value
+    if any(isinstance(each, torch.Tensor) or _form_of(each) is not None for each in held):
+        return [_form_of(each) for each in held]
+    return None
+
+
+@given(_NESTED, _NESTED)
+def test_keys_are_equal_where_containers_and_names_are_and_nowhere_else(one, other):
+    trees = [{"top": one}, {"top": other}]
+    forms = [json.dumps(_form_of(tree)) for tree in trees]
+    keys = [Leaves(tree).keys for tree in trees]
+    assert (keys[0] == keys[1]) == (forms[0] == forms[1])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        [torch.ones(1), torch.ones(1)],
+        {0: torch.ones(1), 1: torch.ones(1), 2: torch.ones(1)},
+        {0: torch.ones(1), 1: {2: torch.ones(1)}},
+        {0: {1: torch.ones(1)}, 2: torch.ones(1)},
+        {1: torch.ones(1), 0: torch.ones(1)},
+    ],
+)
+def test_a_state_of_as_many_tensors_in_another_form_is_planned_anew(other):
+    part = planned({"w": {0: torch.ones(1), 1: torch.ones(1)}})
+    assert part.update({"w": {0: torch.zeros(1), 1: torch.zeros(1)}})
+    assert not part.update({"w": other})
 
 
 def test_a_part_keeps_no_live_tensor_between_saves():
