@@ -221,8 +221,7 @@ class AcceleratorCheckpoints:
         """
         if not self._takes_part():
             return None
-        place = self._roots.place(output_dir)
-        return self._save(place, metrics or {}, "call", safe=safe_serialization)
+        return self._save(self._roots.place(output_dir), metrics or {}, "call", safe=safe_serialization)
 
     def maybe_save(
         self,

@@ -237,9 +237,8 @@ class TrackedLoader:
         self.trains = position["trains"]
         goes_on = goes_on and position["within"]
         self._saved = Saved(index=index, position=position, same_ranks=same_ranks, goes_on=goes_on, rng=rng)
-        notes = self._put_back(self._saved)
-        if not goes_on:
-            notes = []
+        found = self._put_back(self._saved)
+        notes = found if goes_on else []
         size, now = position["batch_size"], self._position.named_size
         if position["ended"] and self.trains and _is_stateful(self._loader):
             number = position["iteration"]

@@ -290,10 +290,9 @@ def setup_fabric(
     contents: Contents | None = options.pop("contents", None)
     log_costs: bool = options.pop("log_costs", True)
     require("setup_fabric", contents_problem(contents), boolean("log_costs", log_costs))
-    given = {"save": save, "keep": keep, **options}
     settings = Settings(
         own=RunRoot.of(root),
-        options=CheckpointOptions.from_mapping(given),
+        options=CheckpointOptions.from_mapping({"save": save, "keep": keep, **options}),
         save_last=False,
         sinks=sinks,
         contents=contents,
@@ -345,8 +344,7 @@ class FabricCheckpoints:
         self._step = step
         self._counts: dict[str, int] = {}
         self._asks = 2
-        deadline = settings.options.deadline_seconds
-        self._managers = ManagersByRoot(self._make, deadline_seconds=deadline)
+        self._managers = ManagersByRoot(self._make, deadline_seconds=settings.options.deadline_seconds)
         self._once = self._managers.once
 
     @property

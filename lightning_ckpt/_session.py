@@ -217,8 +217,7 @@ class Session(ManagersByRoot):
         if fit is not None:
             fit.begin()
         if loaded is not None and loaded.gradients is not None:
-            gradients = Gradients(model=strategy.model, optimizers=strategy.optimizers)
-            gradients.put_back(loaded.gradients)
+            Gradients(model=strategy.model, optimizers=strategy.optimizers).put_back(loaded.gradients)
         if loaded is not None and loaded.change is not None:
             schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
             loaded.change.apply(by_number(optimizers), schedulers)

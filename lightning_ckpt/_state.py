@@ -356,10 +356,9 @@ def _as_list(optimizers: Mapping[str, Any]) -> list[Any]:
 
 def plain_items(saved: SavedState, large: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Return Lightning's keys; defaults if Lightning did not save the checkpoint."""
-    items = {**saved.shared, **saved.per_rank}
     own = {
         key.removeprefix(PREFIX): plant(value, large)
-        for key, value in items.items()
+        for key, value in {**saved.shared, **saved.per_rank}.items()
         if key.startswith(PREFIX) and key not in {POSITIONS, PREFETCHED, TRAINING}
     }
     version = {"pytorch-lightning_version": "2.5.0"}

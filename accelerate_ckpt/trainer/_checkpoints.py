@@ -63,8 +63,7 @@ class TrainerCheckpoints:
     ) -> None:
         _check_supported(trainer)
         self._trainer: Any = trainer
-        names = ("save_model", *_SHADOWED)
-        self._stock = SimpleNamespace(**{name: getattr(trainer, name) for name in names})
+        self._stock = SimpleNamespace(**{name: getattr(trainer, name) for name in ("save_model", *_SHADOWED)})
         self._session = TrainerSession(trainer, settings, sinks)
         self._settings = settings
         self._data = TrainerData(trainer)
@@ -99,7 +98,12 @@ class TrainerCheckpoints:
             SystemExit: it was preempted, in a script that did not enable it.
         """
         if kwargs.get("trial", args[0] if args else None) is not None:
-            return self._train_trial(resume_from_checkpoint, *args, **kwargs)
+            problem = "a hyperparameter search has a directory for each trial: it keeps the stock checkpoints"
+            if not self.implicit:
+                raise ConfigError(f"{problem}; call disable_trainer() before hyperparameter_search()")
+            _logger.warning("%s", problem)
+            disable_trainer(self._trainer)
+            return self._stock.train(resume_from_checkpoint, *args, **kwargs)
         self._come_last()
         self._ignored = kwargs.get("ignore_keys_for_eval", args[1] if len(args) > 1 else None)
         with (
@@ -117,15 +121,6 @@ class TrainerCheckpoints:
             )
             raise SystemExit(ENDED)
         return result
-
-    def _train_trial(self, *args: Any, **kwargs: Any) -> Any:
-        """Train for a hyperparameter search, whose trials have their own directories."""
-        problem = "a hyperparameter search has a directory for each trial: it keeps the stock checkpoints"
-        if not self.implicit:
-            raise ConfigError(f"{problem}; call disable_trainer() before hyperparameter_search()")
-        _logger.warning("%s", problem)
-        disable_trainer(self._trainer)
-        return self._stock.train(*args, **kwargs)
 
     def save(self, model: Any, trial: Any) -> None:
         """Save now, as the Trainer does when its control says so.

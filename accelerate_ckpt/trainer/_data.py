@@ -381,8 +381,7 @@ class TrainerData:
                 trainer._load_rng_state(self._resumed.checkpoint)
                 # With the position they are back; a loop of the Trainer's would put them back once more.
                 undo.enter_context(replaced(trainer, _load_rng_state=lambda _checkpoint: None))
-                nothing = chosen.skip > 0 and (over or chosen.to_come == 0)
-                rest = [] if nothing else loader
+                rest = [] if chosen.skip > 0 and (over or chosen.to_come == 0) else loader
                 undo.enter_context(
                     replaced(transformers.trainer, skip_first_batches=lambda _loader, _batches: rest)
                 )

@@ -160,7 +160,12 @@ class TrainingState(StateSource):
     def target(self, saved: SavedState) -> dict[str, dict[str, Any]]:
         self.to_come = ToCome(**saved.shared.get(_TO_COME, {}))
         with_optimizer = self._with_optimizer and optimizer_part(0) in saved.sharded
-        self._target = self._trained(_model_part_of(saved), with_optimizer=with_optimizer)
+        part = next((each for each in (model_part(0), _PLAIN_MODEL_PART) if each in saved.sharded), None)
+        if part is None:
+            raise IncompatibleCheckpointError(
+                f"checkpoint {saved.name} holds no model: it was not saved by enable_trainer()"
+            )
+        self._target = self._trained(part, with_optimizer=with_optimizer)
         return self._target.target(saved)
 
     def begin(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Callable[[], None]:
@@ -242,15 +247,6 @@ class TrainingState(StateSource):
         if self._given and weights is None:
             torch.save(trainer.optimizer.state_dict(), Path(output_dir) / OPTIMIZER_NAME)
         torch.save(trainer.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
-
-
-def _model_part_of(saved: SavedState) -> str:
-    for part in (model_part(0), _PLAIN_MODEL_PART):
-        if part in saved.sharded:
-            return part
-    raise IncompatibleCheckpointError(
-        f"checkpoint {saved.name} holds no model: it was not saved by enable_trainer()"
-    )
 
 
 def has_adapters(model: Any) -> bool:

@@ -14,7 +14,6 @@ from ckpt_core.errors import (
     CoordinationError,
     CorruptCheckpointError,
     DeadlineError,
-    FileFailure,
     LoadError,
     failure_text,
 )
@@ -93,7 +92,12 @@ def _raise_worst(outcomes: Sequence[_PhaseOutcome], consequence: str, cause: Exc
     }
     if damage:
         # First of all: with damage, an older checkpoint must be tried, whatever errors other ranks had.
-        raise _joined(damage, len(outcomes)) from cause
+        first = next(iter(damage.values()))
+        if len(outcomes) == 1:
+            raise first from cause
+        found = dict.fromkeys(failure for error in damage.values() for failure in error.failures)
+        more = f" (found by rank {', '.join(map(str, damage))}; {len(found)} place(s) in all)"
+        raise CorruptCheckpointError(f"{first}{more}", failures=tuple(found)) from cause
     # A CoordinationError only reports the failure of another rank, whose own error is more precise.
     secondhand = [isinstance(outcome.error, CoordinationError) for outcome in outcomes]
     for rank, outcome in sorted(enumerate(outcomes), key=lambda each: secondhand[each[0]]):
@@ -101,17 +105,6 @@ def _raise_worst(outcomes: Sequence[_PhaseOutcome], consequence: str, cause: Exc
             raise outcome.error from cause
         if outcome.text:
             raise LoadError(f"{consequence} (rank {rank}: {outcome.text})") from cause
-
-
-def _joined(damage: dict[int, CorruptCheckpointError], world_size: int) -> CorruptCheckpointError:
-    first = next(iter(damage.values()))
-    if world_size == 1:
-        return first
-    found: dict[FileFailure, None] = dict.fromkeys(
-        failure for error in damage.values() for failure in error.failures
-    )
-    more = f" (found by rank {', '.join(map(str, damage))}; {len(found)} place(s) in all)"
-    return CorruptCheckpointError(f"{first}{more}", failures=tuple(found))
 
 
 @final

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
 from queue import Queue
@@ -20,6 +21,7 @@ from ckpt_core.disclosure import logger_of
 
 _logger = logger_of(__name__)
 
+T = TypeVar("T")
 Task = TypeVar("Task")
 
 
@@ -102,6 +104,18 @@ def run_with_timeout(seconds: float, act: Callable[[], None]) -> bool:
     return not thread.is_alive()
 
 
+def settle(future: Future[T], outcome: T | BaseException) -> bool:
+    """Give a future its value or error; return False if it had an outcome already."""
+    try:
+        if isinstance(outcome, BaseException):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+    except InvalidStateError:
+        return False
+    return True
+
+
 @final
 class Workers(Generic[Task]):
     """Threads that each do a task while the next one is being prepared.
@@ -132,7 +146,15 @@ class Workers(Generic[Task]):
         """Queue a task; raise the failure of an earlier one."""
         self.raise_first()
         if len(self._threads) < self._count:
-            self._start()
+            # Daemons: a task that hangs must not keep the process from ending.
+            name = f"{self._name}-{len(self._threads)}"
+            thread = threading.Thread(target=self._run, name=name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                self._count = len(self._threads)
+            else:
+                self._threads.append(thread)
         if self._threads:
             self._tasks.put(task)
         else:
@@ -142,17 +164,6 @@ class Workers(Generic[Task]):
         """Raise the first failure, if there is one."""
         if self._failures:
             raise self._failures[0]
-
-    def _start(self) -> None:
-        # Daemons: a task that hangs must not keep the process from ending.
-        name = f"{self._name}-{len(self._threads)}"
-        thread = threading.Thread(target=self._run, name=name, daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:
-            self._count = len(self._threads)
-        else:
-            self._threads.append(thread)
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:

@@ -127,8 +127,7 @@ class CheckpointManager:
         self._pruner = pruner = Pruner(
             storage, options, ownership=ownership, telemetry=telemetry, demoter=demoter
         )
-        means = Means(job, thread, options, ownership=ownership, pruner=pruner)
-        self._saver = Saver(job, means)
+        self._saver = Saver(job, Means(job, thread, options, ownership=ownership, pruner=pruner))
         self._meter = CostMeter(telemetry, coordinator, self._saver)
         self._cadence = CadenceKeeper(
             options.save,
@@ -273,9 +272,8 @@ class CheckpointManager:
         try:
             self._loader.overwritten.require_none()
             self._require_progress()
-            progress = self._cadence.progress
             request = SaveRequest.checked(
-                step, name, metrics=metrics, annotations=annotations, progress=progress
+                step, name, metrics=metrics, annotations=annotations, progress=self._cadence.progress
             )
             own = {**self._cadence.annotations, **request.annotations, **self._in_force.annotations}
             request = replace(request, annotations=own | self._uploads.annotations(number))

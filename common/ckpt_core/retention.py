@@ -410,7 +410,9 @@ def plan_prune(
     whole = [info for info in present if info.usable]
     others = [info for info in gone if abandoned == "keep" or info.pinned is not None]
     if abandoned == "prune":
-        others += _in_free_places(policy, gone, present, now)
+        newest_first = sorted(gone, key=lambda info: (info.lineage.number, *_by_age(info)), reverse=True)
+        names = _stay(policy, newest_first, present, now)  # not replaced by the present line
+        others += [info for info in newest_first if info.name in names and info.pinned is None]
     rules, held = _rules(policy), others
     states = _reasons(_of_states(rules), whole, now, last)
     wanted = dict(sorted((_reasons(rules, present, now, last) | states).items()))
@@ -545,15 +547,6 @@ def _reasons(
         twice = {step: (*reasons[step], reason) for step in reasons.keys() & steps}
         reasons = {**reasons, **dict.fromkeys(steps, alone), **twice}
     return reasons
-
-
-def _in_free_places(
-    policy: RetentionPolicy, gone: Sequence[CheckpointInfo], present: Sequence[CheckpointInfo], now: float
-) -> list[CheckpointInfo]:
-    """List abandoned checkpoints, newest first, not replaced by the present line."""
-    newest_first = sorted(gone, key=lambda info: (info.lineage.number, *_by_age(info)), reverse=True)
-    names = _stay(policy, newest_first, present, now)
-    return [info for info in newest_first if info.name in names and info.pinned is None]
 
 
 def _stay(

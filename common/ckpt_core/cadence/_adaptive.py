@@ -158,9 +158,8 @@ class Optimal(SavePolicy):
         where = "durable" if self._durable(costs) == costs.durable else "uploaded"
         known = f", mtbf {_text(rate.mtbf)} {rate.source}"
         least, most = self._bounds
-        bounds = (
-            "" if _bounded(optimum, least, most) == optimum else f" bounded to {_bounds_text(least, most)}"
-        )
+        bounds = f"at least {_text(least)}" if most is None else f"{_text(least)} to {_text(most)}"
+        bounds = "" if _bounded(optimum, least, most) == optimum else f" bounded to {bounds}"
         return (
             f"optimal: {_text(since)} since the last save, optimum {_text(optimum)}{bounds} (one save costs "
             f"{_text(costs.stall + costs.slowdown)}, is {where} after {_text(self._durable(costs))}{known})"
@@ -263,10 +262,6 @@ def _bounded(value: float, least: float, most: float | None) -> float:
 
 def _missing(costs: SaveCosts | None) -> str:
     return "to measure what a save costs" if costs is None else "as the rate of failures is not known yet"
-
-
-def _bounds_text(least: float, most: float | None) -> str:
-    return f"at least {_text(least)}" if most is None else f"{_text(least)} to {_text(most)}"
 
 
 def _text(seconds: float) -> str:

@@ -109,7 +109,12 @@ def run(arguments: Namespace) -> Outcome:
     selections = [_select(place, arguments) for place in arguments.sources]
     if terms.compress not in {None, "none"}:
         require_zstandard()
-        _refuse_signed(selections)
+        for storage, name in ((each.source, info.name) for each in selections for info in each.infos):
+            if storage.exists(f"{name}/{SIGNATURE}"):
+                raise ConfigError(
+                    f"{storage.url}/{name} is signed, and this command cannot sign the manifest of a "
+                    "compressed copy: nothing was copied; copy it without --compress"
+                )
     options = options_for(arguments.target, arguments)
     if arguments.to_storage_option and not is_local(arguments.target):
         options = storage_options(arguments.to_storage_option, "")
@@ -199,8 +204,7 @@ def _terms_of(arguments: Namespace, compress: str | None = None) -> CopyTerms:
     rate = parse_size("--bandwidth", arguments.bandwidth, rate=True)
     if rate is not None and rate <= 0:
         raise ConfigError("--bandwidth must be more than 0 bytes per second")
-    pace = None if rate is None else Throttle(rate)
-    return CopyTerms(pace=pace, bytes_per_second=rate, compress=compress)
+    return CopyTerms(pace=None if rate is None else Throttle(rate), bytes_per_second=rate, compress=compress)
 
 
 def _select(place: str, arguments: Namespace) -> _CopySource:
@@ -215,8 +219,7 @@ def _select(place: str, arguments: Namespace) -> _CopySource:
         # Under its own name, if a link is what was named.
         same = [each for each in survey.everything if each.manifest_sha256 == info.manifest_sha256]
         own = next((each for each in same if each.name == info.name), None) or next(iter(same), info)
-        named = which == own.name
-        return _CopySource(source=storage, infos=[own], relatives=survey.everything, named=named)
+        return _CopySource(source=storage, infos=[own], relatives=survey.everything, named=which == own.name)
     if not survey.everything and not survey.unreadable:
         raise none_committed(storage)
     infos = [info for info in survey.everything if arguments.all or not info.abandoned]
@@ -242,15 +245,6 @@ def _refuse_conflicts(selections: Sequence[_CopySource], target: Storage, survey
             "to be copied under one name; nothing was copied: checkpoints are never overwritten, so copy to "
             "another root"
         )
-
-
-def _refuse_signed(selections: Sequence[_CopySource]) -> None:
-    for storage, name in ((each.source, info.name) for each in selections for info in each.infos):
-        if storage.exists(f"{name}/{SIGNATURE}"):
-            raise ConfigError(
-                f"{storage.url}/{name} is signed, and this command cannot sign the manifest of a compressed "
-                "copy: nothing was copied; copy it without --compress"
-            )
 
 
 def _refuse_other_runs(selections: Sequence[_CopySource], target: Storage, survey: Survey) -> None:
@@ -322,15 +316,13 @@ def _refuse_places(
     The writer of the source chose its names: `.git` or `src` would be the user's own.
     """
     for selection, info in todo:
-        name = info.name
+        name, shown = info.name, f"{selection.source.url}/{info.name}"
         whole = name.removesuffix(WEIGHTS_SUFFIX)
         usual = parse_step_name(whole) is not None or _OF_HOSTS.fullmatch(whole) is not None
         if name.startswith(".") or not (usual or selection.named):
-            advice = (
-                "" if name.startswith(".") else f"; if it is, `ckpt cp {selection.source.url}/{name} DST`"
-            )
+            advice = "" if name.startswith(".") else f"; if it is, `ckpt cp {shown} DST`"
             raise ConfigError(
-                f"{selection.source.url}/{name} is not called as checkpoints are, and may mean something "
+                f"{shown} is not called as checkpoints are, and may mean something "
                 f"else in {target.url}: nothing was copied{advice}"
             )
         if target.supports_rename and name not in there and target.entry(name) is not None:

@@ -470,7 +470,10 @@ class Catalog:
             return self.marker(name).info(name)
         expected = step_name(step or 0) if name is None else name
         if expected in survey.unreadable:
-            raise _located(f"{self._storage.url}/{expected}", survey.unreadable[expected])
+            error = survey.unreadable[expected]
+            if isinstance(error, CorruptCheckpointError | IncompatibleCheckpointError | ArchivedError):
+                raise error.retold(f"{self._storage.url}/{expected}: {error}")
+            raise error
         wanted = f"step {step}" if name is None else f"checkpoint {name!r}"
         if None not in {step, name}:
             wanted += f" of step {step}"
@@ -744,11 +747,8 @@ def arranged(
     names = {info.name for info in infos}
     # Without those that were set aside and whose successor has the name.
     found = on_present_line([info for info in infos if set_aside(info.name) not in names], present)
-    pins, marks, notes = (
-        known_pins(storage),
-        known_marks(storage),
-        read_notes(storage) if noted else Notes({}, {}),
-    )
+    pins, marks = known_pins(storage), known_marks(storage)
+    notes = read_notes(storage) if noted else Notes({}, {})
 
     def remarked(info: CheckpointInfo) -> CheckpointInfo:
         pinned = _PINS_UNREADABLE if pins is None else pins.get(info.step, notes.in_use.get(info.step))
@@ -774,12 +774,6 @@ def arranged(
         weights=[info for info in found if info.weights_of is not None],
         parts=list(map(remarked, parts())),
     )
-
-
-def _located(place: str, error: CheckpointError | OSError) -> CheckpointError | OSError:
-    if isinstance(error, CorruptCheckpointError | IncompatibleCheckpointError | ArchivedError):
-        return error.retold(f"{place}: {error}")
-    return error
 
 
 Sign: TypeAlias = Callable[[bytes], bytes]

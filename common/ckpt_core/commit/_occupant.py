@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final, final
@@ -93,8 +94,13 @@ def is_torn_step(storage: Storage, name: str) -> bool:
 
 def _unmarked(storage: Storage, name: str) -> Occupant:
     paths = list(storage.paths_below(name, depth=2))
-    if any(map(is_own_json, paths)) or (MANIFEST in paths and _has_manifest(storage, name)):
+    if any(map(is_own_json, paths)):
         return Occupant.TORN
+    if MANIFEST in paths:
+        with suppress(CheckpointError, FileNotFoundError):
+            content = read_small(storage, f"{name}/{MANIFEST}", MAX_MANIFEST_BYTES)
+            Manifest.from_bytes(content, with_files=False)
+            return Occupant.TORN
     in_place = not storage.supports_rename
     if SIGNATURE in paths and in_place:
         return Occupant.TORN  # a late upload: its checkpoint had been deleted already
@@ -107,15 +113,6 @@ def _unmarked(storage: Storage, name: str) -> Occupant:
     if has_data or METADATA in files or any(map(_TRAINING_STATE.fullmatch, files)):
         return Occupant.STOCK
     return Occupant.FILES if paths or storage.supports_rename else Occupant.NOTHING
-
-
-def _has_manifest(storage: Storage, name: str) -> bool:
-    try:
-        content = read_small(storage, f"{name}/{MANIFEST}", MAX_MANIFEST_BYTES)
-        Manifest.from_bytes(content, with_files=False)
-    except (CheckpointError, FileNotFoundError):
-        return False
-    return True
 
 
 def quarantine(storage: Storage, name: str, original: str = "") -> str:

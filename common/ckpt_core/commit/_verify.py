@@ -112,8 +112,7 @@ def verify_part(
     try:
         index = decode(read_small(storage, f"{prefix}{METADATA}"), METADATA)
     except FileNotFoundError:
-        problem = "missing: the save did not end, DCP cannot load this"
-        return [FileFailure(path=METADATA, problem=problem)]
+        return [FileFailure(path=METADATA, problem="missing: the save did not end, DCP cannot load this")]
     except CorruptCheckpointError as error:
         return list(error.failures)
     except UnsafeCheckpointError as error:

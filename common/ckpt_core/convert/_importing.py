@@ -381,12 +381,11 @@ class _Writer:
                 for index, (start, end) in zip(values, pairwise(ends), strict=True):
                     places[index] = StorageInfo(data_name(rank, _VALUES), start, end - start)
                 values = {}
-        described = {
-            key: _described(entry, chunks[key], state.dtype)
-            if isinstance(entry, TensorStorageMetadata)
-            else entry
-            for key, entry in found.state_dict_metadata.items()
-        }
+        described = dict(found.state_dict_metadata)
+        for key, entry in found.state_dict_metadata.items():
+            if isinstance(entry, TensorStorageMetadata):
+                properties = replace(entry.properties, dtype=_cast(entry.properties.dtype, state.dtype))
+                described[key] = replace(entry, properties=properties, chunks=chunks[key])
         self.num_chunks += len(places)
         self.items |= {str(path[0]): "sharded" for path in entries(found) if path[0] not in {PICKLED, KEPT}}
         return encode_metadata(Metadata(described, planner_data=found.planner_data), places)
@@ -417,13 +416,6 @@ class _Slab(NamedTuple):
 
 def _cast(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and own.is_floating_point else own
-
-
-def _described(
-    entry: TensorStorageMetadata, chunks: list[ChunkStorageMetadata], dtype: torch.dtype | None
-) -> TensorStorageMetadata:
-    properties = replace(entry.properties, dtype=_cast(entry.properties.dtype, dtype))
-    return replace(entry, properties=properties, chunks=chunks)
 
 
 def _slabs(tensor: LocatedTensor, dtype: torch.dtype) -> Iterator[_Slab]:

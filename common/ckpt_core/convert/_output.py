@@ -228,7 +228,6 @@ class _OutPlace:
     def commit(self) -> None:
         """Give the place its name, where that is not the last object."""
         target, home = self._target, self._home
-        parent = self._directory.rpartition("/")[0]
         if target.supports_rename and target.entry(home) is not None:
             for path in {path.rpartition("/")[0] for path in self._paths}:
                 target.sync_directory(f"{home}/{path}" if path else home)
@@ -241,7 +240,7 @@ class _OutPlace:
                 target.exchange(home, self._directory)
                 if not target.list(home):  # the empty directory that was there
                     target.delete(home)
-            target.sync_directory(parent)
+            target.sync_directory(self._directory.rpartition("/")[0])
         target.delete(f"{self._directory}/{_OWN}")
 
     def _key(self, path: str) -> str:

@@ -141,11 +141,8 @@ class Channel(CommitChannel):
         message, cause = _packed_value(value)
         try:
             self._put(f"{topic}/arrive/{self.rank}", message)
-            return (
-                self._await(
-                    reply_key, topic, deadline_seconds, may_be_deciding=True, waited_seconds=waited_seconds
-                ),
-                cause,
+            reply = self._await(
+                reply_key, topic, deadline_seconds, may_be_deciding=True, waited_seconds=waited_seconds
             )
         except CoordinationError as error:
             # After this rank's error, or its claim that it gave up, the coordinator decides nothing.
@@ -157,6 +154,7 @@ class Channel(CommitChannel):
                 "rank 0 is not known here",
                 in_doubt=True,
             ) from error
+        return reply, cause
 
     def _decided(
         self,

@@ -152,7 +152,9 @@ class JobCoordinator(Coordinator):
     @override
     def bind(self) -> None:
         self.check()
-        if not self._bound and _default_group() is None and (size := _launched_ranks()) > 1:
+        words = [os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK")]
+        size = int(words[0]) if all(map(str.isdecimal, words)) else 1  # as it was launched
+        if not self._bound and _default_group() is None and size > 1:
             raise ConfigError(
                 f"this process was launched as one of {size} ranks (RANK and WORLD_SIZE are set), but there "
                 "is no process group, so each rank would save only its own part: call "
@@ -209,12 +211,6 @@ def _usable_group() -> Any:
 def place_in_job() -> tuple[int, int]:
     """Return the rank and the number of ranks now; (0, 1) without a process group."""
     return (0, 1) if _default_group() is None else (dist.get_rank(), dist.get_world_size())
-
-
-def _launched_ranks() -> int:
-    """Return the number of ranks that were launched; 1 if unknown."""
-    size, rank = os.environ.get("WORLD_SIZE", ""), os.environ.get("RANK", "")
-    return int(size) if size.isdecimal() and rank.isdecimal() else 1
 
 
 def coordinator_for_job(*, deadline_seconds: float = 1800.0) -> Coordinator:

@@ -142,8 +142,7 @@ class StoreCoordinator(Coordinator):
         # The store often lives in rank 0's process: it must outlast the last reader.
         try:
             # Without the group a rank is probably gone, and its restart waits for this one to end.
-            farewell = _ROLL_CALL_SECONDS if self._broken else _FAREWELL_SECONDS
-            deadline = min(farewell, self._deadline_seconds)
+            deadline = min(_ROLL_CALL_SECONDS if self._broken else _FAREWELL_SECONDS, self._deadline_seconds)
             self._main.gather_scatter(self._topic("close"), None, lambda values: values, deadline)
         except (CoordinationError, RuntimeError):
             pass  # a rank is gone already: it will not read anything any more

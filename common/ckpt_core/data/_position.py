@@ -400,20 +400,16 @@ class LoaderPosition:
                     drawn=state["drawn"],
                 )
             return self._load_own(state) if "own" in state else []
-        if state["exhausted"]:
-            return self._end(state)
+        if state["exhausted"]:  # it had nothing left, and the next `iter` gives nothing
+            self._load_stream(state)
+            begin = state["begin"] or epoch_from(self._loader, starting_state(self._loader))
+            tracker.replay = Replay(begin=begin, samplers=state["samplers"], rest=[])
+            return []
         return self._go_on(state, same_ranks=same_ranks)
 
     def _load_stream(self, state: Mapping[str, Any]) -> None:
         if "dataset" in state and self._has_stream:
             self._loader.dataset.load_state_dict(state["dataset"])
-
-    def _end(self, state: Mapping[str, Any]) -> list[str]:
-        """Let the next `iter` give nothing: the saved one had nothing left."""
-        self._load_stream(state)
-        begin = state["begin"] or epoch_from(self._loader, starting_state(self._loader))
-        track(self._loader).replay = Replay(begin=begin, samplers=state["samplers"], rest=[])
-        return []
 
     def skip(self, batches: int) -> None:
         """Let the next `iter`, if it begins an epoch, begin behind so many batches of it."""

@@ -291,8 +291,13 @@ def recipe(loader: DataLoader[Any]) -> dict[str, Any] | None:
     own = getattr(base, "generator", None)
     late = samplers.batch is not None and type(samplers.batch).__module__ != _TORCHDATA
     late = late or deals_batches(shard)
+    kind = "other"
+    if base is None or _is_stock(base, SequentialSampler, ""):
+        kind = "sequential"
+    elif _is_stock(base, RandomSampler, "RandomSampler") and not base.replacement:
+        kind = "random" if len(base) == len(base.data_source) else "other"
     return {
-        "kind": _kind(base),
+        "kind": kind,
         "type": type(base or shard).__qualname__,
         "length": length,
         "samples": len(base) if isinstance(base, Sized) else length,
@@ -325,14 +330,6 @@ def style_of(order: Mapping[str, Any]) -> str:
     if order["shuffled"] or order["kind"] == "random":
         return "shuffled"
     return "in the order of the data set" if order["kind"] == "sequential" else f"in that of {order['type']}"
-
-
-def _kind(base: Any) -> str:
-    if base is None or _is_stock(base, SequentialSampler, ""):
-        return "sequential"
-    if _is_stock(base, RandomSampler, "RandomSampler") and not base.replacement:
-        return "random" if len(base) == len(base.data_source) else "other"
-    return "other"
 
 
 def samples_of(loader: DataLoader[Any], begin: Mapping[str, Any]) -> Sequence[Any] | None:

@@ -199,13 +199,10 @@ class ChunkLocator:
             raise KeyError(index)
         return entry.properties.dtype, shapes[index.offset]
 
-    def _name(self, path: str, key: str) -> str:
-        place = f"{self._directory}/{path}" if self._directory else path
-        return f"{place}: {key!r:.200}"
-
     def _corrupt(self, path: str, key: str, problem: str) -> CorruptCheckpointError:
-        failure = FileFailure(path=path, problem=f"{key!r:.200}: {problem}")
-        return CorruptCheckpointError(f"{self._name(path, key)}: {problem}", failures=(failure,))
+        place, what = f"{self._directory}/{path}" if self._directory else path, f"{key!r:.200}: {problem}"
+        failure = FileFailure(path=path, problem=what)
+        return CorruptCheckpointError(f"{place}: {what}", failures=(failure,))
 
     def _table(self, path: str, key: str) -> tuple[FileChunks, _Rows, str]:
         """Return the chunks of a file, their rows, and the name of the table."""

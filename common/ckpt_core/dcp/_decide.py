@@ -400,7 +400,9 @@ def decide(
     bundles = list(_bundles(cohorts, names, rank_local))
     for bundle in bundles:
         bundle.check_meshes()
-    _check(bundles, names)
+    if problems := [problem for bundle in bundles for problem in bundle.problems(names)]:
+        more = f", and {len(problems) - _MOST_LISTED} more" if len(problems) > _MOST_LISTED else ""
+        raise ValueError(f"the shards do not make up the state: {'; '.join(problems[:_MOST_LISTED])}{more}")
     shared, places = _replicas(bundles, names, len(plans))
     for bundle in bundles if replicas == "spread" else ():
         bundle.split()
@@ -560,13 +562,6 @@ def _free(
             entry = bundle.entries[int(bundle.entry[rows[int(bundle.parents[block[0]])][0]])]
             for at, position in enumerate(entry.positions.tolist()):
                 yield -size, lowest, position, bundle, at, block, holders[own]
-
-
-def _check(bundles: Sequence[_Bundle], names: Sequence[str]) -> None:
-    problems = [problem for bundle in bundles for problem in bundle.problems(names)]
-    if problems:
-        more = f", and {len(problems) - _MOST_LISTED} more" if len(problems) > _MOST_LISTED else ""
-        raise ValueError(f"the shards do not make up the state: {'; '.join(problems[:_MOST_LISTED])}{more}")
 
 
 def _write(bundles: Sequence[_Bundle]) -> tuple[dict[int, list[tuple[int, int, int]]], dict[int, _More]]:

@@ -104,17 +104,12 @@ def _of_host(value: Any) -> int:
         return crc32(repr(value).encode()) if _is_plain(value) else 0
     running = 0
     for _, inner in inner_tensors(value):
-        running = _of_plain(inner, running)
+        plain = _plain_bytes(inner)
+        size = plain.numel() * plain.element_size()
+        if size and plain.data_ptr():  # freed memory is reported by the copy
+            # A numpy view costs ten times as much, which matters for many small tensors.
+            running = crc32(memoryview((ctypes.c_char * size).from_address(plain.data_ptr())), running)
     return running
-
-
-def _of_plain(tensor: torch.Tensor, running: int) -> int:
-    plain = _plain_bytes(tensor)
-    size = plain.numel() * plain.element_size()
-    if not size or not plain.data_ptr():  # freed memory is reported by the copy
-        return running
-    # A numpy view costs ten times as much, which matters for many small tensors.
-    return crc32(memoryview((ctypes.c_char * size).from_address(plain.data_ptr())), running)
 
 
 def _plain_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -269,14 +269,9 @@ def failure_rate(history: Sequence[Record], devices: int, *, prior: Prior = PRIO
     """
     seen = experience_of(history)
     rate = (prior.weight + seen.failures) / (prior.weight * prior.device_seconds + seen.device_seconds)
-    devices = max(1, devices)
-    return FailureRate(mtbf=1.0 / (rate * devices), source=_source(seen, devices, prior))
-
-
-def _source(seen: Experience, devices: int, prior: Prior) -> str:
-    failures = f"{seen.failures} failure{'' if seen.failures == 1 else 's'}"
-    hours = math.floor(prior.device_seconds / _HOUR)
-    trained = seen.seconds / _HOUR
-    time = f"{trained:.0f}" if trained >= 10 or trained == 0 else f"{trained:.2g}"
-    many = f"{devices} device{'' if devices == 1 else 's'}"
-    return f"{failures} in {time} h of this root, prior 1 in {hours:,} h of a GPU, {many}"
+    devices, hours = max(1, devices), seen.seconds / _HOUR
+    time = f"{hours:.0f}" if hours >= 10 or hours == 0 else f"{hours:.2g}"
+    failures = f"{seen.failures} failure{'' if seen.failures == 1 else 's'} in {time} h of this root"
+    known = f"prior 1 in {math.floor(prior.device_seconds / _HOUR):,} h of a GPU"
+    source = f"{failures}, {known}, {devices} device{'' if devices == 1 else 's'}"
+    return FailureRate(mtbf=1.0 / (rate * devices), source=source)

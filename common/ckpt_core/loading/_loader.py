@@ -181,9 +181,8 @@ class Loader:
                 loaded = self._load(found, request, source)
                 return loaded.saved, loaded.info
             tier, directory = found
-            storage = self._tiers[tier].storage
             one = replace(request, directory=directory)
-            return self._load_directory(one, source, storage), None
+            return self._load_directory(one, source, self._tiers[tier].storage), None
 
     def elsewhere(
         self, request: LoadRequest, source: StateSource, place: str, options: Mapping[str, Any]
@@ -503,12 +502,10 @@ class Loader:
             return there
         if isinstance(error, UntrustedCheckpointError):
             # Other jobs may trust it, so it is not marked.
-            name = nearest.info.name
+            name, step = nearest.info.name, nearest.info.step
             url = self._tiers[nearest.tier].storage.url
             noted.untrusted[name if len(self._tiers) == 1 else f"{url}/{name}"] = error.why
-            self._report(
-                nearest.tier, nearest.info.name, error.why, step=nearest.info.step, what="not trusted"
-            )
+            self._report(nearest.tier, name, error.why, step=step, what="not trusted")
         elif isinstance(error, CorruptCheckpointError):
             for copy, of_copy in [(copies[each], listed) for each, listed in found.items()] or [
                 (nearest, [])

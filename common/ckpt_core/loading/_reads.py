@@ -220,7 +220,7 @@ def dealt(members: tuple[int, ...], reads: Sequence[TensorRead]) -> Iterator[Buc
     """
     runs: dict[int, list[Cell]] = {rank: [] for rank in members}
     loads = dict.fromkeys(members, 0)
-    units = [(_size(unit), unit) for read in sorted(reads, key=_identity) for unit in _units(read)]
+    units = [unit for read in sorted(reads, key=_identity) for unit in _units(read)]
     for size, unit in sorted(units, key=itemgetter(0), reverse=True):
         if size > REQUEST_BYTES:
             owner = min(members, key=loads.__getitem__)
@@ -252,14 +252,12 @@ def _room(loads: Sequence[int], rest: int) -> list[float]:
     return [max(0.0, level - load) for load in loads]
 
 
-def _units(read: TensorRead) -> list[list[Cell]]:
-    """Return the cells of a read, in lists that one rank has to read."""
+def _units(read: TensorRead) -> list[tuple[int, list[Cell]]]:
+    """Return the cells of a read, in lists that one rank has to read, with their bytes."""
     cells = list(_cells(read))
-    return [[each] for each in cells] if read.payload.block_crcs or read.payload.crc32 is None else [cells]
-
-
-def _size(cells: Sequence[Cell]) -> int:
-    return sum(stop - start for _, start, stop in cells)
+    apart = read.payload.block_crcs or read.payload.crc32 is None
+    units = [[each] for each in cells] if apart else [cells]
+    return [(sum(stop - start for _, start, stop in unit), unit) for unit in units]
 
 
 def _cells(read: TensorRead) -> Iterator[Cell]:

@@ -352,11 +352,21 @@ class CadenceKeeper:
         self.pending = True
 
     def _measured_here(self) -> Sequence[int]:
-        """Return whether a save is in flight here, and the costs; () if not needed."""
+        """Return whether a save is in flight here, and the costs; () if not needed.
+
+        They are integers for a maximum over ranks, of which one alone has costs.
+        """
         if self._measured is None:
             return ()
+        found = [int(self._measured.in_flight)]
         costs = self._measured.costs if self._coordinator.is_coordinator else None
-        return [int(self._measured.in_flight), *_as_integers(costs)]
+        if costs is None:
+            return found + [0] * len(SaveCosts._fields)
+        # A time that is not known is 0, so that one of 0 is 1.
+        return found + [
+            costs.saves if name == "saves" else 0 if value is None else round(value * _MICROSECONDS) + 1
+            for name, value in zip(SaveCosts._fields, costs, strict=True)
+        ]
 
     def _announced(self, sources: PreemptionSources) -> int:
         if not self._heeds_preemptions:
@@ -386,17 +396,6 @@ class CadenceKeeper:
                 left + _END_SECONDS, needed + _END_SECONDS, "" if costs else ", as no save was measured yet",
             )  # fmt: skip
         return left <= needed
-
-
-def _as_integers(costs: SaveCosts | None) -> Sequence[int]:
-    """Return costs as integers for a maximum over ranks, of which one alone has any."""
-    if costs is None:
-        return [0] * len(SaveCosts._fields)
-    # A time that is not known is 0, so that one of 0 is 1.
-    return [
-        costs.saves if name == "saves" else 0 if value is None else round(value * _MICROSECONDS) + 1
-        for name, value in zip(SaveCosts._fields, costs, strict=True)
-    ]
 
 
 def _as_costs(integers: Sequence[int]) -> SaveCosts | None:

@@ -130,8 +130,11 @@ class CheckedReader:
         """Read the file from its beginning to its end, and compare what was read before."""
         whole = Checksum.like(self._entry.checksum)
         for offset, size, expected in self._spans_and_gaps():
-            running = 0
-            for block in self._blocks(offset, size):
+            running, buffer = 0, memoryview(bytearray(min(size, _BLOCK_BYTES)))
+            for at in range(0, size, _BLOCK_BYTES):
+                block = buffer[: size - at]
+                self._stop()
+                self._fill(offset + at, block)
                 whole.update(block)
                 running = crc32(block, running)
             if expected not in {None, running}:
@@ -149,15 +152,6 @@ class CheckedReader:
             end = offset + size
         if end < self._entry.size_bytes:
             yield end, self._entry.size_bytes - end, None
-
-    def _blocks(self, offset: int, size: int) -> Iterator[memoryview]:
-        buffer = memoryview(bytearray(min(size, _BLOCK_BYTES)))
-        while size:
-            block = buffer[:size]
-            self._stop()
-            self._fill(offset, block)
-            yield block
-            offset, size = offset + len(block), size - len(block)
 
     def _refuse(self, problem: str) -> NoReturn:
         raise damaged(self._place, self._path, problem)

@@ -134,7 +134,11 @@ def settle_parts(parts: Sequence[Storage]) -> None:
             if is_incomplete(name):
                 _finish_commit(part, name, others)
             elif is_trash(name):
-                _finish_prune(part, name, others)
+                original, save_id = original_name(name), _save_id(part, name)
+                for other in others if save_id is not None else ():
+                    if _save_id(other, original) == save_id:
+                        other.rename(original, name)
+                        other.sync_directory("")
 
 
 def _finish_commit(part: Storage, working: str, others: Sequence[Storage]) -> None:
@@ -152,14 +156,6 @@ def _finish_commit(part: Storage, working: str, others: Sequence[Storage]) -> No
     _logger.warning(
         "%s/%s: a crash interrupted its commit between two nodes, which is finished now", part.url, name
     )
-
-
-def _finish_prune(part: Storage, trash: str, others: Sequence[Storage]) -> None:
-    name, save_id = original_name(trash), _save_id(part, trash)
-    for other in others if save_id is not None else ():
-        if _save_id(other, name) == save_id:
-            other.rename(name, trash)
-            other.sync_directory("")
 
 
 def _save_id(storage: Storage, directory: str) -> str | None:
@@ -509,8 +505,7 @@ class Ancestry:
 
     @property
     def parent(self) -> Parent | None:
-        own = None if self._origin is None else Parent.of(self._origin)
-        return self._elsewhere or own
+        return self._elsewhere or (None if self._origin is None else Parent.of(self._origin))
 
     def lineage_of(self, step: int) -> Lineage:
         """Return the lineage of a save made now; a new one unless it continues the newest."""

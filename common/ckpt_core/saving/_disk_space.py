@@ -171,11 +171,8 @@ class DiskSpace:
         size = "unknown" if free_bytes is None else bytes_text(free_bytes)
         files = "" if free_files is None else f" and {free_files} files"
         gone = f" Step(s) {_steps(removed)} were removed ahead of the policy." if removed else ""
-        kept = "; ".join(
-            _kept(
-                self._options.keep or KeepAll(), self._ownership.inventory.history(), replaced(self._storage)
-            )
-        )
+        history, aside = self._ownership.inventory.history(), replaced(self._storage)
+        kept = "; ".join(_kept(self._options.keep or KeepAll(), history, aside))
         text = (
             f"a save takes {bytes_text(needed.size_bytes)} and {needed.files} files, free are {size}{files}, "
             f"of which {bytes_text(headroom_bytes)} are headroom. Nothing was written.{gone} "

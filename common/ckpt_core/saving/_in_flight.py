@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from ckpt_core.collective import checked_step
 from ckpt_core.coordination import Coordinator, require_same_process
-from ckpt_core.crew import give_way
+from ckpt_core.crew import give_way, settle
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
     CheckpointError,
@@ -35,8 +35,6 @@ from ckpt_core.names import parse_step_name, step_name
 from ckpt_core.options import CheckpointOptions
 from ckpt_core.types import CheckpointInfo
 from ckpt_core.validation import mapping, require, text
-
-T = TypeVar("T")
 
 _DOING: Final[Mapping[SavePhase, str]] = {
     "plan": "planning",
@@ -201,24 +199,6 @@ class SaveHandle:
         return self.committed.result(timeout_seconds)
 
 
-def fulfil(future: Future[T], value: T) -> bool:
-    """Set a future's value; return False if it had an outcome already."""
-    try:
-        future.set_result(value)
-    except InvalidStateError:
-        return False
-    return True
-
-
-def reject(future: Future[T], error: BaseException) -> bool:
-    """Set a future's error; return False if it had an outcome already."""
-    try:
-        future.set_exception(error)
-    except InvalidStateError:
-        return False
-    return True
-
-
 def failed_in(phase: SavePhase, error: BaseException) -> SaveError:
     """Make the error that a rank reports to the others when a phase fails on it."""
     if isinstance(error, SaveError):
@@ -288,7 +268,7 @@ class Task:
 
     def fail(self, error: BaseException) -> None:
         """Take an exception that `run` raised."""
-        if not reject(self.handle.committed, error):
+        if not settle(self.handle.committed, error):
             _logger.error("after the commit of step %d: %s", self.handle.step, error, exc_info=error)
 
 

@@ -16,6 +16,7 @@ import torch
 from ckpt_core._version import __version__
 from ckpt_core.commit import ItemKind, Manifest, abandon, begin, commit, write_signature
 from ckpt_core.coordination import CommitChannel
+from ckpt_core.crew import settle
 from ckpt_core.dcp import PlannedIndex, Replicas
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import (
@@ -36,16 +37,7 @@ from ckpt_core.root import Job, Ownership, Pruner
 from ckpt_core.saving._checks import StaleJudge, TrainedSlots, refuse_non_finite, trained_digests
 from ckpt_core.saving._disk_space import DiskSpace, SpaceNeeded
 from ckpt_core.saving._files import RankFiles
-from ckpt_core.saving._in_flight import (
-    SaveHandle,
-    SaveRequest,
-    SaveThread,
-    Task,
-    failed_in,
-    fulfil,
-    reject,
-    save_error,
-)
+from ckpt_core.saving._in_flight import SaveHandle, SaveRequest, SaveThread, Task, failed_in, save_error
 from ckpt_core.saving._plan_cache import KeepOwn, PlanCache
 from ckpt_core.saving._reports import Evidence, Judge, RankReport, ReportCache
 from ckpt_core.saving._stager import StagedParts
@@ -186,10 +178,10 @@ class Save(Task):
                 self.staged.release()
                 info = self._commit_with_all(report)
         except CheckpointError as error:
-            reject(self.handle.committed, self._failed(error))
+            settle(self.handle.committed, self._failed(error))
             return
         means.reports.committed()
-        fulfil(self.handle.committed, info)
+        settle(self.handle.committed, info)
         if not self.channel.is_coordinator:
             return
         if partners is not None:
@@ -211,9 +203,9 @@ class Save(Task):
                 f"rank {rank}: {reason}", failures={rank: reason}, in_doubt=self._committing
             )
             failed = save_error(self._storage.url, step, self._phase, error)
-            reject(self.handle.staged, failed)
+            settle(self.handle.staged, failed)
             self.staged.stop()
-            in_time = reject(self.handle.committed, failed)
+            in_time = settle(self.handle.committed, failed)
         if not in_time:
             _logger.error("after the commit of step %d: %s", step, error)
 
@@ -231,10 +223,7 @@ class Save(Task):
         return None
 
     def _resolve_staged(self, error: BaseException | None) -> None:
-        if error is None:
-            fulfil(self.handle.staged, None)
-        else:
-            reject(self.handle.staged, failed_in("stage", error))
+        settle(self.handle.staged, None if error is None else failed_in("stage", error))
 
     def _open(self, error: BaseException | None) -> BaseException | None:
         """Create the working directory, or wait until it is there; return an error.

@@ -54,24 +54,20 @@ def find_training_folder(storage: Storage, directory: str, files: Sequence[str])
         layout = replace(layout, values={**layout.values, ("trainer_state",): state})
     elif any(map(_OF_ACCELERATE.fullmatch, names)):
         layout = layout_of("a folder of Accelerate", folder.items())
+    if layout is not None and (engine := find_deepspeed(storage, directory, files)) is not None:
+        # What DeepSpeed saved there is in place of the items that it has.
+        rest = layout.without({path[0] for path in (*engine.tensors, *engine.values)})
+        layout = replace(
+            rest,
+            kind=f"{layout.kind}, with {engine.kind}",
+            tensors={**rest.tensors, **engine.tensors},
+            values={**rest.values, **engine.values},
+        )
     if layout is not None:
-        return _with_engine(layout, find_deepspeed(storage, directory, files))
+        return layout
     if names & {_BIN, _BIN_INDEX} and find_safetensors(storage, directory, files) is None:
         return layout_of("a folder of Hugging Face weights", {"model": folder.model()})
     return None
-
-
-def _with_engine(layout: Layout, engine: Layout | None) -> Layout:
-    """Add what DeepSpeed saved there, in place of the items that it has."""
-    if engine is None:
-        return layout
-    rest = layout.without({path[0] for path in (*engine.tensors, *engine.values)})
-    return replace(
-        rest,
-        kind=f"{layout.kind}, with {engine.kind}",
-        tensors={**rest.tensors, **engine.tensors},
-        values={**rest.values, **engine.values},
-    )
 
 
 @final

@@ -297,16 +297,6 @@ def check_kind(item: Any, state: Any, *, fit: Fit) -> None:
         check_class(unwrap_optimizer(item), saved)
 
 
-def _keys(item: Any) -> Any:
-    """Return a state with the keys that `item` expects."""
-    state = item.state_dict()
-    if isinstance(item, torch.optim.Optimizer) and state.keys() >= PACKED:
-        # Before its first step it has no state to take the keys from.
-        numbers = [number for group in state["param_groups"] for number in group["params"]]
-        return {**state, "state": {number: state["state"].get(number) for number in numbers}}
-    return state
-
-
 def item_target(item: Any, saved: SavedEntries) -> dict[str, Any]:
     """Return the target of an object in the sharded data; refuse another optimizer's."""
     if isinstance(item, torch.optim.Optimizer):
@@ -323,7 +313,11 @@ def load_item(name: str, item: Any, state: Any, *, of_tree: bool = False) -> Non
         check_entries(item, {path: None for path, _ in leaves(state)})
         state = {key: value for key, value in state.items() if key != CLASS}
     try:
-        live = _keys(item)
+        live = item.state_dict()
+        if isinstance(item, torch.optim.Optimizer) and live.keys() >= PACKED:
+            # Before its first step it has no state to take the keys from.
+            numbers = [number for group in live["param_groups"] for number in group["params"]]
+            live = {**live, "state": {number: live["state"].get(number) for number in numbers}}
         state = rekeyed(state, live)
         if isinstance(getattr(item, "scheduler", item), LRScheduler):  # Accelerate wraps it
             state = _of_live_groups(state, live)

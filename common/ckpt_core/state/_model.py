@@ -49,7 +49,11 @@ class Names:
         self._prefixes: dict[str, str] = {}
         for raw, module in model.named_modules(remove_duplicate=False):
             self.modules[raw] = module
-            prefix = self._prefixes[raw] = self._extended(raw) if raw else ""
+            parent, _, part = raw.rpartition(".")
+            # "module" may be the name of any child; only DDP's own child is a wrapper.
+            of_ddp = part == "module" and isinstance(self.modules[parent], DistributedDataParallel)
+            own = "" if not raw or part in _WRAPPERS or of_ddp else f"{part}."
+            prefix = self._prefixes[raw] = self._prefixes.get(parent, "") + own
             if isinstance(module, FSDPModule):
                 # After a forward pass without a backward, as in an evaluation, FSDP2 leaves whole parameters
                 # in the root, which are not the optimizer's.
@@ -57,14 +61,6 @@ class Names:
             for leaf, parameter in self.modules[raw].named_parameters(recurse=False, remove_duplicate=False):
                 self.by_name[prefix + leaf] = parameter
                 self.own.setdefault(parameter, prefix + leaf)
-
-    def _extended(self, raw: str) -> str:
-        parent, _, part = raw.rpartition(".")
-        # "module" may be the name of any child; only DDP's own child is a wrapper.
-        wraps = part in _WRAPPERS or (
-            part == "module" and isinstance(self.modules[parent], DistributedDataParallel)
-        )
-        return self._prefixes[parent] + ("" if wraps else f"{part}.")
 
     @property
     def bare(self) -> nn.Module:

@@ -202,7 +202,7 @@ class Throttle:
         bytes_per_second: float,
         *,
         clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         self._bytes_per_second = bytes_per_second
         self._clock = clock

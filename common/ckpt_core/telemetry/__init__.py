@@ -224,27 +224,18 @@ class OpenTelemetrySink:
             return
         stop = int(event.time * 1e9)
         start = stop - int((event.duration_seconds or 0.0) * 1e9)
-        span = self._tracer.start_span(
-            f"checkpoint.{event.name}", start_time=start, attributes=_plain(event.attributes)
-        )
+        attributes = {
+            f"checkpoint.{name}": value if isinstance(value, bool | int | float | str) else str(value)
+            for name, value in event.attributes.items()
+            if value is not None
+        }
+        span = self._tracer.start_span(f"checkpoint.{event.name}", start_time=start, attributes=attributes)
         if event.phase == "failed":
             span.set_status(self._failed(str(event.attributes.get("error", ""))))
             self._failures.add(1, {"span": event.name})
         span.end(end_time=stop)
         if event.name == SAVE_COST:
-            self._record(event.attributes)
-
-    def _record(self, cost: Mapping[str, Any]) -> None:
-        self._saves.add(1, {"outcome": str(cost.get("outcome"))})
-        for attribute, histogram in self._histograms.items():
-            if (value := cost.get(attribute)) is not None:
-                histogram.record(value)
-
-
-def _plain(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return attributes as OpenTelemetry takes them."""
-    return {
-        f"checkpoint.{name}": value if isinstance(value, bool | int | float | str) else str(value)
-        for name, value in attributes.items()
-        if value is not None
-    }
+            self._saves.add(1, {"outcome": str(event.attributes.get("outcome"))})
+            for attribute, histogram in self._histograms.items():
+                if (value := event.attributes.get(attribute)) is not None:
+                    histogram.record(value)

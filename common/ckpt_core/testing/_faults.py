@@ -72,7 +72,13 @@ class Script:
     @contextmanager
     def operation(self, method: str, key: str) -> Generator[Sequence[Fault]]:
         """Log an operation and apply its faults around the block; yields the faults."""
-        operation, due = self._register(method, key)
+        with self._guard:
+            operation = Operation(number=len(self._operations), method=method, key=key)
+            self._operations.append(operation)
+            matching = [index for index, fault in enumerate(self._faults) if fault.matches(operation)]
+            due = [self._faults[i] for i in matching if self._faults[i].nth in {None, self._seen[i]}]
+            for index in matching:
+                self._seen[index] += 1
         for fault in due:
             if fault.before is not None:
                 fault.before(operation)
@@ -82,16 +88,6 @@ class Script:
         for fault in due:
             if fault.after is not None:
                 fault.after(operation)
-
-    def _register(self, method: str, key: str) -> tuple[Operation, Sequence[Fault]]:
-        with self._guard:
-            operation = Operation(number=len(self._operations), method=method, key=key)
-            self._operations.append(operation)
-            matching = [index for index, fault in enumerate(self._faults) if fault.matches(operation)]
-            due = [self._faults[i] for i in matching if self._faults[i].nth in {None, self._seen[i]}]
-            for index in matching:
-                self._seen[index] += 1
-            return operation, due
 
 
 def _watched(method: str, between: str = "") -> Any:

@@ -22,7 +22,7 @@ from ckpt_core.commit import Catalog, Survey, file_as_root
 from ckpt_core.disclosure import logger_of
 from ckpt_core.formats import codec
 from ckpt_core.names import FORMAT_VERSION, TIERS
-from ckpt_core.options import CheckpointOptions, Upload
+from ckpt_core.options import CheckpointOptions
 from ckpt_core.storage import LayeredStorage, Storage, open_storage, read_small
 from ckpt_core.types import CheckpointInfo
 
@@ -177,15 +177,14 @@ def open_tiers(nearest: Storage, options: CheckpointOptions) -> tuple[Tier, ...]
     Raises:
         ConfigError: one cannot be opened, or its extra is not installed.
     """
-    return (Tier(nearest.url, nearest), *(_further(each, options) for each in options.uploads))
-
-
-def _further(upload: Upload, options: CheckpointOptions) -> FurtherTier:
-    to: Any = upload.to  # a Storage has a `url`, and `open_storage` refuses what is none
-    storage = open_storage(to, upload.storage_options, deadline_seconds=options.deadline_seconds)
+    tiers: list[Tier] = [Tier(nearest.url, nearest)]
     patience = min(_PATIENCE_SECONDS, options.deadline_seconds / 3)
-    given = upload.storage_options.get("request_seconds")
-    return FurtherTier(upload.url, storage, float(given) if given else patience)
+    for upload in options.uploads:
+        to: Any = upload.to  # a Storage has a `url`, and `open_storage` refuses what is none
+        storage = open_storage(to, upload.storage_options, deadline_seconds=options.deadline_seconds)
+        given = upload.storage_options.get("request_seconds")
+        tiers.append(FurtherTier(upload.url, storage, float(given) if given else patience))
+    return tuple(tiers)
 
 
 _MAX_BYTES: Final = 1 << 20

@@ -122,13 +122,10 @@ class United:
         found = [
             held
             for held in self.everything
-            if step in {None, held.info.step} and name in {None, *_names(held)}
+            if step in {None, held.info.step}
+            and any(name in {None, copy.info.name, set_aside(copy.info.name)} for copy in held.copies)
         ]
         return max(found, key=_preferred, default=None)
-
-
-def _names(held: Held) -> set[str | None]:
-    return {each for copy in held.copies for each in (copy.info.name, set_aside(copy.info.name))}
 
 
 def _preferred(held: Held) -> tuple[bool, bool, int, float, int]:
@@ -146,7 +143,9 @@ def unite(surveys: Sequence[Survey]) -> United:
     for tier, survey in enumerate(surveys):
         nearer = list(groups)
         for info in survey.everything:
-            copies = _same(nearer, info)
+            found = [each for each in nearer if each[0].info.save_id == info.save_id and info.save_id]
+            named = [each for each in found if each[0].info.name == info.name]
+            copies = next(iter(named or found), None)
             if copies is None:
                 groups.append([TierCopy(tier, info)])
             elif copies[-1].tier < tier or info.name == copies[0].info.name:
@@ -169,13 +168,6 @@ def _add_part(groups: Sequence[list[TierCopy]], part: TierCopy) -> None:
         same = (whole.name, whole.manifest_sha256) == (part.info.name, part.info.manifest_sha256)
         if same and copies[0].tier > part.tier:
             copies.insert(0, part)
-
-
-def _same(groups: Sequence[list[TierCopy]], info: CheckpointInfo) -> list[TierCopy] | None:
-    """Return the copies in nearer tiers, preferably of the same name."""
-    found = [copies for copies in groups if copies[0].info.save_id == info.save_id and info.save_id]
-    named = [copies for copies in found if copies[0].info.name == info.name]
-    return next(iter(named or found), None)
 
 
 def _merged(copies: Sequence[TierCopy]) -> CheckpointInfo:

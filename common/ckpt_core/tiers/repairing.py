@@ -268,7 +268,9 @@ class PartsRepair:
         marked = self._is_marked(disk)
         lacking: dict[str, bytes] = {}
         for path, content in self._beside.items():
-            there = self._content_at(disk, path)
+            there: bytes | None = None
+            with suppress(FileNotFoundError, CorruptCheckpointError):
+                there = read_small(disk, f"{self._name}/{path}")
             # A save puts their twins on one disk only. Nothing says which of two signatures is right.
             expected = path in {MANIFEST, SIGNATURE}
             if expected if there is None else content is self._content and there != content:
@@ -309,13 +311,6 @@ class PartsRepair:
 
     def _is_ours(self, marker: Marker) -> bool:
         return (marker.save_id, marker.manifest_sha256) == (self._info.save_id, self._info.manifest_sha256)
-
-    def _content_at(self, place: Storage, path: str) -> bytes | None:
-        """Return the content of a small file; None if there is no such file."""
-        try:
-            return read_small(place, f"{self._name}/{path}")
-        except (FileNotFoundError, CorruptCheckpointError):
-            return None
 
     def _found_content(self, places: Sequence[Storage]) -> bytes:
         for place in places:

@@ -251,7 +251,6 @@ def _tiers(storage: Storage, survey: Survey, arguments: Namespace) -> tuple[list
 def _tier_fields(tiers: Sequence[_Column], infos: Sequence[CheckpointInfo]) -> Iterator[dict[str, Any]]:
     for column in tiers:
         record = column.record or TierRecord(url=column.label)
-        states = [column.state(info) for info in infos]
         yield {
             "url": column.label,
             "every": record.every,
@@ -265,7 +264,7 @@ def _tier_fields(tiers: Sequence[_Column], infos: Sequence[CheckpointInfo]) -> I
                     "save_id": i.save_id,
                     "state": None if state == "?" else state,
                 }
-                for i, state in zip(infos, states, strict=True)
+                for i, state in zip(infos, map(column.state, infos), strict=True)
             ],
         }
 

@@ -29,7 +29,6 @@ from ckpt_core.names import MARKER, METADATA, SIGNATURE
 from ckpt_core.options import bytes_text
 from ckpt_core.reporting import moment
 from ckpt_core.storage import Storage, open_storage, read_small
-from ckpt_core.types import Lineage
 
 
 def run(arguments: Namespace) -> Outcome:
@@ -47,7 +46,13 @@ def run(arguments: Namespace) -> Outcome:
         found = Outcome(fields=found.fields, parts=[*found.parts, text])
     if not arguments.tensors:
         return found
-    tensors = _tensors(storage, name) if tensors is None else tensors
+    if tensors is None:
+        keys = {part: f"{part}/{METADATA}" for part in stock_parts(storage, name)}
+        tensors = {
+            part: list_tensors(read_small(storage, key), f"{storage.url}/{key}")
+            for part, key in keys.items()
+            if storage.exists(key)
+        }
     listed = [
         {**asdict(entry), "num_elements": entry.num_elements}
         for entries in tensors.values()
@@ -66,7 +71,11 @@ def _shown(storage: Storage, name: str) -> Outcome:
     content = read_manifest(storage, name)
     manifest, digest = Manifest.from_bytes(content), hashlib.sha256(content).hexdigest()
     notes = read_notes(storage)
-    pinned = _pinned(catalog, manifest.step) or notes.in_use.get(manifest.step)
+    try:
+        pinned = catalog.pins().get(manifest.step)
+    except CorruptCheckpointError as error:
+        pinned = str(error)  # the checkpoint is none the worse for it
+    pinned = pinned or notes.in_use.get(manifest.step)
     damaged, measured = catalog.known_damage(name), notes.measured(manifest.save_id)
     listed = {field.name: getattr(manifest, field.name) for field in fields(manifest)}
     listed |= {
@@ -109,13 +118,6 @@ def _compressed(storage: Storage, name: str, manifest: Manifest) -> list[str]:
     text = "in planes: stock dcp.load cannot read it" if in_planes else "by zstd, which stock dcp.load reads"
     size = bytes_text(Manifest.from_bytes(found.manifest).size_bytes)
     return [f"compressed:  from {size}, {text}; `ckpt cp CHECKPOINT DST --compress none` makes it plain"]
-
-
-def _pinned(catalog: Catalog, step: int) -> str | None:
-    try:
-        return catalog.pins().get(step)
-    except CorruptCheckpointError as error:
-        return str(error)  # the checkpoint is none the worse for it
 
 
 def _uncommitted(arguments: Namespace, storage: Storage, name: str) -> Outcome:
@@ -167,15 +169,6 @@ def _of_others(
     return Outcome(fields={**fields, "size_bytes": size}, parts=parts_of), {part.kind: entries}
 
 
-def _tensors(storage: Storage, name: str) -> Mapping[str, Sequence[TensorEntry]]:
-    tensors: dict[str, Sequence[TensorEntry]] = {}
-    for part in stock_parts(storage, name):
-        key = f"{part}/{METADATA}"
-        if storage.exists(key):
-            tensors[part] = list_tensors(read_small(storage, key), f"{storage.url}/{key}")
-    return tensors
-
-
 def _tensor_parts(tensors: Mapping[str, Sequence[TensorEntry]]) -> list[str | Table]:
     """Make a table for each part, with the totals of its items."""
     parts: list[str | Table] = []
@@ -195,17 +188,12 @@ def _tensor_parts(tensors: Mapping[str, Sequence[TensorEntry]]) -> list[str | Ta
     return parts
 
 
-def _lineage_text(lineage: Lineage) -> str:
-    if not lineage.number:
-        return ""
-    origin = next((f", from step {step} of {each or 'none'}" for each, step in lineage.ancestry), "")
-    return f"{lineage.number} ({lineage.id}){origin}"
-
-
 def _facts(
     place: str, manifest: Manifest, *, pinned: str | None, damaged: str | None, measured: Mapping[str, float]
 ) -> list[str]:
     known, twins = manifest.provenance, sum(entry.size_bytes for entry in manifest.twins().values())
+    line = manifest.lineage
+    origin = next((f", from step {step} of {each or 'none'}" for each, step in line.ancestry), "")
     facts = {
         "checkpoint": place,
         "step": str(manifest.step),
@@ -227,7 +215,7 @@ def _facts(
         "data": data_text(known.data),
         "configured": f"sha256:{known.configuration_sha256}" if known.configuration_sha256 else "",
         "written by": ", ".join(f"{name} {version}" for name, version in sorted(manifest.producer.items())),
-        "lineage": _lineage_text(manifest.lineage),
+        "lineage": f"{line.number} ({line.id}){origin}" if line.number else "",
         "save id": manifest.save_id,
     }
     return [f"{label + ':':<13}{text}" for label, text in facts.items() if text]

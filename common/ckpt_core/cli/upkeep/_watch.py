@@ -8,12 +8,11 @@ import shutil
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
 
 from ckpt_core.cli._outcome import Outcome, metrics_text
 from ckpt_core.disclosure import printable, public_url
 from ckpt_core.errors import CheckpointNotFoundError, ConfigError
-from ckpt_core.watching import PinnedCheckpoint, annotate, watch
+from ckpt_core.watching import annotate, watch
 
 
 def run(arguments: Namespace) -> Outcome:
@@ -23,7 +22,12 @@ def run(arguments: Namespace) -> Outcome:
     options = {name: given[name] for name in ("after", "each", "poll", "timeout", "storage_options")}
     seen = list[dict[str, str | int | None]]()
     for found in watch(arguments.root, **options):
-        code = _execute(words, found) if words else None
+        step, code = str(found.step), None
+        if words:  # without a shell; 128 + n for signal n
+            command = [word.replace("{path}", found.path).replace("{step}", step) for word in words]
+            variables = {**os.environ, "CKPT_PATH": found.path, "CKPT_STEP": step}
+            code = subprocess.run(command, env=variables, check=False).returncode  # noqa: S603 - the user's own
+            code = code if code >= 0 else 128 - code
         seen.append({"step": found.step, "name": found.info.name, "path": found.path, "exit_code": code})
         if not arguments.json:
             sys.stdout.write(printable(found.path) + (f"  exit code {code}\n" if words else "\n"))
@@ -34,15 +38,6 @@ def run(arguments: Namespace) -> Outcome:
         raise CheckpointNotFoundError(f"{root}: no checkpoint came within {arguments.timeout:g} s")
     failed = any(each["exit_code"] for each in seen)
     return Outcome(fields={"root": root, "checkpoints": seen}, exit_code=int(failed))
-
-
-def _execute(words: Sequence[str], found: PinnedCheckpoint) -> int:
-    """Run the command without a shell; return its exit code, 128 + n for signal n."""
-    step = str(found.step)
-    command = [word.replace("{path}", found.path).replace("{step}", step) for word in words]
-    variables = {**os.environ, "CKPT_PATH": found.path, "CKPT_STEP": step}
-    code = subprocess.run(command, env=variables, check=False).returncode  # noqa: S603 - the user's own
-    return code if code >= 0 else 128 - code
 
 
 def write_back(arguments: Namespace) -> Outcome:

@@ -424,8 +424,15 @@ class ObstoreStorage(PartStorage):
             )
         kind = GcsBucket if url.partition("://")[0] in {"gs", "gcs"} else AzureContainer
         self._try_seconds = seconds / 2
+        # A try that begins late still ends in time.
+        half = timedelta(seconds=self._try_seconds)
+        backoff = {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=5)}
+        limits: dict[str, Any] = {
+            "client_options": {"timeout": half, "connect_timeout": min(half, timedelta(seconds=10))},
+            "retry_config": {"max_retries": _MOST_TRIES - 1, "retry_timeout": half, "backoff": backoff},
+        }
         with translated_errors(self.url, self.redaction):
-            self._place: Container = kind(url, self.bucket, storage_options, seconds, **_limits(seconds))
+            self._place: Container = kind(url, self.bucket, storage_options, seconds, **limits)
 
     def size_and_token(self, path: str) -> tuple[int, str | None]:
         import obstore
@@ -534,16 +541,3 @@ class ObstoreStorage(PartStorage):
                 if type(error).__name__ != "GenericError" or waited < self._try_seconds:
                     raise
                 raise unanswered(error, self.url, waited, self.redaction) from None
-
-
-def _limits(seconds: float) -> dict[str, Any]:
-    """Return limits for obstore: a try that begins late still ends in time."""
-    half = timedelta(seconds=seconds / 2)
-    return {
-        "client_options": {"timeout": half, "connect_timeout": min(half, timedelta(seconds=10))},
-        "retry_config": {
-            "max_retries": _MOST_TRIES - 1,
-            "retry_timeout": half,
-            "backoff": {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=5)},
-        },
-    }

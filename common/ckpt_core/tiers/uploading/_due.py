@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Final, Self, TypeAlias, final
 
 from ckpt_core.cadence import EverySteps
 from ckpt_core.commit import Catalog
+from ckpt_core.crew import settle
 from ckpt_core.disclosure import logger_of
 from ckpt_core.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError, UploadError
 from ckpt_core.messages import message
@@ -303,12 +303,3 @@ class AllTiers:
             self._there = self._there or outcome
             if self._awaited <= 0:
                 settle(self._future, None if self._missing else self._there)
-
-
-def settle(future: Future[CheckpointInfo | None], outcome: CheckpointInfo | BaseException | None) -> None:
-    """Resolve a future, unless it is resolved."""
-    with suppress(InvalidStateError):
-        if isinstance(outcome, BaseException):
-            future.set_exception(outcome)
-        else:
-            future.set_result(outcome)

@@ -196,7 +196,7 @@ class TierThread:
     def _terms(self, progress: Callable[[int], None] = lambda _: None) -> CopyTerms:
         rate = self.upload.bytes_per_second
         return CopyTerms(
-            pace=None if rate is None else Throttle(rate, sleep=self._pause),
+            pace=None if rate is None else Throttle(rate, sleep=self.stopped.wait),
             bytes_per_second=rate,
             compress=self.upload.compress,
             progress=progress,
@@ -212,9 +212,6 @@ class TierThread:
         with self._job.telemetry.span("upload", **attributes):
             rows = None if process is None else process.copy_files(copy, entries, terms)
             return copy.copy_files(entries, terms) if rows is None else rows
-
-    def _pause(self, seconds: float) -> None:
-        self.stopped.wait(seconds)
 
     def _raise_if_stopped(self) -> None:
         if self.stopped.is_set():

@@ -16,7 +16,7 @@ from itertools import combinations
 from typing import Any, Final, Protocol, final
 
 from ckpt_core.commit import Survey, working_name
-from ckpt_core.crew import run_with_timeout
+from ckpt_core.crew import run_with_timeout, settle
 from ckpt_core.disclosure import logger_of, public_url
 from ckpt_core.errors import CheckpointError, ConfigError, UploadError, failure_text
 from ckpt_core.options import CheckpointOptions
@@ -32,15 +32,7 @@ from ckpt_core.tiers import (
     unite,
     write_tiers,
 )
-from ckpt_core.tiers.uploading._due import (
-    AllTiers,
-    DueCheckpoint,
-    DueRule,
-    Outcome,
-    SaveNumber,
-    left_due,
-    settle,
-)
+from ckpt_core.tiers.uploading._due import AllTiers, DueCheckpoint, DueRule, Outcome, SaveNumber, left_due
 from ckpt_core.tiers.uploading._follower import Follower, TierThread, UploadJob, UploadListener
 from ckpt_core.tiers.uploading._run_exports import RunExports
 from ckpt_core.tiers.uploading._tier_root import TierRoot
