@@ -481,8 +481,7 @@ class AcceleratorCheckpoints:
         """Load what stock wrote; shards by the core: stock loses FSDP1's optimizer."""
         storage, accelerator, pickles = manager.storage, self._accelerator, self._settings.pickles
         _logger.info("%s/%s was written by stock Accelerate", storage.url, name)
-        verify = manager.options.manifest_verifier
-        self._roots.managers.once(lambda: require_trusted(storage, name, verify))
+        self._roots.managers.once(lambda: require_trusted(storage, name, manager.options.manifest_verifier))
         if storage.exists(f"{name}/{model_part(0)}/{METADATA}"):
             self._load_ours(manager, name, arguments)
         elif self._settings.override:
@@ -563,8 +562,7 @@ def enable(
     if attached is not None and not attached.implicit:
         raise ConfigError("this accelerator is enabled already; call accelerate_ckpt.disable() first")
     disable(accelerator)
-    settings = Settings.resolve({"root": root, "save": save, "keep": keep, **options})
-    _attach(accelerator, settings, sinks)
+    _attach(accelerator, Settings.resolve({"root": root, "save": save, "keep": keep, **options}), sinks)
     return accelerator
 
 

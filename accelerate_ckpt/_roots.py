@@ -89,8 +89,7 @@ class Settings:
             raise ConfigError(f"root must be a directory, a URL or a Storage, not {type(root).__name__}")
         own["override"] = Override.of(own.get("override"))
         options = CheckpointOptions.from_mapping(merged)
-        pickles = Pickles(allowed=options.allow_pickle)
-        return cls(options=options, pickles=pickles, given=names, **own)
+        return cls(options=options, pickles=Pickles(allowed=options.allow_pickle), given=names, **own)
 
     @property
     def of_host(self) -> dict[str, Any]:

@@ -98,8 +98,7 @@ class SmallState(NamedTuple):
 
 
 def verified_files(storage: Storage, name: str, wanted: Callable[[str], bool]) -> dict[str, bytes]:
-    manifest = Catalog(storage).manifest(name)
-    files = CommittedFiles(storage, name, manifest)
+    files = CommittedFiles(storage, name, Catalog(storage).manifest(name))
     return {path: files.read(path) for path in files.paths if wanted(path)}
 
 

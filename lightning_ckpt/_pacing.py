@@ -298,8 +298,7 @@ class Pacing:
             self._new_tokens += found
         elif found is not None:
             tokens = plain_integer(found(batch))
-            wrong = integer("the number of a batch", tokens, minimum=0)
-            require("the function given as tokens=", wrong)
+            require("the function given as tokens=", integer("the number of a batch", tokens, minimum=0))
             self._new_tokens += tokens
 
     def _counts(self) -> Counts:
@@ -364,10 +363,9 @@ class Pacing:
         self._measure()
         if not self._unlogged:
             return
-        results = self._trainer.fit_loop.epoch_loop._results.values()
         with_epoch = {
             name
-            for meta in (each.meta for each in results)
+            for meta in (each.meta for each in self._trainer.fit_loop.epoch_loop._results.values())
             if meta.on_epoch
             for name in (meta.name, meta.forked_name(on_step=False))
         }
@@ -441,8 +439,7 @@ class SignalTakeover:
         made = make()
         self._ours = {number: _handler(number) for number in self._before}
         if self._ours:
-            methods = {"register_signal_handlers": self._register, "teardown": self._teardown}
-            shadow(self._connector, methods)
+            shadow(self._connector, {"register_signal_handlers": self._register, "teardown": self._teardown})
         return made
 
     def _note(self, *_: Any) -> None:

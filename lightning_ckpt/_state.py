@@ -251,8 +251,7 @@ class LightningState(StateSource):
         return template(live, {path: entry for path, entry in saved.items() if path[0] in live})
 
     def begin(self, loaded: Mapping[str, Mapping[str, Any]], saved: SavedState) -> Callable[[], None]:
-        tree = loaded[PART]
-        states = _as_list(tree.get(OPTIMIZER, {"param_groups": []}))
+        states = _as_list(loaded[PART].get(OPTIMIZER, {"param_groups": []}))
         self._wanted.check(by_number(state["param_groups"] for state in states))
         try:
             self._loading.begin(loaded, saved)

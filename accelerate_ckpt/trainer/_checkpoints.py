@@ -419,8 +419,7 @@ def _check_is_trainer(trainer: Any) -> None:
 def _require_tokens(trainer: Trainer, policy: SavePolicy | None) -> None:
     if "tokens" in needed_counts(policy):
         problem = 'EveryTokens needs TrainingArguments(include_num_input_tokens_seen="all" or "non_padding")'
-        seen = trainer.args.include_num_input_tokens_seen
-        require("save", problem if seen in {"no", False} else None)
+        require("save", problem if trainer.args.include_num_input_tokens_seen in {"no", False} else None)
 
 
 def _check_supported(trainer: Trainer) -> None:

@@ -154,8 +154,7 @@ class TrainerEvents(TrainerCallback):  # type: ignore[misc,unused-ignore]
             # It is due at the end of the epoch, which a preemption alone does not bring.
             control.should_evaluate &= not self._session.manager.preempted or self._stopping
         self.epoch_ended, self._stopping = True, control.should_training_stop
-        counted = "epochs" in self._session.manager.options.counts
-        reason = self._reason(state) if counted else None
+        reason = self._reason(state) if "epochs" in self._session.manager.options.counts else None
         if self.gated:
             self.reason, control.should_save = reason or self.reason, reason is not None
             self._stop(control)

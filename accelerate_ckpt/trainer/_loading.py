@@ -114,8 +114,7 @@ def chosen(
         f"{checkpoint} could not be read, and nothing was loaded",
         what="verifying small files",
     ):
-        storage = session.storage_at(place.root)
-        small = _read(session, storage, place.name, args)
+        small = _read(session, session.storage_at(place.root), place.name, args)
         first, own = (_progress(small, place.name, rank) for rank in (0, args.process_index))
     with private_directory() as directory:
         view = directory / place.name

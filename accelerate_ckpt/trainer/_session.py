@@ -153,8 +153,7 @@ class TrainerSession:
         """Begin, or begin again; from an earlier step than was saved, on a new lineage."""
         if not self._begun and not step:
             trainer: Any = self._trainer
-            state = TrainState(model=trainer.model_wrapped, contents=self.settings.contents)
-            self.manager.initialise(state)
+            self.manager.initialise(TrainState(model=trainer.model_wrapped, contents=self.settings.contents))
         self.manager.has_weights()
         self._begun, self._options = True, replace(self._options, init_from=None)
         if self.saved_step is not None and step < self.saved_step:
@@ -162,8 +161,7 @@ class TrainerSession:
         self.saved_step, self._begun_at = None, step
         if not self.manager.storage.supports_rename:
             # Once, for a request to a bucket at each save would be waited for by the training.
-            found = self.managers.once(lambda: sorted(self.manager.storage.directories("")))
-            self._there = frozenset(found)
+            self._there = frozenset(self.managers.once(lambda: sorted(self.manager.storage.directories(""))))
 
     def load(
         self,

@@ -89,8 +89,7 @@ class TrainingState(StateSource):
     def apply_change(self) -> None:
         """Change hyperparameters, and the schedule of the learning rate."""
         if self.change is not None:
-            optimizer = unwrap_optimizer(self._trainer.optimizer)
-            self.change.apply({"": optimizer}, [self._trainer.lr_scheduler])
+            self.change.apply({"": unwrap_optimizer(self._trainer.optimizer)}, [self._trainer.lr_scheduler])
 
     def capture(self) -> CapturedState:
         trainer = self._trainer
@@ -122,10 +121,9 @@ class TrainingState(StateSource):
 
     def _trained(self, part: str, *, with_optimizer: bool) -> Trained:
         model, optimizer = self._trainer.model_wrapped, self._trainer.optimizer
-        place = (optimizer_part(0), "optimizer")
         return Trained(
             {(part, "model"): model},
-            {place: (model, optimizer)} if with_optimizer else {},
+            {(optimizer_part(0), "optimizer"): (model, optimizer)} if with_optimizer else {},
             contents=self._contents,
             check=require_all,
         )
@@ -200,8 +198,7 @@ class TrainingState(StateSource):
             files = files_in(folder)
         if self._progress is not None and not trainer.args.save_only_model:
             files[progress_file(trainer.args.process_index)] = self._progress.written()
-        kind = type(trainer.lr_scheduler).__name__
-        self._pickles.warn(files, {SCHEDULER_NAME: f"the scheduler, a {kind}"})
+        self._pickles.warn(files, {SCHEDULER_NAME: f"the scheduler, a {type(trainer.lr_scheduler).__name__}"})
         return files, weights
 
     @contextmanager

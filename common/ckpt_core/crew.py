@@ -85,8 +85,7 @@ def give_way(nice: int = 10) -> None:
     if nice and sys.platform == "linux":
         with suppress(OSError):
             thread = threading.get_native_id()
-            now = os.getpriority(os.PRIO_PROCESS, thread)
-            os.setpriority(os.PRIO_PROCESS, thread, max(now, nice))
+            os.setpriority(os.PRIO_PROCESS, thread, max(os.getpriority(os.PRIO_PROCESS, thread), nice))
 
 
 def run_with_timeout(seconds: float, act: Callable[[], None]) -> bool:

@@ -129,8 +129,7 @@ class _Watcher:
             pin.close()
             self._passed_over.add(info.save_id)
             if there:
-                problems = "; ".join(map(str, failures[:_MOST_NAMED]))
-                _logger.warning("%s is passed over: %s", place, problems)
+                _logger.warning("%s is passed over: %s", place, "; ".join(map(str, failures[:_MOST_NAMED])))
         return None
 
     def _candidate(self) -> CheckpointInfo | None:

@@ -350,8 +350,7 @@ def replace_marks(storage: Storage, marks: Marks) -> None:
     if marks.bad:
         fields["bad"] = latest(marks.bad)
     # In ASCII: the name of a directory need not be valid Unicode.
-    content = json.dumps(fields, separators=(",", ":")).encode()
-    storage.replace(DAMAGED, codec.add_checksum(content))
+    storage.replace(DAMAGED, codec.add_checksum(json.dumps(fields, separators=(",", ":")).encode()))
 
 
 _MOST_LISTINGS: Final = 8
@@ -519,8 +518,7 @@ class Catalog:
             raise CheckpointNotFoundError(
                 f"{self._storage.url}/{name} holds no committed checkpoint: there is no {MARKER}"
             ) from None
-        step = parse_step_name(name)
-        if step not in {None, marker.step}:
+        if parse_step_name(name) not in {None, marker.step}:
             problem = (
                 f"is of step {marker.step}, under the name of another step: a copy or a renamed directory; "
                 f"to use it, rename the directory to {step_name(marker.step)} if that name is free"
@@ -646,11 +644,10 @@ def plain_storage(storage: Storage, name: str, manifest: Manifest | None = None)
         return storage
     found = plain_files(storage, name, manifest)
     plain = Manifest.from_bytes(found.manifest)
-    marker = Marker.of(plain, found.manifest).to_bytes()
     return FramedStorage(
         storage,
         name,
-        small={MARKER: marker, MANIFEST: found.manifest, **found.small},
+        small={MARKER: Marker.of(plain, found.manifest).to_bytes(), MANIFEST: found.manifest, **found.small},
         files=found.files,
         twin_suffix=TWIN_SUFFIX if plain.replicas > 1 else "",
     )
@@ -667,8 +664,7 @@ def plain_files(storage: Storage, name: str, manifest: Manifest) -> PlainFiles:
     entry = next((each for each in manifest.files if each.path == PLAIN), None)
     if entry is None:
         raise damaged(place, PLAIN, f"not among the files that {MANIFEST} lists")
-    content = read_entry(storage, name, entry)
-    found = PlainFiles.from_bytes(content, source=f"{place}/{PLAIN}")
+    found = PlainFiles.from_bytes(read_entry(storage, name, entry), source=f"{place}/{PLAIN}")
     plain = Manifest.from_bytes(found.manifest)
     plain_sizes = {each.path: each.size_bytes for each in plain.files}
     if hashlib.sha256(found.manifest).hexdigest() != manifest.plain_sha256 or plain.plain_sha256:

@@ -323,8 +323,7 @@ class _Examination:
         return f"; damaged: {first_of(named, _MOST_NAMED)}"
 
     def _chunks(self, entry: FileEntry) -> FileChunks | None:
-        twins = self.manifest.twins()
-        original = next((path for path, twin in twins.items() if twin == entry), entry.path)
+        original = next((path for path, twin in self.manifest.twins().items() if twin == entry), entry.path)
         rank = data_rank(original)
         path = None if rank is None else chunks_name(rank)
         table = next((each for each in self.manifest.files if each.path == path), None)

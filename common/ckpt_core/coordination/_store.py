@@ -77,8 +77,7 @@ class StoreCoordinator(Coordinator):
 
     @override
     def broadcast(self, value: T, *, what: str = "") -> T:
-        topic = self._topic("broadcast", what)
-        return self._main.broadcast(topic, lambda: value, self._deadline_seconds)
+        return self._main.broadcast(self._topic("broadcast", what), lambda: value, self._deadline_seconds)
 
     @override
     def gather_scatter(

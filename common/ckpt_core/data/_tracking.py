@@ -421,11 +421,9 @@ class Tracker:
     def _note(self, loader: DataLoader[Any], here: Mapping[str, Any], *, again: bool) -> None:
         if not again:
             self.created = here if loader.persistent_workers else None
-        created = self.created if again else None
-        begin = epoch_from(loader, here, created)
+        begin = epoch_from(loader, here, self.created if again else None)
         # Workers have let their sampler begin already; another may have to wait until the first batch.
-        made = None if loader.num_workers else starting_state(loader)
-        self.epoch = Epoch(begin, made=made)
+        self.epoch = Epoch(begin, made=None if loader.num_workers else starting_state(loader))
 
     def _fresh(self, loader: DataLoader[Any], replay: Replay, make: Callable[[], Any]) -> Any:
         """Begin an epoch with workers that are there, or behind some batches."""

@@ -201,8 +201,7 @@ class ChunkLocator:
 
     def _corrupt(self, path: str, key: str, problem: str) -> CorruptCheckpointError:
         place, what = f"{self._directory}/{path}" if self._directory else path, f"{key!r:.200}: {problem}"
-        failure = FileFailure(path=path, problem=what)
-        return CorruptCheckpointError(f"{place}: {what}", failures=(failure,))
+        return CorruptCheckpointError(f"{place}: {what}", failures=(FileFailure(path=path, problem=what),))
 
     def _table(self, path: str, key: str) -> tuple[FileChunks, _Rows, str]:
         """Return the chunks of a file, their rows, and the name of the table."""

@@ -69,10 +69,9 @@ def metadata_of(index: Index, path: str) -> Metadata:
             for each in {id(each): each for each in index.entries}.values()
             if each is not None
         }
-        named = zip(index.names, index.paths, strict=True)
         found = Metadata(
             dict(zip(index.names, map(entries.__getitem__, map(id, index.entries)), strict=True)),
-            {name: path for name, path in named if path is not None},
+            {name: path for name, path in zip(index.names, index.paths, strict=True) if path is not None},
             StoredPlaces(index),
         )
         vars(found)["mcore_data"] = index.mcore_data  # where Megatron-Core itself puts it

@@ -68,8 +68,7 @@ class TensorPickler(pickle.Pickler):
             return None
         if obj.untyped:
             return "storage", torch.storage.UntypedStorage, obj.key, "cpu", obj.numel * obj.dtype.itemsize
-        name = storage_types_by_dtype()[obj.dtype]
-        return "storage", getattr(torch, name), obj.key, "cpu", obj.numel
+        return "storage", getattr(torch, storage_types_by_dtype()[obj.dtype]), obj.key, "cpu", obj.numel
 
 
 def rebuilding(

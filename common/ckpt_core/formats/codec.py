@@ -28,8 +28,7 @@ _PATH: Final = re.compile(rf"{_SEGMENT}(?:/{_SEGMENT})*")
 def encode(fields: Mapping[str, Any]) -> bytes:
     """Encode as compact JSON, the same bytes for the same fields."""
     try:
-        text = json.dumps(fields, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-        return text.encode()
+        return json.dumps(fields, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"annotations and metrics must be plain JSON values (and NaN only in metrics): {error}"

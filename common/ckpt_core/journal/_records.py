@@ -124,8 +124,7 @@ _KINDS: Final[Mapping[str, Mapping[str, Check]]] = {
 
 def record(kind: str, time: float, run: str, fields: Mapping[str, Any]) -> Record:
     """Make a record of known fields; those not given, and wrong values, are None."""
-    checks = _KINDS[kind]
-    own = {name: check(fields.get(name)) for name, check in checks.items()}
+    own = {name: check(fields.get(name)) for name, check in _KINDS[kind].items()}
     return {"v": VERSION, "kind": kind, "time": round(time, 3), "run": str(_text(run)), **own}
 
 
@@ -204,8 +203,7 @@ def without_end(history: Sequence[Record]) -> list[Record]:
 def trail_of(run: str, start: int, events: Iterable[Record]) -> list[tuple[int, float]]:
     """Return the trail of a run, from its start on."""
     own = [each for each in events if each["kind"] == "progress" and each["run"] == run]
-    points = ((each["step"] or 0, _positive(each["training_seconds"])) for each in own)
-    return [(start, 0.0), *points]
+    return [(start, 0.0), *((each["step"] or 0, _positive(each["training_seconds"])) for each in own)]
 
 
 def seconds_at(step: int, trail: Trail) -> float:

@@ -355,8 +355,7 @@ def open_parts(
     if manifest is not None and IN_FILES in manifest.items:
         of_files = parts.get(_OF_FILES)
         layout, metadata = _in_files(files), Metadata({}) if of_files is None else of_files.metadata
-        places = of_files or LayoutLocator(layout)
-        parts[_OF_FILES] = _beside(storage, files, layout, metadata, places=places)
+        parts[_OF_FILES] = _beside(storage, files, layout, metadata, places=of_files or LayoutLocator(layout))
     if whole and ("" not in parts or (ours and whole == "model")):
         beside = None if ours else recognise(storage, directory)
         joined = _whole(files, parts, beside or Layout(kind="", tensors={}), renames=whole == "model")

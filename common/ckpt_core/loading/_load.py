@@ -374,8 +374,7 @@ class Load:
         """Compare every byte of this rank's share of the files."""
         if not files.is_ours:
             # Without a manifest the work cannot be shared among ranks.
-            coordinator = self._coordinator.is_coordinator
-            return verify_stock(files.storage, files.directory) if coordinator else []
+            return verify_stock(files.storage, files.directory) if self._coordinator.is_coordinator else []
         whole, others = files.whole(self._coordinator.rank, self._coordinator.world_size)
         damaged = {failure.path for failure in self._engine.verify(whole)}
         # Damaged files a second time, for the names of the lost tensors.
@@ -468,10 +467,10 @@ def _check_memory(target: StateDict) -> None:
 
 def _any_inference(parts: Mapping[str, PartLoad]) -> bool:
     """Return whether live tensors can be written only inside `torch.inference_mode`."""
-    entries = [value for load in parts.values() for value in load.entries.values()]
     held = (
         [shard.tensor for shard in value.local_shards()] if isinstance(value, ShardedTensor) else [value]
-        for value in entries
+        for load in parts.values()
+        for value in load.entries.values()
     )
     return any(each.is_inference() for own in held for each in own if isinstance(each, torch.Tensor))
 

@@ -133,8 +133,7 @@ class Repairer:
             return False
         history = [*history, info, *newer]
         last = max(newer or history, key=lambda each: each.step)
-        dropped = self._pruner.plan(history, newest=last.step).drop
-        return any(each.name == info.name for each in dropped)
+        return any(each.name == info.name for each in self._pruner.plan(history, newest=last.step).drop)
 
     def _run(self, info: CheckpointInfo, repair: Callable[[], bool]) -> None:
         """Run a repair that returns whether it was needed, and tell how it ended."""

@@ -40,8 +40,7 @@ _CONTEXT: Final = 40
 
 def given_options(options: CheckpointOptions) -> dict[str, str]:
     """Return the options that ranks must be given alike, as text, without defaults."""
-    found = _all_given(options)
-    return {name: text for name, text in found.items() if text != _DEFAULTS.get(name)}
+    return {name: text for name, text in _all_given(options).items() if text != _DEFAULTS.get(name)}
 
 
 def _all_given(options: CheckpointOptions) -> dict[str, str]:
@@ -127,10 +126,9 @@ _DEFAULTS: Final = _all_given(CheckpointOptions())
 
 def difference(given: Sequence[Mapping[str, str]]) -> str:
     """Return how options differ between ranks; "" if they do not."""
-    names = sorted({name for each in given for name in each})
     different = [
         name
-        for name in names
+        for name in sorted({name for each in given for name in each})
         if (
             name not in given[0]
             if name in OF_COORDINATOR

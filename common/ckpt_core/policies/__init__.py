@@ -294,8 +294,7 @@ class AnyOf(_Several):
             )
 
     def decide(self, context: CadenceContext) -> str | None:
-        reasons = [reason for part in self._parts if (reason := part.decide(context))]
-        return ", ".join(reasons) or None
+        return ", ".join([reason for part in self._parts if (reason := part.decide(context))]) or None
 
     def interval(self, context: CadenceContext) -> ChosenInterval | None:
         return self._interval(context, min)

@@ -408,8 +408,7 @@ def _as_costs(integers: Sequence[int]) -> SaveCosts | None:
 
 
 def _problem(name: str, value: Any) -> str | None:
-    known = sorted(Counts.__annotations__)
-    return one_of("a count", name, known) or integer(name, value, minimum=0)
+    return one_of("a count", name, sorted(Counts.__annotations__)) or integer(name, value, minimum=0)
 
 
 def _recorded(annotations: Mapping[str, Any]) -> dict[str, int]:

@@ -53,11 +53,10 @@ _LIBRARIES: Final = (
 def provenance_fields(provenance: Provenance) -> dict[str, Any]:
     """Return the fields for a manifest; none if nothing is known."""
     parent, data = provenance.parent, provenance.data
-    code = _known(version=provenance.code_version, dirty=provenance.code_dirty)
     found = _known(
         parent=None if parent is None else parent_fields(parent),
         run_id=provenance.run_id,
-        code=code,
+        code=_known(version=provenance.code_version, dirty=provenance.code_dirty),
         configuration_sha256=provenance.configuration_sha256,
         data={
             name: _known(epoch=each.epoch, samples=each.samples, of=each.of) for name, each in data.items()
@@ -101,8 +100,7 @@ def read_parent(fields: Fields) -> Parent:
 
 def _position(data: Fields, name: str) -> DataPosition:
     fields = data.optional(name) or Fields({})
-    known = {each: fields.count(each) for each in ("epoch", "samples", "of") if each in fields}
-    return DataPosition(**known)
+    return DataPosition(**{each: fields.count(each) for each in ("epoch", "samples", "of") if each in fields})
 
 
 def _text(fields: Fields, name: str) -> str:
@@ -225,8 +223,7 @@ def configuration_digest(configure: Callable[[], Any]) -> str:
         configure: returns nested values; it may call code of a host.
     """
     try:
-        form = _Canonical().form(configure())
-        text = json.dumps(form, sort_keys=True, separators=(",", ":"))
+        text = json.dumps(_Canonical().form(configure()), sort_keys=True, separators=(",", ":"))
     except Exception as error:  # noqa: BLE001 - a save must not fail for it; the log has it
         _logger.debug("the configuration has no digest: %s", error)
         return ""

@@ -274,8 +274,7 @@ class Engine:
         if changed:
             report = _VerifyReport()
             for piece, found in changed:
-                known = self._steps.get(piece.identity, piece.crc32)
-                report.add_changed(piece._replace(crc32=known), found)
+                report.add_changed(piece._replace(crc32=self._steps.get(piece.identity, piece.crc32)), found)
             failures = report.failures()
             raise CorruptCheckpointError(
                 f"{failures[0]}; it was read {_TRIES} times. The storage is failing, or another program "

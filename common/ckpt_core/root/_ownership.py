@@ -113,8 +113,7 @@ def leave_disks(storage: Storage, coordinator: Coordinator, owner_id: str) -> No
         return
     with suppress(CoordinationError):
         topic = f"leaving the disks of nodes ({owner_id})"
-        channel = coordinator.commit_channel()
-        channel.broadcast(topic, lambda: None, deadline_seconds=storage.patience_seconds)
+        coordinator.commit_channel().broadcast(topic, lambda: None, deadline_seconds=storage.patience_seconds)
     storage.leave()
 
 

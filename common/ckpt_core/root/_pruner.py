@@ -383,7 +383,6 @@ class Pruner:
         unknown = () if len(history) < _ENOUGH else unknown_metrics(self._policy, history)
         if unknown:
             self._warned = True
-            there = sorted({metric for info in history for metric in info.metrics})
             _logger.warning(
                 "none of the %d checkpoints in %s has a number for the metric %s, so that none is kept as "
                 "the best, and all stay where nothing else in keep= keeps any; metrics there: %s. Measure "
@@ -391,5 +390,5 @@ class Pruner:
                 len(history),
                 self._storage.url,
                 " or ".join(map(repr, unknown)),
-                ", ".join(there) or "none",
+                ", ".join(sorted({metric for info in history for metric in info.metrics})) or "none",
             )

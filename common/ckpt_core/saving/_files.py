@@ -76,14 +76,13 @@ class RankFiles:
             path, content = self._path(part, _VALUES), b"".join(values.values())
             self.write(path, content)
             columns = _value_columns(tuple(i.fqn for i in values), tuple(map(len, values.values())))
-            crcs = np.array(list(map(crc32, values.values())), dtype="<u4").tobytes()
             self.tables.append(
                 TableEntry(
                     path=path,
                     size_bytes=len(content),
                     num_chunks=len(values),
                     columns=columns,
-                    crcs=crcs,
+                    crcs=np.array(list(map(crc32, values.values())), dtype="<u4").tobytes(),
                     lengths=np.array(list(map(len, values.values())), np.int64).tobytes(),
                 )
             )

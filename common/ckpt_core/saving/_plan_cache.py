@@ -180,8 +180,7 @@ class PlanCache:
 
     def _propose(self) -> Proposal | BaseException:
         try:
-            plans = {name: part.local_plan() for name, part in self.parts.items()}
-            return Proposal.of(plans, self._offer)
+            return Proposal.of({name: part.local_plan() for name, part in self.parts.items()}, self._offer)
         except Exception as error:  # noqa: BLE001 - the exchange carries it to every rank
             return error
 

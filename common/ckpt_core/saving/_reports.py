@@ -257,8 +257,7 @@ class KeptContent:
                     room = _PIECE_BYTES
                 room -= (taken := kept[-1].write(rest[:room]))
                 rest = rest[taken:]
-        pieces = [memoryview(each)[: each.tell()] for each in kept]
-        return cls(pieces=pieces, checksum=str(running))
+        return cls(pieces=[memoryview(each)[: each.tell()] for each in kept], checksum=str(running))
 
     @property
     def size_bytes(self) -> int:

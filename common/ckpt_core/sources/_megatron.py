@@ -154,8 +154,7 @@ def _flattened(
         for box in boxes_of_range(shard, first, first + size):
             sizes = tuple(stop - low for low, stop in box)
             offsets = tuple(n * own + low for n, own, (low, _) in zip(at, shard, box, strict=True))
-            whole = prod(sizes) == size
-            yield offsets, _Run(MetadataIndex(key, chunk.offsets), start, sizes, whole=whole)
+            yield offsets, _Run(MetadataIndex(key, chunk.offsets), start, sizes, whole=prod(sizes) == size)
             start += prod(sizes)
 
 

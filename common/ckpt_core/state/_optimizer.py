@@ -297,8 +297,7 @@ def load_optimizer_state(
     for index, parameter in enumerate(each for group in inner.param_groups for each in group["params"]):
         if index in indexed["state"] and parameter in inner.state:
             # `load_state_dict` casts to the parameter's dtype.
-            loaded = indexed["state"][index]
-            inner.state[parameter] = _uncast(inner.state[parameter], loaded, parameter.dtype)
+            inner.state[parameter] = _uncast(inner.state[parameter], indexed["state"][index], parameter.dtype)
 
 
 def _with_own_keys(optimizer: torch.optim.Optimizer, parameter: nn.Parameter | None, values: Any) -> Any:

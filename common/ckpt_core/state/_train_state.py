@@ -540,8 +540,7 @@ class TrainState(StateSource):
         if gradients is not None:
             tree[_GRADIENTS], shared[_GRADIENTS] = gradients
         if self._asks:
-            undecided = tell_of_missing("it to TrainState(dataloader=...)")
-            self._asks = self._asks - 1 if undecided else 0
+            self._asks = self._asks - 1 if tell_of_missing("it to TrainState(dataloader=...)") else 0
         per_rank: dict[str, Any] = {name: each.state() for name, each in self._dataloaders.items()}
         if per_rank:
             shared[POSITIONS] = dict(per_rank)
@@ -680,8 +679,7 @@ class TrainState(StateSource):
         try:
             self._target.begin(loaded, saved)
             for name, item in self._items.items():
-                state = saved.shared.get(name, get(tree, ("items", name)))
-                check_kind(item, state, fit=fit_of(saved))
+                check_kind(item, saved.shared.get(name, get(tree, ("items", name))), fit=fit_of(saved))
             notes = list(self._apply_small(tree, saved, undo))
         except BaseException:
             roll_back()

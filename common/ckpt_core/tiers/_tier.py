@@ -226,8 +226,7 @@ def write_tiers(storage: Storage, tiers: Sequence[TierRecord]) -> None:
     records = [{name: known for name, known in asdict(tier).items() if known is not None} for tier in tiers]
     fields = {"format_version": FORMAT_VERSION, "tiers": records}
     # In ASCII: the name of a directory need not be valid Unicode.
-    content = json.dumps(fields, separators=(",", ":")).encode()
-    storage.replace(TIERS, codec.add_checksum(content))
+    storage.replace(TIERS, codec.add_checksum(json.dumps(fields, separators=(",", ":")).encode()))
 
 
 def read_tiers(storage: Storage) -> list[TierRecord]:

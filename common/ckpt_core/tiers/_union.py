@@ -157,8 +157,7 @@ def unite(surveys: Sequence[Survey]) -> United:
     # The lineage of a survey counts also those of checkpoints whose marker cannot be read.
     present = present_lineage(infos, [survey.lineage for survey in surveys])
     by_key = {_key(info): copies for info, copies in zip(infos, groups, strict=True)}
-    line = on_present_line(infos, present)
-    return United([Held(info, by_key[_key(info)]) for info in line], present)
+    return United([Held(info, by_key[_key(info)]) for info in on_present_line(infos, present)], present)
 
 
 def _add_part(groups: Sequence[list[TierCopy]], part: TierCopy) -> None:
@@ -207,8 +206,7 @@ class RunCatalog:
     def latest(self) -> CheckpointInfo | None:
         """Return the newest unmarked checkpoint; see `Catalog.latest`."""
         infos = [info for info in self.committed() if info.bad is None]
-        usable = [info for info in infos if info.usable]
-        return next(reversed(usable or infos), None)
+        return next(reversed([info for info in infos if info.usable] or infos), None)
 
     def find(self, step: int | None = None, name: str | None = None) -> Held:
         """Return a checkpoint, by default the present lineage's newest, marked or not.

@@ -142,7 +142,6 @@ def _run_facts(name: str, arguments: Namespace) -> dict[str, Any]:
     newest = max(survey.everything, key=lambda info: info.created, default=None)
     last = next((each for each in reversed(read_history(storage)) if each["kind"] == "run"), None)
     ended = None if last is None else last.get("event")
-    damaged = sum(info.damaged is not None for info in survey.everything) + len(survey.unreadable)
     return {
         "name": name,
         "step": None if newest is None else newest.step,
@@ -150,7 +149,7 @@ def _run_facts(name: str, arguments: Namespace) -> dict[str, Any]:
         "checkpoints": len(survey.everything),
         "size_bytes": sum(info.size_bytes for info in survey.everything),
         "last_event": ended,
-        "damaged": damaged,
+        "damaged": sum(info.damaged is not None for info in survey.everything) + len(survey.unreadable),
     }
 
 

@@ -254,8 +254,7 @@ def _part(storage: Storage, name: str) -> _Result | None:
         with ProgressLine(f"verifying {name}", sum(entry.size_bytes for entry in files)) as progress:
             found = verify(storage, name, paths=here, seen=progress.add)
         # `.metadata` is compared with the tables of all ranks, some of which are not here.
-        failures = [each for each in found if each.path in here]
-        return _Result(name=name, failures=failures, note=f" ({part})")
+        return _Result(name=name, failures=[each for each in found if each.path in here], note=f" ({part})")
     except CheckpointError:
         return None  # which `verify` reports
     return None

@@ -519,8 +519,7 @@ class S3Storage(PartStorage):
         self._requests.call("put_object", Key=path, Body=Body(content), **checked, **more)
 
     def _marked(self, token: str) -> dict[str, Any]:
-        known = self._settings.additional.get("Metadata", {})
-        return {"Metadata": {**known, _METADATA: token}}
+        return {"Metadata": {**self._settings.additional.get("Metadata", {}), _METADATA: token}}
 
     def _uploads(self, prefix: str) -> list[dict[str, Any]]:
         pages = self._requests.pages("list_multipart_uploads", Prefix=prefix)
