@@ -401,8 +401,8 @@ def decide(
     for bundle in bundles:
         bundle.check_meshes()
     if problems := [problem for bundle in bundles for problem in bundle.problems(names)]:
-        more = f", and {len(problems) - _MOST_LISTED} more" if len(problems) > _MOST_LISTED else ""
-        raise ValueError(f"the shards do not make up the state: {'; '.join(problems[:_MOST_LISTED])}{more}")
+        beyond = f", and {len(problems) - _MOST_LISTED} more" if len(problems) > _MOST_LISTED else ""
+        raise ValueError(f"the shards do not make up the state: {'; '.join(problems[:_MOST_LISTED])}{beyond}")
     shared, places = _replicas(bundles, names, len(plans))
     for bundle in bundles if replicas == "spread" else ():
         bundle.split()

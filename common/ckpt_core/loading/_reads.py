@@ -253,7 +253,7 @@ def _room(loads: Sequence[int], rest: int) -> list[float]:
 
 
 def _units(read: TensorRead) -> list[tuple[int, list[Cell]]]:
-    """Return the cells of a read, in lists that one rank has to read, with their bytes."""
+    """Return the sizes and cells of what one rank has to read as a whole."""
     cells = list(_cells(read))
     apart = read.payload.block_crcs or read.payload.crc32 is None
     units = [[each] for each in cells] if apart else [cells]
