@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 from collections.abc import Iterable, Sequence
@@ -136,6 +137,7 @@ class OurPlanning(Planning):
         """Bytes of the reports of all ranks, and of the answer to each."""
         directory = self._storage.local_path(prepared.working)
         messages = [_packed(self._report(rank, directory).to_bytes()) for rank in self._ranks()]
+        gc.collect()  # of what simulates the ranks
         with clock:
             reports = [_read("a report", message).content for message in messages]
             answer = encode(prepared.commit_files(RankReport.read_all(reports)))
