@@ -263,13 +263,17 @@ def test_a_process_that_was_killed_is_told_and_the_next_export_has_another_one(r
     run.hold.touch()
     with run.manager(when={"every": 1}) as manager:
         save(manager, 1)
-        os.kill(run.await_begun(1), signal.SIGKILL)
+        process, draft = run.await_begun(1), run.place / ".step-000000001.export~"
         until = time.monotonic() + _PATIENCE_SECONDS
+        while not draft.exists():
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        os.kill(process, signal.SIGKILL)
         while "exit code -9" not in caplog.text:
             assert time.monotonic() < until
             time.sleep(0.01)
         assert run.steps == []
-        assert (run.place / ".step-000000001.export~").exists()
+        assert draft.exists()
         run.hold.unlink()
         save(manager, 2)
     assert run.steps == [2]

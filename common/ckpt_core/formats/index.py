@@ -277,7 +277,9 @@ class _Encoder:
         pickler.dump(self._index.names)
         buffer.seek(-1, 1)  # over the end
         named = zip(self._index.names, self._index.paths, strict=True)
-        pickler.dump({name: path for name, path in named if path is not None})
+        known: dict[Any, Any] = {name: name for name in self._index.names}  # equal texts are written once
+        once = known.setdefault
+        pickler.dump({name: tuple(map(once, path, path)) for name, path in named if path is not None})
         numbers = self._keep(1 + len(self._index.names))[1:]
         self._kept, paths = len(pickler.memo.copy()), self._kept
         return buffer.getvalue()[:-1], numbers, paths
