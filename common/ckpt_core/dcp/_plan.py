@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, compress
+from itertools import chain, compress, pairwise
 from operator import attrgetter, eq
 from typing import Any, Final, TypeAlias, cast, final
 
@@ -131,7 +131,7 @@ def is_expanded(tensor: torch.Tensor) -> bool:
     return any(not stride and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
-_IN_MAPPING, _IN_LIST, _END = object(), object(), object()
+_BEGIN, _END = object(), object()
 
 
 @final
@@ -142,12 +142,11 @@ class Leaves:
     container; every other value, a tuple included, is one leaf.
 
     Attributes:
-        keys: of all mappings and lists in order, with marks of where each begins and ends. Those of two
-            saves are mostly the same objects, and then compared without a look at them.
+        keys: of all mappings, as text, and lists in order, with marks of where each begins and ends. Those of
+            two saves are mostly the same objects, and then compared without a look at them.
     """
 
     def __init__(self, tree: Mapping[str, Any]) -> None:
-        self.tree = tree
         self.keys: list[Any] = []
         self.values: list[Any] = []
         self._walk(tree)
@@ -155,36 +154,33 @@ class Leaves:
     def _walk(self, tree: Any) -> None:
         keys, values = self.keys, self.values
         if not isinstance(tree, list) and PLAIN.issuperset(map(type, tree.values())):
-            keys += tree  # mostly, and in C: every save waits for it
+            keys += map(str, tree)  # mostly, and in C: every save waits for it
             values += tree.values()
         else:
             for key, value in enumerate(tree) if isinstance(tree, list) else tree.items():
-                keys.append(key)
+                keys.append(key if isinstance(tree, list) else str(key))
                 if isinstance(value, torch.Tensor) or (type(value) is not dict and _is_leaf(value)):
                     values.append(value)
                 else:
-                    keys.append(_IN_LIST if isinstance(value, list) else _IN_MAPPING)
+                    keys.append(_BEGIN)
                     self._walk(value)
         keys.append(_END)
 
     def by_name(self) -> dict[str, tuple[str | int, ...]]:
         found: dict[str, tuple[str | int, ...]] = {}
-        for path in _paths(self.tree):
-            name = ".".join(map(str, path))
-            if name in found:
-                raise ValueError(f"two entries of the state are called {name}")
-            found[name] = path
+        path: list[str | int] = []
+        for key, following in pairwise(self.keys):
+            if key is _END:
+                path.pop()
+            elif key is not _BEGIN:
+                path.append(key)
+                if following is not _BEGIN:
+                    name = ".".join(map(str, path))
+                    if name in found:
+                        raise ValueError(f"two entries of the state are called {name}")
+                    found[name] = tuple(path)
+                    path.pop()
         return found
-
-
-def _paths(tree: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
-    is_list = isinstance(tree, list)
-    for key, value in enumerate(tree) if is_list else tree.items():
-        at = (*path, key if is_list else str(key))
-        if isinstance(value, torch.Tensor) or _is_leaf(value):
-            yield at
-        else:
-            yield from _paths(value, at)
 
 
 def _is_leaf(value: Any) -> bool:
@@ -361,20 +357,16 @@ class Part:
         self._views: dict[int, tuple[MetadataIndex | None, _Rows]] = {}
         self._value_leaves: list[int] = []
         self._replicas: dict[int, list[_Replica]] = {}
+        self.tree: Mapping[str, Any] = {}
         self.specs: list[ShardSpec] = []
         self.records: dict[MetadataIndex, bytes] = {}
         self.value_indices: list[MetadataIndex] = []
-
-    @property
-    def tree(self) -> Mapping[str, Any]:
-        """The live state until `release`."""
-        return self._leaves.tree
 
     def update(self, tree: Mapping[str, Any]) -> bool:
         """Hold the live state of a save; return whether the last plan fits it."""
         leaves = Leaves(tree)
         same = leaves.keys == self._leaves.keys and self._kinds.fit(leaves.values)
-        self._leaves = leaves
+        self.tree, self._leaves = tree, leaves
         if not same:
             self._kinds = Kinds(leaves.values)
         return same
@@ -497,7 +489,7 @@ class Part:
 
     def release(self) -> None:
         """Drop the references to the live state, which can then be freed."""
-        self._leaves.values, self._leaves.tree = [], {}
+        self._leaves.values, self.tree = [], {}
 
 
 def _own(value: Any, index: MetadataIndex | None) -> torch.Tensor:

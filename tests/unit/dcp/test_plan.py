@@ -214,6 +214,8 @@ def test_keys_are_equal_where_containers_and_names_are_and_nowhere_else(one, oth
         {0: torch.ones(1), 1: {2: torch.ones(1)}},
         {0: {1: torch.ones(1)}, 2: torch.ones(1)},
         {1: torch.ones(1), 0: torch.ones(1)},
+        {0: torch.ones(1), True: torch.ones(1)},
+        {0: torch.ones(1), 1.0: torch.ones(1)},
     ],
 )
 def test_a_state_of_as_many_tensors_in_another_form_is_planned_anew(other):
