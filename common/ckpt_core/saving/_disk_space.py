@@ -41,8 +41,12 @@ _FRAME_BYTES: Final = 832
 """Upper bound of the zip around a tensor, without padding to a page."""
 _SMALL_FRAME_BYTES: Final = 208
 """Of a small tensor, which is no zip."""
-_TABLE_BYTES: Final = 160
-"""Upper bound of a chunk's entries in its rank's table and in `.metadata`, without its name."""
+_TABLE_BYTES: Final = 110
+"""Upper bound of a chunk's entries in its rank's table and in `.metadata`, without name, path and shape."""
+_SHAPE_BYTES: Final = 112
+"""Of a dtype and shape in `.metadata`, with its boxes."""
+_TEXT_BYTES: Final = 6
+"""Of a text in `.metadata`, beside its letters, and of each reference to it."""
 _ENTRY_BYTES: Final = 3072
 """Upper bound of a plain value in its file and in the tables."""
 _BLOCK_CRC: Final = 8 / (1 << 20)
@@ -222,10 +226,11 @@ def _part_bytes(index: Index) -> int:
             frame = np.where(payload < BLOCK_BYTES, _SMALL_FRAME_BYTES, _FRAME_BYTES + _PAGE) + _TABLE_BYTES
             total = int((payload + frame + (payload * _BLOCK_CRC).astype(np.int64)).sum())
             known[id(entry)] = total, len(entry.boxes)
-    total = 0
-    for name, entry in zip(index.names, index.entries, strict=True):
+    texts = {str(key) for path in index.paths for key in path or ()}  # each is written once
+    total = _SHAPE_BYTES * len(known) + _TEXT_BYTES * len(texts) + sum(map(len, texts))
+    for name, path, entry in zip(index.names, index.paths, index.entries, strict=True):
         size, chunks = known[id(entry)]
-        total += size + 2 * len(name) * chunks
+        total += size + 2 * len(name) * chunks + _TEXT_BYTES * len(path or ())
     return total
 
 
