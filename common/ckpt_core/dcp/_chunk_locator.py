@@ -226,11 +226,11 @@ class ChunkLocator:
         """Add to a location what the chunk table says."""
         if row is None:
             raise self._corrupt(place.path, place.key, f"is in .metadata but not in {table}")
-        columns = chunks.columns
+        columns, form = chunks.columns, place.form
         said = columns.dtype[row], columns.payload_bytes[row]
         expected: tuple[str | None, int | None] = None, None
-        if place.form is not None and said != (None, None):
-            dtype, shape = place.form
+        if form is not None and said != (None, None):
+            dtype, shape = form
             expected = str(dtype)[len("torch.") :], prod(shape) * dtype.itemsize
         problem = ""
         if (columns.offset[row], columns.size_bytes[row]) != (place.offset, place.size_bytes):
@@ -244,7 +244,7 @@ class ChunkLocator:
             )
         if problem:
             raise self._corrupt(place.path, place.key, f"{problem} (as {table} has it)")
-        if place.form is not None and columns.dtype[row] is None:
+        if form is not None and said[0] is None:
             place.wrapped = True
             return
         payload_at, payload_bytes = columns.payload_offset[row], columns.payload_bytes[row]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
@@ -102,7 +102,7 @@ def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[B
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TensorTarget:
     """A part of a stored chunk, and the tensor that it is loaded into.
 
@@ -118,7 +118,7 @@ class TensorTarget:
     offsets: tuple[int, ...]
     tensor: torch.Tensor
 
-    @cached_property
+    @property
     def byte_range(self) -> tuple[int, int]:
         """Start and stop of the part's bytes in the payload; equal if the part is empty."""
         if self.tensor.shape == self.shape:
@@ -130,7 +130,7 @@ class TensorTarget:
         reach = sum((n - 1) * stride for n, stride in zip(self.tensor.shape, strides, strict=True))
         return first * self.dtype.itemsize, (first + reach + 1) * self.dtype.itemsize
 
-    @cached_property
+    @property
     def memory(self) -> memoryview | None:
         """The tensor's memory, if one range of the payload can be read directly into it."""
         start, stop = self.byte_range
@@ -138,7 +138,7 @@ class TensorTarget:
         if (
             stop - start != tensor.nbytes
             or tensor.dtype != self.dtype
-            or tensor.device.type != "cpu"
+            or not tensor.is_cpu
             or not tensor.is_contiguous()
             or tensor.is_conj()
             or tensor.is_neg()

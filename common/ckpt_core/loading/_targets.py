@@ -255,9 +255,9 @@ class PartLoad:
     def prefer_kept(self, rank: int) -> None:
         """Load the values that `rank` kept, where it did, instead of the lowest rank's."""
         saved, live = self._metadata.state_dict_metadata, self.entries
-        for key in list(live):
-            own = kept_name(rank, key)
-            if own not in saved:
+        prefix = kept_name(rank, "")
+        for own in [name for name in saved if name.startswith(prefix)]:
+            if (key := own.removeprefix(prefix)) not in live:
                 continue
             value = live[key]
             if isinstance(value, torch.Tensor):
@@ -312,8 +312,8 @@ class PartLoad:
         contents: CheckpointPart,
     ) -> None:
         key, value = live.fqn, self.entries[live.fqn]
-        name = f"{self._part}/{key}"
-        own = own_part(value)
+        name, is_plain = f"{self._part}/{key}", type(value) in PLAIN
+        own = value if is_plain else own_part(value)
         if is_wrapped(own) != place.wrapped:
             known: Paths = self._metadata.planner_data or {}
             self.unlike[tuple(known.get(key, (key,)))] = place.wrapped
@@ -323,7 +323,7 @@ class PartLoad:
                 self._rebuilt.append(self._wrapped[live])
             self._wrapped[live].chunks.append((partial(contents.read_chunk, place), cut))
             return
-        target = (value if type(value) in PLAIN else find_tensor_shard(value, live)).detach()
+        target = (value if is_plain else find_tensor_shard(value, live)).detach()
         target = _narrowed(target, cut.dest_offsets, cut.lengths)
         if place.payload is None or place.form is None:
             self._rebuilt.append(_Rebuilt(name, target, [(partial(contents.read_chunk, place), cut)]))
