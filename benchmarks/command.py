@@ -21,7 +21,7 @@ from benchmarks.report import Report
 
 Mode = Callable[[argparse.Namespace, Path], Report]
 
-_LOCAL_OPTIONS = {"root", "json", "picture", "record"}
+_LOCAL_OPTIONS = {"root", "json", "picture", "record", "before"}
 
 
 def add_state_options(parser: argparse.ArgumentParser, gib_help: str, tensors_help: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -11,9 +12,11 @@ from typing import Any
 
 
 def in_fresh_process(
-    module: str, order: Mapping[str, Any], outcome: Path, *, timeout_seconds: float
+    module: str, order: Mapping[str, Any], outcome: Path, *, timeout_seconds: float, first_path: str = ""
 ) -> dict[str, Any] | str:
     """Run `python -m module ORDER OUTCOME`, which writes JSON to `outcome`.
+
+    What lies below `first_path` is imported from there.
 
     Returns:
         What it wrote; or why there is nothing, which may also stand in the file as "not_run".
@@ -21,7 +24,14 @@ def in_fresh_process(
     outcome.unlink(missing_ok=True)
     command = [sys.executable, "-m", module, json.dumps(order), str(outcome)]
     try:
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, check=False)
+        ran = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=timeout_seconds,
+            check=False,
+            env={**os.environ, **({"PYTHONPATH": first_path} if first_path else {})},
+        )
     except subprocess.TimeoutExpired:
         return f"killed after {timeout_seconds:g} s"
     if not outcome.exists():
