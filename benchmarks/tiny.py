@@ -93,7 +93,6 @@ def _cell(what: str, spread: Spread | None, stock: Spread | None) -> str:
 
 def main(order: dict[str, Any], outcome: Path) -> None:
     """In the fresh process: saves, then a load."""
-    torch.set_num_threads(1)
     root = Path(order["root"])
     names = [f"layers.{number}.weight" for number in range(order["tensors"])]
     state = {name: torch.full((4,), float(number)) for number, name in enumerate(names)}
@@ -164,6 +163,7 @@ def _resident() -> int:
 
 if __name__ == "__main__":
     if len(sys.argv) == 3 and sys.argv[1].startswith("{"):
+        torch.set_num_threads(1)
         main(json.loads(sys.argv[1]), Path(sys.argv[2]))
     else:
         parser = argparse.ArgumentParser(prog="python -m benchmarks.tiny", description=__doc__)

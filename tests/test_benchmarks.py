@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from benchmarks import accelerate, lineup, records, save, trainable
+from benchmarks import accelerate, lineup, records, save, tiny, trainable
 from benchmarks.comparison import Row, ratios
 from benchmarks.contenders import Contender, InFlight, NotRunError, Task, ended
 from benchmarks.interference import disturbance
@@ -377,6 +377,19 @@ def test_the_first_save_is_measured_in_fresh_processes_and_ours_after_a_prewarm_
         assert each["not_run"] is None
         assert len(each["samples"]["stall_s"]) == 1
     assert results["prewarm_s"]["ours-overlapped-prewarmed"]["median"] > 0
+
+
+def test_what_tiny_tensors_cost_is_measured_of_us_and_of_stock(tmp_path):
+    files: dict[bool, float] = {}
+    for stock in (False, True):
+        order = {"stock": stock, "tensors": 50, "root": str(tmp_path / "run")}
+        tiny.main(order, tmp_path / "outcome.json")
+        found = json.loads((tmp_path / "outcome.json").read_text())
+        files[stock] = found.pop("files")
+        assert found.keys() == {"first", "later", "load", "memory"}
+        assert min(found["first"], found["later"], found["load"]) > 0
+        assert not (tmp_path / "run").exists()
+    assert 1 < files[False] < files[True]
 
 
 @pytest.mark.slow
