@@ -75,7 +75,8 @@ CASES = {
     "torchdata's, by its own state": made("torch", "worker", kind=StatefulDataLoader, data=Knowing),
     "drawn where batches are made": made(collate_fn=stack),
     "single samples": made("torch", batch_size=None, samples=5),
-    "spawned": made("torch", "worker", multiprocessing_context="spawn", samples=6),
+    "spawned, each imports torch": made("torch", num_workers=1, multiprocessing_context="spawn", samples=4),
+    "of a fork server": made("torch", "worker", multiprocessing_context="forkserver", samples=6),
     "no draws, but a number of the worker": made("worker", num_workers=3),
 }
 QUICK = {"all, three workers", "persistent"}
